@@ -77,8 +77,8 @@ class LinuxHost:
         self._holders: dict[Container, Holder] = {}
         # Several at once would wait for each other, at four times the processor time.
         self._identifying, self._next = Lock(fast_acquire=True), _Identification()
-        # Of its own: the read of a command line may hang while its process does.
-        self._describing = CapacityLimiter(1)
+        # Threads of their own: the read of a command line may hang while its process does.
+        self._identifier, self._describing = CapacityLimiter(1), CapacityLimiter(1)
         # Callers that call too often wait for other callers, and delay nothing else.
         self._callers = CapacityLimiter(_CALLERS)
 
@@ -103,7 +103,9 @@ class LinuxHost:
         async with self._identifying:
             if reading.found is None:
                 self._next = _Identification()
-                reading.found = await to_thread.run_sync(self._identify, reading.pids)
+                reading.found = await to_thread.run_sync(
+                    self._identify, reading.pids, limiter=self._identifier
+                )
         return {pid: reading.found[pid] for pid in pids if pid in reading.found}
 
     async def peer(self, peer: Peer) -> ProcessIdentity | None:

@@ -23,6 +23,10 @@ CLOSING: Final = 1.0
 """Seconds for a client to read its last answer, and to be gone."""
 _CHUNK: Final = 2**20
 """Bytes of a body that aiohttp would keep before it stops reading: each is taken as it comes."""
+_AHEAD: Final = 8
+"""Requests that a client may send before it has its answer: an API server sends none."""
+_UNREAD: Final = 64 * 1024
+"""Bytes of answers that may wait for their client, beyond those that wait for the network."""
 
 log = structlog.get_logger()
 
@@ -82,15 +86,11 @@ class ReviewConnection(asyncio.Protocol):
         """True from the end of the handshake to the end of the connection."""
         return self._transport is not None
 
-    @property
-    def reads(self) -> bool:
-        """True while more requests are read: not while answers wait for their client."""
-        return self._transport is not None and self._transport.is_reading()
-
     def close(self) -> None:
         """End the connection, whatever the client does."""
         self._last = True
-        if self._transport is not None:
+        # At a second `close` asyncio's transport forgets what `abort` needs.
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def abort(self) -> None:
@@ -104,6 +104,7 @@ class ReviewConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start to read."""
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(_UNREAD)
         self._idle_since = self._loop.time()
         self._idle = self._loop.call_later(self._of.timing.keep_alive, self._close_if_idle)
 
@@ -121,30 +122,21 @@ class ReviewConnection(asyncio.Protocol):
         self._of.on_lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Answer what is there."""
+        """Answer what is there; an error of ours ends this connection alone."""
         if self._last:
             return
         try:
-            messages, upgraded, _ = self._parser.feed_data(data)
-        except HttpProcessingError as error:
-            self._refuse_malformed(error)
-            return
-        for message, content in messages:
-            self._requests.append(IncomingRequest(message, content))
-        while self._requests and self._proceed(self._requests[0]):
-            pass
-        if upgraded:
-            self.close()
+            self._receive(data)
+        except Exception:
+            log.exception("connection failed")
+            self.abort()
 
     def pause_writing(self) -> None:
-        """Read nothing from a client that reads nothing."""
-        if self._transport is not None:
-            self._transport.pause_reading()
+        """End the connection of a client that sends requests, and reads no answers."""
+        self.abort()
 
     def resume_writing(self) -> None:
-        """Read again."""
-        if self._transport is not None:
-            self._transport.resume_reading()
+        """Do nothing: the connection has ended."""
 
     def pause_reading(self) -> None:
         """Do nothing, for aiohttp: bodies are limited here."""
@@ -154,6 +146,21 @@ class ReviewConnection(asyncio.Protocol):
 
     # --- requests ---------------------------------------------------------------------------------
 
+    def _receive(self, data: bytes) -> None:
+        try:
+            messages, upgraded, _ = self._parser.feed_data(data)
+        except HttpProcessingError as error:
+            self._refuse_malformed(error)
+            return
+        self._requests += (IncomingRequest(message, content) for message, content in messages)
+        if len(self._requests) > _AHEAD:
+            self.abort()
+            return
+        while self._requests and not self._last and self._proceed(self._requests[0]):
+            pass
+        if upgraded:
+            self.close()
+
     def _proceed(self, request: IncomingRequest) -> bool:
         """Take what has come of a body; return whether its request is answered."""
         began = self._late is not None
@@ -161,7 +168,9 @@ class ReviewConnection(asyncio.Protocol):
         refusal = refusal or self._take(request)
         whole = request.content.is_eof()
         if refusal:
-            self._send_text(request, *refusal, last=not whole)
+            # The answer to another method may have no body: nothing shall follow it.
+            head = refusal.status is HTTPStatus.METHOD_NOT_ALLOWED
+            self._send_text(request, *refusal, last=head or not whole)
             return True
         if whole:
             self._review(request)

@@ -8,9 +8,16 @@ from typing import Final
 
 import msgspec
 
-from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+from metagpu.plugins.cluster.event_recorder import NOTE_LIMIT, EventData, ObjectReference
 from metagpu.plugins.cluster.impossible_requests import impossible_request_event
 from metagpu.webhook.reviews import ReviewRequest
+
+BURST: Final = 50
+"""Events that may follow each other at once, of all namespaces together."""
+RATE: Final = 1.0
+"""Events a second after a burst: whoever sends reviews may invent namespaces."""
+_LONGEST: Final = 253
+"""Characters of a name in Kubernetes. Nobody has checked those of a pod under review yet."""
 
 
 class _Owner(msgspec.Struct):
@@ -45,18 +52,22 @@ class ImpossibleRequests:
             return
         subject = subject_of(request)
         if subject is not None:
-            self._record(impossible_request_event(subject, reason))
+            self._record(impossible_request_event(subject, reason[:NOTE_LIMIT]))
 
 
 def subject_of(request: ReviewRequest) -> ObjectReference | None:
-    """Return the controller of a pod, or the pod; `None` where neither has a name yet."""
+    """Return the controller of a pod, or the pod.
+
+    `None` where neither has a name yet, or one that Kubernetes refuses.
+    """
     try:
         metadata = _decode(request.object).metadata
     except msgspec.DecodeError:
         return None
+    # The API server makes a name of generateName later.
+    subject = ObjectReference("Pod", metadata.name, namespace=request.namespace)
     for it in metadata.ownerReferences or ():
         if it.controller and it.name:
-            return ObjectReference(it.kind, it.name, it.uid, request.namespace, it.apiVersion)
-    if not metadata.name:
-        return None  # the API server makes one of generateName later
-    return ObjectReference("Pod", metadata.name, namespace=request.namespace)
+            subject = ObjectReference(it.kind, it.name, it.uid, request.namespace, it.apiVersion)
+    fits = all(len(it) <= _LONGEST for it in msgspec.structs.astuple(subject))
+    return subject if subject.name and fits else None

@@ -17,6 +17,8 @@ _TEXT: Final = (
     b"HTTP/1.1 %d %s\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: %d\r\n%s\r\n"
 )
 _LAST: Final = b"Connection: close\r\n"
+_DIGITS: Final = 20
+"""Of a length: Python refuses to read thousands, and zeros may lead."""
 
 
 class RequestRefusal(NamedTuple):
@@ -58,8 +60,8 @@ class IncomingRequest:
             return RequestRefusal(
                 HTTPStatus.LENGTH_REQUIRED, "the header Content-Length is missing"
             )
-        if int(length) > limits.body:
-            text = f"{length} bytes are too many; {limits.body} are allowed"
+        if len(length) > _DIGITS or int(length) > limits.body:
+            text = f"{length[:_DIGITS]} bytes are too many; {limits.body} are allowed"
             return RequestRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
         self.counted = int(length) > limits.small
         return None

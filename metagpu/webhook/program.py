@@ -9,6 +9,7 @@ import anyio
 import structlog
 
 from metagpu.core.contracts.programs import RunCommand
+from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.runtime.serve import serve
 from metagpu.plugins.cluster.client import open_client
@@ -16,7 +17,7 @@ from metagpu.plugins.cluster.event_recorder import PER_POD, EventRecorder
 from metagpu.plugins.metrics.samples import Sample
 from metagpu.webhook import metrics
 from metagpu.webhook.certificate import ServingCertificate
-from metagpu.webhook.impossible_events import ImpossibleRequests
+from metagpu.webhook.impossible_events import BURST, RATE, ImpossibleRequests
 from metagpu.webhook.metrics import ReviewStats, WebhookExporter
 from metagpu.webhook.nodes import NodeOffers
 from metagpu.webhook.server import ReviewServer
@@ -54,7 +55,9 @@ class Webhook:
         settings, timing = self._settings, self._settings.timing
         async with open_client(settings.kubeconfig, self._run_command, timing.cluster) as client:
             self._nodes = nodes = NodeOffers(client)
-            recorder = EventRecorder(client, gethostname(), per_subject=PER_POD)
+            recorder = EventRecorder(
+                client, gethostname(), per_subject=PER_POD, overall=TokenBucket(BURST, RATE)
+            )
             impossible = ImpossibleRequests(recorder.record)
             answers = Translator(nodes, settings.translation)
             if settings.events:

@@ -199,6 +199,10 @@ class RawClient:
             except ConnectionError:
                 return True
 
+    def pause(self) -> None:
+        """Read no more bytes."""
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """End the connection at once."""
         self._writer.transport.abort()

@@ -12,6 +12,7 @@ from anyio import to_thread
 
 from metagpu.plugins.cluster.event_recorder import BURST, MINOR
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.webhook.impossible_events import BURST as BURST_OF_ALL
 from metagpu.webhook.messages import PATH
 from tests.rigs.waiting import becomes
 from tests.webhook.rig import NAME, Authority, pod, review
@@ -142,6 +143,30 @@ async def test_a_storm_writes_few_events(folder: Path, authority: Authority) -> 
         await api.until(lambda: any(it["metadata"]["namespace"] == "team-b" for it in api.events()))
 
     assert 1 < len(api.events()) <= BURST * MINOR + 2
+
+
+async def test_invented_namespaces_write_few_events(folder: Path, authority: Authority) -> None:
+    """Whoever reaches the port may invent namespaces: the rate of all together holds."""
+    api = SimApiServer()
+    async with serving(api, folder, authority) as send:
+        for number in range(BURST_OF_ALL + 20):
+            await send(review(huge(), namespace=f"team-{number}"))
+        await api.until(lambda: len(api.events()) >= BURST_OF_ALL)
+        assert len(api.events()) < BURST_OF_ALL + 20
+
+
+@pytest.mark.parametrize("field", ["name", "uid", "kind", "apiVersion"])
+async def test_names_that_kubernetes_refuses_take_no_memory(
+    folder: Path, authority: Authority, field: str
+) -> None:
+    """A webhook sees owners before anybody has checked them."""
+    api = SimApiServer()
+    async with serving(api, folder, authority) as send:
+        await send(review(huge(ownerReferences=[{**OWNER, field: "x" * 254}])))
+        await send(review(huge(90001)))  # the last one
+        await api.until(api.events)
+
+    assert ["90001" in it["note"] for it in api.events()] == [True]
 
 
 @pytest.mark.parametrize("broken", ["denied", "failing"])

@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -330,6 +331,7 @@ async def test_patch_is_base64_of_a_list(folder: Path, authority: Authority) -> 
         (b"POST /else HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", 404),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: 1001\r\n\r\n", 413),
+        (b"POST /mutate HTTP/1.1\r\nHost: a\r\nContent-Length: %s\r\n\r\n" % (b"0" * 5001), 413),
         (b"nonsense\r\n\r\n", 400),
         (b"POST /mutate HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", 400),
     ],
@@ -389,20 +391,44 @@ async def test_an_idle_connection_ends(folder: Path, authority: Authority, sent:
         assert await client.ended()
 
 
-async def test_a_client_that_reads_nothing_is_not_read(folder: Path, authority: Authority) -> None:
-    """Answers that nobody reads do not pile up: further requests wait in the network."""
+async def test_a_client_that_reads_nothing_ends(folder: Path, authority: Authority) -> None:
+    """Answers that nobody reads do not pile up, whatever the client does with its own side."""
     body = review(pod(TWO_GPUS))
     async with webhook_at_work(folder, authority) as webhook, anyio.create_task_group() as group:
         client = await webhook.connect()
 
+        client.pause()
+
         async def send_for_ever() -> None:
-            while True:
-                await client.send(body)
+            with suppress(ConnectionError):
+                while True:
+                    await client.send(body)
 
         group.start_soon(send_for_ever)
         [connection] = webhook.server._open
-        await becomes(lambda: not connection.reads)
+        await becomes(lambda: connection.connected)
+        await becomes(lambda: not webhook.server.connections)
         group.cancel_scope.cancel()
+
+
+async def test_a_client_that_waits_for_no_answer_ends(folder: Path, authority: Authority) -> None:
+    """Hundreds of requests in one write keep the loop from nobody: they get no answer."""
+    async with webhook_at_work(folder, authority) as webhook:
+        client = await webhook.connect()
+        await client.write(b"GET / HTTP/1.1\r\nHost:\r\n\r\n" * 600)
+        assert await client.ended()
+        assert "patch" in await webhook.review(review(pod(TWO_GPUS)))
+
+
+async def test_nothing_follows_the_answer_to_another_method(
+    folder: Path, authority: Authority
+) -> None:
+    """That to HEAD has no body elsewhere, and what came next would be read as one."""
+    async with webhook_at_work(folder, authority) as webhook:
+        client = await webhook.connect()
+        await client.write(b"HEAD /mutate HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await client.status() == 405
+        assert await client.ended()
 
 
 async def test_announced_bodies_take_nothing(folder: Path, authority: Authority) -> None:

@@ -141,6 +141,7 @@ class EventRecorder:
         time_of_day: returns the time that Events carry.
         name: the name of the feature that records these Events.
         per_subject: different Events that one subject may have within `DEDUP_WINDOW`.
+        overall: limits the Events of all namespaces together, where what is told may invent some.
         dropped: Events that were dropped because there were too many.
     """
 
@@ -150,6 +151,7 @@ class EventRecorder:
     time_of_day: Callable[[], float] = time.time
     name: str = "events"
     per_subject: float = math.inf
+    overall: TokenBucket = field(default_factory=lambda: TokenBucket(math.inf, 1))
     dropped: int = 0
     _queue: deque[EventData] = field(default_factory=deque)
     _series: "OrderedDict[DedupKey, _EventSeries]" = field(default_factory=OrderedDict)
@@ -249,8 +251,10 @@ class EventRecorder:
         about = data.dedup_key[0]
         existing = sum(key[0] == about and not it.unlimited for key, it in self._series.items())
         limit = self.per_subject * (MINOR if data.minor else 1)
-        rates = self._rates[data.subject.namespace].of(data)
-        return existing < limit and all(rate.wait(now) == 0 for rate in rates)
+        return existing < limit and all(rate.wait(now) == 0 for rate in self._rates_of(data))
+
+    def _rates_of(self, data: EventData) -> tuple[TokenBucket, ...]:
+        return (*self._rates[data.subject.namespace].of(data), self.overall)
 
     def _forget_old(self, now: float) -> None:
         for namespace in [it for it, rate in self._rates.items() if rate.every.is_full(now)]:
@@ -298,7 +302,7 @@ class EventRecorder:
                 self._give_up(data, error)
                 name = ""
         if not data.unlimited:
-            for rate in self._rates[subject.namespace].of(data):
+            for rate in self._rates_of(data):
                 rate.reserve(now)
         self._series.pop(data.dedup_key, None)
         self._series[data.dedup_key] = _EventSeries(name, now, now, data.unlimited)
