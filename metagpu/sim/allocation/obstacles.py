@@ -48,6 +48,8 @@ def find_obstacle(
     trial = _Trial(pools, classes)
     for place, claim in enumerate(claims):
         devices = claim["spec"].get("devices") or {}
+        if refused := _refused_by_the_api(devices):
+            return ClaimObstacle(place, "", refused)
         requests, constraints = devices.get("requests") or (), devices.get("constraints") or ()
         for count, request in enumerate(requests, start=1):
             name = request["name"]
@@ -57,11 +59,35 @@ def find_obstacle(
                 reason = str(error).removeprefix(f"request {name}: ")
             if reason:
                 return ClaimObstacle(place, name, reason)
-        if not trial.fits(*claims[: place + 1]):
-            return ClaimObstacle(
-                place, "", "no device is left beside those of the claims before it"
-            )
+        reason = "no device is left beside those of the claims before it"
+        try:
+            fits = trial.fits(*claims[: place + 1])
+        except AllocationError as error:  # a selector fails on a device that no trial came to
+            fits, reason = False, str(error)
+        if not fits:
+            return ClaimObstacle(place, "", reason)
     return None
+
+
+def _refused_by_the_api(devices: Document) -> str:
+    """Return why the API server takes no such claim, nothing if it does.
+
+    A constraint and a config may name requests, and alternatives as `request/alternative`.
+    """
+    requests = devices.get("requests") or ()
+    known = [it["name"] for it in requests] + [
+        f"{it['name']}/{each['name']}" for it in requests for each in it.get("firstAvailable") or ()
+    ]
+    of_config = [("config", it) for it in devices.get("config") or ()]
+    constraints = devices.get("constraints") or ()
+    if not all({"matchAttribute", "distinctAttribute"} & it.keys() for it in constraints):
+        return "a constraint has neither matchAttribute nor distinctAttribute"
+    of_constraints = [(f"constraint {_shown_constraint(it)}", it) for it in constraints]
+    for place, it in of_constraints + of_config:
+        if missing := [name for name in it.get("requests") or () if name not in known]:
+            has = ", ".join(known) or "none"
+            return f"its {place} names the request {missing[0]}, and the claim has: {has}"
+    return ""
 
 
 def _request_reason(

@@ -108,6 +108,37 @@ def test_the_request_without_a_device_has_its_reason(
     assert find_obstacle(pools, [wanted], CLASSES) == ClaimObstacle(0, request_name, reason)
 
 
+EITHER = {"name": "one", "firstAvailable": [{"name": "a", "deviceClassName": "gpu.metagpu.io"}]}
+
+
+@pytest.mark.parametrize("place", ["constraint matchAttribute gpu.metagpu.io/uuid", "config"])
+@pytest.mark.parametrize("name", ["two", "one/b", "gpu/a"])
+def test_a_name_that_is_no_request_is_named(place: str, name: str) -> None:
+    """The API server takes no claim with it; an alternative has a name with its request's."""
+    pools = gather_pools(SLICES, NODE)
+
+    def naming(*names: str) -> Document:
+        found = claim(EITHER, shares("1"))
+        own = {"requests": names}
+        constraint = {"matchAttribute": "gpu.metagpu.io/uuid", **own}
+        more = {"config": [own]} if place == "config" else {"constraints": [constraint]}
+        return {**found, "spec": {"devices": {**found["spec"]["devices"], **more}}}
+
+    assert find_obstacle(pools, [naming("one/a")], CLASSES) is None
+    assert find_obstacle(pools, [naming("one")], CLASSES) is None
+    found = find_obstacle(pools, [naming("one", name)], CLASSES)
+    reason = f"its {place} names the request {name}, and the claim has: one, gpu, one/a"
+    assert found == ClaimObstacle(0, "", reason)
+
+
+def test_a_constraint_of_no_attribute_is_refused() -> None:
+    """Also in a claim without a request."""
+    bare = {"metadata": {"name": "claim"}, "spec": {"devices": {"constraints": [{}]}}}
+    found = find_obstacle(gather_pools(SLICES, NODE), [bare], CLASSES)
+    reason = "a constraint has neither matchAttribute nor distinctAttribute"
+    assert found == ClaimObstacle(0, "", reason)
+
+
 def test_instances_that_overlap_are_no_missing_devices() -> None:
     """All of one GPU's MIG devices fit, and not together."""
     pools = gather_pools(published(MIG, mig_gpu(0)), NODE)
