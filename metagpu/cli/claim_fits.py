@@ -8,13 +8,13 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.devices.devices import gpu_of_pool
-from metagpu.core.errors import ConfigError, describe_error
+from metagpu.core.errors import ConfigError, MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
 from metagpu.sim.allocation.obstacles import find_obstacle
 from metagpu.sim.allocation.pools import DevicePools, gather_pools
 from metagpu.sim.cluster.claim_objects import device_classes
-from metagpu.sim.cluster.document_forms import check_document
+from metagpu.sim.cluster.document_forms import check_document, check_pod_claims
 
 Document = Mapping[str, Any]
 
@@ -26,6 +26,9 @@ _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
 _OF_CLAIMS: Final = {"resourceClaimName": "ResourceClaim"} | {
     "resourceClaimTemplateName": "ResourceClaimTemplate"
 }
+
+_OF_TAGS: Final = (ValueError, LookupError, AttributeError, TypeError)
+"""What PyYAML raises for a text that its tag does not fit, such as `!!bool maybe`."""
 
 
 class _Used(msgspec.Struct, frozen=True):
@@ -45,14 +48,29 @@ def read_documents(file: str) -> Sequence[Document]:
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        found = [it for it in yaml.safe_load_all(text) if it is not None]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {describe_error(error)}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {describe_error(error)}") from error
-    if not found or not all(isinstance(it, dict) and it.get("kind") for it in found):
+    try:
+        found = [it for it in yaml.safe_load_all(text) if it is not None]
+    except RecursionError as error:
+        raise ConfigError(f"{file} is no YAML: it is nested too deep") from error
+    except (yaml.YAMLError, *_OF_TAGS) as error:
+        cause = " ".join(describe_error(error).split())
+        raise ConfigError(f"{file} is no YAML: {cause}") from error
+    if not found or not all(map(_is_object, found)):
         raise ConfigError(f"{file}: no objects of Kubernetes; write each with apiVersion and kind")
+    for it in found:
+        if not isinstance(it.get("metadata") or {}, dict):
+            raise ConfigError(f"{file}: {it['kind']}: its metadata is no object with a name")
     return found
+
+
+def _is_object(document: object) -> bool:
+    return (
+        isinstance(document, dict)
+        and isinstance(document.get("kind"), str)
+        and document["kind"] != ""
+    )
 
 
 def claim_fits(
@@ -70,71 +88,77 @@ def claim_fits(
         driver: the name of the DRA driver, for the chart's DeviceClasses.
 
     Raises:
-        MetagpuError: an object has not the form of its kind.
+        ConfigError: an object has not the form of its kind.
     """
     classes: dict[str, Document] = {key[2]: it for key, it in device_classes(driver)}
     specs: dict[tuple[str, str], Document] = {}
-    for it in documents:
-        kind = it["kind"]
-        if kind in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
-            check_document(it)
-        if kind == "DeviceClass":
-            classes[it["metadata"]["name"]] = it
-        elif kind in _OF_CLAIMS.values():
-            spec = it["spec"]["spec"] if kind == "ResourceClaimTemplate" else it["spec"]
-            specs[kind, it["metadata"]["name"]] = _as_any_other(spec)
+    try:
+        for it in documents:
+            kind, name = it["kind"], _name_of(it)
+            if kind not in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
+                continue
+            spec = check_document(_with_name(it))
+            if kind == "DeviceClass":
+                classes[name] = {"spec": spec}
+            elif kind != "Pod":
+                specs[kind, name] = spec["spec"] if kind == "ResourceClaimTemplate" else spec
+        used = list(_used_claims(documents, specs))
+    except MetagpuError as error:
+        raise ConfigError(describe_error(error)) from error
     nodes = {it["nodeName"] for it in slices}
     published = [
         {"metadata": {"name": f"{at:05x}"}, "spec": spec} for at, spec in enumerate(slices)
     ]
     pools = gather_pools(published, next(iter(nodes), ""))
-    return [
-        row
-        for used in _used_claims(documents, specs)
-        for row in _rows(used, specs, pools, classes, gpus)
-    ]
+    return [row for each in used for row in _rows(each, specs, pools, classes, gpus)]
 
 
-def _as_any_other(spec: Document) -> Document:
-    """Return a claim without `adminAccess`: on an idle node it is as any other."""
-    devices = spec.get("devices") or {}
-    requests = [
-        {key: _without(it, "adminAccess") if key == "exactly" else it for key, it in each.items()}
-        for each in devices.get("requests") or ()
-    ]
-    return {"devices": {**devices, "requests": requests}}
+def _name_of(document: Document) -> Any:  # noqa: ANN401 - perhaps no text
+    """Return the name of an object, or the beginning of the name that it gets."""
+    metadata = document.get("metadata") or {}
+    return metadata.get("name") or metadata.get("generateName") or ""
 
 
-def _without(spec: Document, key: str) -> Document:
-    return {name: it for name, it in spec.items() if name != key}
+def _with_name(document: Document) -> Document:
+    """Return an object as one with a name where it has `generateName` alone."""
+    metadata = document.get("metadata") or {}
+    if metadata.get("name") or not metadata.get("generateName"):
+        return document
+    made = str(metadata["generateName"]).rstrip("-.")
+    return {**document, "metadata": {**metadata, "name": made}}
 
 
 def _used_claims(
     documents: Sequence[Document], specs: Mapping[tuple[str, str], Document]
 ) -> Iterator[_Used]:
-    """Yield the claims of each pod, then those that no pod names."""
+    """Yield the claims of each pod, then those that no pod names.
+
+    Raises:
+        MetagpuError: the claims of a pod have another form.
+    """
     named: set[tuple[str, str]] = set()
     for it in documents:
-        claims = (_pod_spec(it) or {}).get("resourceClaims") or ()
+        title = f"{it['kind']} {_name_of(it)}".strip()
         names = tuple(
-            (kind, str(claim[key]))
-            for claim in claims
+            (kind, claim[key])
+            for claim in check_pod_claims(f"the pod of the {title}", _pod_spec(it))
             for key, kind in _OF_CLAIMS.items()
             if claim.get(key)
         )
         named.update(names)
         if names:
-            yield _Used(f"{it['kind']} {it['metadata']['name']}", names)
+            yield _Used(title, names)
     for name in specs:
         if name not in named:
             yield _Used("", (name,))
 
 
-def _pod_spec(document: Document) -> Document | None:
+def _pod_spec(document: Document) -> Document:
+    """Return the specification of an object's pod, empty where it has none."""
     found: Any = document
     for key in _TEMPLATES.get(document["kind"], ("spec", "template", "spec")):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _rows(

@@ -57,6 +57,19 @@ spec:
 """
 
 
+def of_request(fields: str) -> str:
+    """Return a ResourceClaim of whole GPUs with more fields in its request."""
+    wanted = f"{{deviceClassName: gpu.metagpu.io, {fields}}}"
+    devices = f"{{requests: [{{name: gpu, exactly: {wanted}}}]}}"
+    return f"{{kind: ResourceClaim, metadata: {{name: a}}, spec: {{devices: {devices}}}}}"
+
+
+def with_claims(claims: str) -> str:
+    """Return a Deployment whose pods have these `resourceClaims`."""
+    spec = f"{{template: {{spec: {{containers: [{{name: a}}], resourceClaims: {claims}}}}}}}"
+    return f"{{kind: Deployment, metadata: {{name: web}}, spec: {spec}}}"
+
+
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
     """Return the arguments of `explain` on a node of two GPUs, for the manifest above."""
@@ -130,6 +143,18 @@ def test_under_nvidias_driver_name_its_classes_are_there(
         ("{", "claims.yaml is no YAML: "),
         ("a: b", "write each with apiVersion and kind"),
         ("kind: ResourceClaim\nmetadata: {name: a}\nspec: {devices: 3}", "the ResourceClaim a"),
+        ("kind: [a]", "write each with apiVersion and kind"),
+        ("{kind: Deployment, metadata: 2020-01-01}", "Deployment: its metadata is no object"),
+        ("{kind: Pod, metadata: [a]}", "Pod: its metadata is no object with a name"),
+        ("[" * 2000, "claims.yaml is no YAML: it is nested too deep"),
+        ("!!bool maybe", "claims.yaml is no YAML: 'maybe'"),
+        ("!!timestamp maybe", "claims.yaml is no YAML: "),
+        ("kind: ResourceClaim\nmetadata: {name: [a]}", "Expected `str`"),
+        (of_request("count: -1"), "the ResourceClaim a: Expected `int` >= 0"),
+        (with_claims("[foo]"), "the pod of the Deployment web: Expected `object`, got `str`"),
+        (with_claims("{a: b}"), "the pod of the Deployment web: Expected `array | null`"),
+        (with_claims("5"), "the pod of the Deployment web: Expected `array | null`, got `int`"),
+        (with_claims("[{name: a, resourceClaimName: [b]}]"), "Expected `str | null`"),
     ],
 )
 def test_what_is_no_claim_is_refused(
@@ -138,7 +163,34 @@ def test_what_is_no_claim_is_refused(
     """The line says what, without a traceback."""
     (tmp_path / "claims.yaml").write_text(text)
     assert main(options) == 1
-    assert error in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert error in line
+
+
+@pytest.mark.parametrize("kind", ["Job", "Pod"])
+def test_a_pod_without_a_name_is_shown_by_what_its_name_begins_with(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The API server makes the name of an object with `generateName`."""
+    claims = "{containers: [{name: a}], resourceClaims: [{name: a, resourceClaimName: b}]}"
+    spec = claims if kind == "Pod" else f"{{template: {{spec: {claims}}}}}"
+    text = f"kind: {kind}\nmetadata: {{generateName: j-}}\nspec: {spec}"
+    (tmp_path / "claims.yaml").write_text(text)
+    (row,) = explained(options, capsys)
+    assert row["pod"] == f"{kind} j-"
+    assert row["problem"]["reason"] == "the file has no ResourceClaim b"
+
+
+@pytest.mark.parametrize(
+    "fields", ["count: 0", "selectors: ~, tolerations: ~", "allocationMode: ~, capacity: ~"]
+)
+def test_a_field_that_is_null_or_0_is_as_left_out(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: str
+) -> None:
+    """The API server takes such fields for their defaults."""
+    (tmp_path / "claims.yaml").write_text(of_request(fields))
+    (row,) = explained(options, capsys)
+    assert (row["fits"], len(row["devices"])) == (True, 1)
 
 
 def test_without_the_front_no_claim_fits(

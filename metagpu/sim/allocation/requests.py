@@ -126,7 +126,7 @@ def _requested(
         name=name,
         alternative=alternative,
         device_class=kind,
-        count=None if spec.get("allocationMode") == "All" else int(spec.get("count", 1)),
+        count=None if spec.get("allocationMode") == "All" else int(spec.get("count") or 1),
         selectors=tuple(it["cel"]["expression"] for it in own),
         amounts={capacity: parse_amount(amount) for capacity, amount in asked.items()},
         tolerations=tuple(spec.get("tolerations") or ()),

@@ -87,7 +87,10 @@ def selects(expression: str, driver: str, device: Device) -> bool:
     Raises:
         AllocationError: the expression is not read here, or names what the device lacks.
     """
-    found = _Evaluation(_variables(driver, device)).value(_parse(expression))
+    try:
+        found = _Evaluation(_variables(driver, device)).value(_parse(expression))
+    except RecursionError as error:
+        raise _unread(expression) from error
     if not isinstance(found, bool):
         raise AllocationError(f"the selector {expression!r} is no condition")
     return found
@@ -98,7 +101,7 @@ def _parse(expression: str) -> ast.expr:
     text = _TOKENS.sub(lambda found: _python_token(found[0]), expression)
     try:
         return ast.parse(f"({text})", mode="eval").body
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, MemoryError) as error:  # the last: nested too deep
         raise _unread(expression) from error
 
 
@@ -201,9 +204,9 @@ class _Evaluation:
     def _call(self, function: ast.expr, arguments: list[ast.expr]) -> Any:  # noqa: ANN401 - as said
         match function, arguments:
             case ast.Name(id="has"), [ast.Attribute(value=of, attr=name)]:
-                return name in self.value(of)
+                return name in _mapping(self.value(of), name)
             case ast.Name(id=name), [argument] if name in _FUNCTIONS:
-                return _FUNCTIONS[name](self.value(argument))
+                return _applied(_FUNCTIONS[name], self.value(argument), [])
             case ast.Attribute(value=of, attr=name), _:
                 receiver = self.value(of)
                 method = _METHODS.get((type(receiver), name))
@@ -220,12 +223,16 @@ def _applied(method: Callable[..., Any], receiver: Any, values: list[Any]) -> An
 
 
 def _member(of: Any, name: Any) -> Any:  # noqa: ANN401 - as the expression says
+    try:
+        return _mapping(of, name)[name]
+    except (KeyError, TypeError):  # a list is no key
+        raise _MissingKeyError(f"no such key: {name}") from None
+
+
+def _mapping(of: Any, name: Any) -> Mapping[Any, Any]:  # noqa: ANN401 - as the expression says
     if not isinstance(of, Mapping):
         raise AllocationError(f"no such key: {name}")
-    try:
-        return of[name]
-    except KeyError:
-        raise _MissingKeyError(f"no such key: {name}") from None
+    return of
 
 
 def _compared(comparison: ast.cmpop, one: Any, other: Any) -> bool:  # noqa: ANN401 - as above

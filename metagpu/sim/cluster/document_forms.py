@@ -4,7 +4,7 @@ What the simulated scheduler and kubelet read of an object is checked when it is
 can tell the user later. All else of an object is kept, and not looked at.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ COLLECTIONS: Final = {
 """The collection of each kind that a file may have."""
 
 
-class _Form(msgspec.Struct, frozen=True, rename="camel"):
+class _Form(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """Known fields; others are allowed."""
 
 
@@ -51,7 +51,7 @@ class _DevicesForm(_Form, frozen=True):
     """The devices of one request, or of one alternative."""
 
     device_class_name: str
-    count: int | None = None
+    count: Annotated[int, msgspec.Meta(ge=0)] | None = None
     allocation_mode: Literal["All", "ExactCount"] | None = None
     selectors: list[_SelectorForm] | None = None
     capacity: _CapacityForm | None = None
@@ -65,7 +65,7 @@ class _AlternativeForm(_DevicesForm, frozen=True, kw_only=True):
 class _RequestForm(_Form, frozen=True):
     name: str
     exactly: _DevicesForm | None = None
-    first_available: list[_AlternativeForm] | None = None
+    first_available: Annotated[list[_AlternativeForm], msgspec.Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if (self.exactly is None) == (self.first_available is None):
@@ -129,9 +129,12 @@ class _PodClaimForm(_Form, frozen=True):
     resource_claim_template_name: str | None = None
 
 
-class _PodForm(_Form, frozen=True):
-    containers: Annotated[list[_ContainerForm], msgspec.Meta(min_length=1)]
+class _PodClaimsForm(_Form, frozen=True):
     resource_claims: list[_PodClaimForm] | None = None
+
+
+class _PodForm(_PodClaimsForm, frozen=True, kw_only=True):
+    containers: Annotated[list[_ContainerForm], msgspec.Meta(min_length=1)]
 
 
 class _MetadataForm(_Form, frozen=True):
@@ -153,8 +156,8 @@ _FORMS: Final[Mapping[str, type[_Form]]] = {
 }
 
 
-def check_document(document: Mapping[str, Any]) -> None:
-    """Refuse a document that the simulated cluster does not take.
+def check_document(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the known part of a document's specification, without nulls.
 
     Raises:
         SimError: its kind is another, it has no name, or its specification has another form.
@@ -165,7 +168,22 @@ def check_document(document: Mapping[str, Any]) -> None:
         raise SimError(f"a document is of the kind {kind!r}; taken are {', '.join(COLLECTIONS)}")
     check_name(f"the {kind}", name)
     check_name("the namespace", found.metadata.namespace or "default")
-    _converted(f"the spec of the {kind} {name}", document.get("spec"), _FORMS[kind])
+    return _known(f"the spec of the {kind} {name}", document.get("spec"), _FORMS[kind])
+
+
+def check_pod_claims(about: str, spec: Mapping[str, Any]) -> Sequence[Mapping[str, str]]:
+    """Return the `resourceClaims` of a pod in any object, without nulls.
+
+    Raises:
+        SimError: they have another form.
+    """
+    found: list[Mapping[str, str]] = _known(about, spec, _PodClaimsForm).get("resourceClaims", [])
+    return found
+
+
+def _known(about: str, value: object, form: type[_Form]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = msgspec.to_builtins(_converted(about, value, form))
+    return found
 
 
 def _converted(about: str, value: object, form: type[_FormT]) -> _FormT:

@@ -72,6 +72,12 @@ def test_a_selector(expression: str, expected: object) -> None:
         ("__import__('os').system('true') == 0", "does not read"),
         ("device.__class__ == 1", "no such key: __class__"),
         ("device.driver ==", "does not read"),
+        ("size(1) == 1", "cannot be made"),
+        ("semver(1) == 1", "cannot be made"),
+        ("has(device.driver.name)", "no such key: name"),
+        ("device.attributes[['a']] == 1", "no such key"),
+        ("(" * 500 + "true" + ")" * 500, "does not read"),
+        ("!" * 3000 + "true", "does not read"),
     ],
 )
 def test_what_is_no_selector(expression: str, problem: str) -> None:
