@@ -15,7 +15,7 @@ from metagpu.webhook.reviews import ReviewRequest
 BURST: Final = 50
 """Events that may follow each other at once, of all namespaces together."""
 RATE: Final = 1.0
-"""Events a second after a burst: whoever sends reviews may invent namespaces."""
+"""Events a second after a burst: clients may invent namespaces."""
 _LONGEST: Final = 253
 """Characters of a name in Kubernetes. Nobody has checked those of a pod under review yet."""
 

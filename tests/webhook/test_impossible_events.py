@@ -146,7 +146,7 @@ async def test_a_storm_writes_few_events(folder: Path, authority: Authority) -> 
 
 
 async def test_invented_namespaces_write_few_events(folder: Path, authority: Authority) -> None:
-    """Whoever reaches the port may invent namespaces: the rate of all together holds."""
+    """A client that invents namespaces meets the rate of all together."""
     api = SimApiServer()
     async with serving(api, folder, authority) as send:
         for number in range(BURST_OF_ALL + 20):

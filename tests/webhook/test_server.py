@@ -423,7 +423,7 @@ async def test_a_client_that_waits_for_no_answer_ends(folder: Path, authority: A
 async def test_nothing_follows_the_answer_to_another_method(
     folder: Path, authority: Authority
 ) -> None:
-    """That to HEAD has no body elsewhere, and what came next would be read as one."""
+    """The answer to HEAD has no body elsewhere: the next answer would be read as one."""
     async with webhook_at_work(folder, authority) as webhook:
         client = await webhook.connect()
         await client.write(b"HEAD /mutate HTTP/1.1\r\nHost: a\r\n\r\n")

@@ -141,7 +141,7 @@ class EventRecorder:
         time_of_day: returns the time that Events carry.
         name: the name of the feature that records these Events.
         per_subject: different Events that one subject may have within `DEDUP_WINDOW`.
-        overall: limits the Events of all namespaces together, where what is told may invent some.
+        overall: limits the Events of all namespaces together, where clients may invent some.
         dropped: Events that were dropped because there were too many.
     """
 
