@@ -2,10 +2,13 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +30,9 @@ from metagpu.translation.translate import translate
 from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
 
 Object = Mapping[str, Any]
+
+_LONGEST: Final = 58
+"""Characters of a name that a template is named by."""
 
 
 class TranslatedObject(msgspec.Struct):
@@ -73,9 +79,13 @@ def print_translation(
     settings = TranslationSettings(
         order=args.order, policy=args.policy, dra_resources=served, **names
     )
-    objects = objects_in(read_documents(args.filename), args.filename)
+    objects = list(objects_in(read_documents(args.filename), args.filename))
     driver = args.claims_driver if args.claims else ""
-    found = [_translated(it, offers, settings, driver) for it in objects]
+    templates = _template_names(objects)
+    found = [
+        _translated(it, offers, settings, driver, name)
+        for it, name in zip(objects, templates, strict=True)
+    ]
     if args.explain:
         _print_ways(found)
     else:
@@ -89,7 +99,11 @@ def print_translation(
 
 
 def _translated(
-    document: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings, driver: str
+    document: Object,
+    nodes: Sequence[NodeOffer],
+    settings: TranslationSettings,
+    driver: str,
+    template_name: str,
 ) -> TranslatedObject:
     """Translate an object, into claims where a driver is named."""
     name = name_of(document)
@@ -99,9 +113,9 @@ def _translated(
         return TranslatedObject(name, document)
     ways = explain(pod, nodes, settings)
     if driver:
-        claimed = claim_pod(pod, _template_name(document), nodes, settings, driver)
+        claimed = claim_pod(pod, template_name, nodes, settings, driver)
         template: Object | None = claimed.template
-        if template and (namespace := document["metadata"].get("namespace")):
+        if template and (namespace := (document.get("metadata") or {}).get("namespace")):
             template = {**template, "metadata": {**template["metadata"], "namespace": namespace}}
         changed = _with_pod(document, path, claimed.pod)
         return TranslatedObject(name, changed, claimed.outcome, ways, template)
@@ -110,11 +124,48 @@ def _translated(
     return TranslatedObject(name, changed, outcome, ways)
 
 
-def _template_name(document: Object) -> str:
-    """Return the name of an object's template, of 63 characters at most."""
+def _template_names(objects: Sequence[Object]) -> Iterator[str]:
+    """Yield a name for each object's template, which no other of its namespace has.
+
+    Where objects have one name, their templates have the kind too, and a number if need be.
+    """
+    kept = {
+        (_namespace(it), _own_name(it)) for it in objects if it["kind"] == "ResourceClaimTemplate"
+    }
+    wanted = [
+        (_namespace(it), _template_name(_own_name(it)))
+        for it in objects
+        if pod_at(it, template_path(it)) is not None
+    ]
+    times = Counter([*wanted, *kept])
+    used = {key for key, number in times.items() if number == 1} | kept
+    for it in objects:
+        namespace, own = _namespace(it), _own_name(it)
+        name = _template_name(own)
+        if times[namespace, name] > 1:
+            stem = f"{own}-{it['kind'].lower()}"
+            names = (_template_name(f"{stem}-{n}" if n > 1 else stem) for n in count(1))
+            name = next(each for each in names if (namespace, each) not in used)
+            used.add((namespace, name))
+        yield name
+
+
+def _namespace(document: Object) -> str:
+    return str((document.get("metadata") or {}).get("namespace") or "default")
+
+
+def _own_name(document: Object) -> str:
+    """Return the name of an object, or the beginning of the name that it gets."""
     metadata = document.get("metadata") or {}
-    own = str(metadata.get("name") or metadata.get("generateName") or "pod").rstrip("-.")
-    return f"{own[:58].rstrip('-.')}-gpus"
+    return str(metadata.get("name") or metadata.get("generateName") or "pod").rstrip("-.")
+
+
+def _template_name(own: str) -> str:
+    """Return the name of a template, of 63 characters at most, by a name of its own."""
+    if len(own) > _LONGEST:
+        shortened = sha256(own.encode()).hexdigest()[:8]
+        own = f"{own[: _LONGEST - 9].rstrip('-.')}-{shortened}"
+    return f"{own}-gpus"
 
 
 def _with_pod(document: Object, path: Sequence[str], pod: Object) -> Object:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from metagpu.kubectl.manifests import pod_at, template_path
 from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.gpu_labels import node_labels
 from metagpu.translation.values import NodeOffer
@@ -390,6 +392,59 @@ def test_claims_keep_what_is_not_theirs(tmp_path: Path, capsys: pytest.CaptureFi
     assert one["resources"]["limits"] == {"cpu": "1"}
     assert [it["name"] for it in one["resources"]["claims"]] == ["net", "gpus"]
     assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["net", "gpus"]
+
+
+def named(document: dict[str, Any], name: str, **metadata: str) -> dict[str, Any]:
+    """Return an object with another name."""
+    return {**document, "metadata": {"name": name, **metadata}}
+
+
+def template_names(
+    folder: Path, capsys: pytest.CaptureFixture[str], *asked: object
+) -> Sequence[str]:
+    """Return the names of the templates that `--claims` prints, as the pods claim them."""
+    options = (nodes_file(folder, MIG), "--claims")
+    _, out, _ = run(capsys, written(folder, *asked), *options)
+    documents = list(yaml.safe_load_all(out))
+    made = [it for it in documents if it["kind"] == "ResourceClaimTemplate" and "kept" not in it]
+    found = [it["metadata"]["name"] for it in made]
+    claims = [
+        pod_at(it, template_path(it))["spec"]["resourceClaims"]  # type: ignore[index]
+        for it in documents
+        if it["kind"] != "ResourceClaimTemplate"
+    ]
+    assert [own["resourceClaimTemplateName"] for [own] in claims] == found
+    return found
+
+
+def test_the_templates_of_one_namespace_have_different_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kind is in the name where another object has it, also a template of the manifest."""
+    job, deployment = (named(workload(kind), "train") for kind in ("Job", "Deployment"))
+    elsewhere = named(workload("Job"), "train", namespace="a")
+    other = named(workload("Job"), "train-job")
+    kept = {"kind": "ResourceClaimTemplate", "metadata": {"name": "work-gpus"}, "kept": True}
+    asked = (job, deployment, elsewhere, other, job, workload("Job"), kept)
+    assert template_names(tmp_path, capsys, *asked) == [
+        "train-job-2-gpus",
+        "train-deployment-gpus",
+        "train-gpus",
+        "train-job-gpus",
+        "train-job-3-gpus",
+        "work-job-gpus",
+    ]
+
+
+def test_the_templates_of_long_names_have_different_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are cut where a name may end, and are the same each time."""
+    long = [named(workload("Job"), f"{'a' * 48}.{'b' * 20}-{end}") for end in "xy"]
+    first, second = template_names(tmp_path, capsys, *long)
+    assert first != second
+    assert template_names(tmp_path, capsys, *long[::-1]) == [second, first]
+    assert all(re.fullmatch("a{48}-[0-9a-f]{8}-gpus", it) for it in (first, second))
 
 
 def test_names_that_dra_serves_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
