@@ -8,9 +8,14 @@ import msgspec
 _Amounts = dict[str, str | float | None]
 
 
+class _ClaimEntry(msgspec.Struct):
+    name: str = ""
+
+
 class _Resources(msgspec.Struct):
     limits: _Amounts | None = None
     requests: _Amounts | None = None
+    claims: list[_ClaimEntry] | None = None
 
 
 class _Container(msgspec.Struct):
@@ -46,6 +51,7 @@ class _Affinity(msgspec.Struct, rename="camel"):
 class _Spec(msgspec.Struct, rename="camel"):
     containers: list[_Container] | None = None
     init_containers: list[_Container] | None = None
+    resource_claims: list[_ClaimEntry] | None = None
     node_selector: dict[str, str] | None = None
     node_name: str | None = None
     affinity: _Affinity | None = None

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil, inf, prod
 from typing import Final, TypeAlias
 
 import msgspec
@@ -12,6 +14,8 @@ from metagpu.translation.requests import GpuRequest
 _Served: TypeAlias = "tuple[GpuRequest, Choice]"
 _USABLE: Final = 0.95
 """Part of its percents of a GPU that an instance has: MIG keeps the rest of the memory."""
+
+_COMBINATIONS: Final = 4096
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -105,6 +109,42 @@ def fits_together(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> 
         for group in _at_once(requests, choices)
         for resource, part in parts.items()
     )
+
+
+def held_together(
+    requests: Sequence[GpuRequest], ways: Sequence[Sequence[Choice]], gpus: int
+) -> bool:
+    """Return whether idle GPUs could serve requests of which none ends before another.
+
+    A GPU has shares of one resource at a time, or MIG instances. Where choices have more than a
+    few thousand combinations, they count as served.
+
+    Args:
+        requests: those of a pod.
+        ways: for each, the choices that a node has.
+        gpus: the number of the node's GPUs.
+    """
+    return prod(map(len, ways)) > _COMBINATIONS or any(
+        _least_gpus(list(zip(requests, choices, strict=True))) <= gpus for choices in product(*ways)
+    )
+
+
+def _least_gpus(served: Sequence[_Served]) -> float:
+    """Return how many idle GPUs are needed at least, infinity if a node's are too few."""
+    by_part: dict[OfferedPart, list[_Served]] = {}
+    for each in served:
+        by_part.setdefault(each[1].part, []).append(each)
+    found, instances, of_gpu = 0, 0, 0
+    for part, those in by_part.items():
+        if not _packs(part, those):
+            return inf
+        if part.technique == MIG:
+            instances += part.memory * sum(choice.count for _, choice in those)
+            of_gpu = max(of_gpu, part.gpu_memory and max(part.gpu_memory, part.memory))
+        else:
+            few = (msgspec.structs.replace(part, gpus=it + 1) for it in range(part.gpus))
+            found += next(it.gpus for it in few if _packs(it, those))
+    return found + (ceil(instances / of_gpu) if of_gpu else min(instances, 1))
 
 
 def demand_of(requests: Sequence[GpuRequest], choices: Sequence[Choice]) -> Mapping[str, int]:

@@ -6,16 +6,17 @@ scheduler takes the first that a node has free.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Final
 
 import msgspec
 
 from metagpu.core.model.quantities import whole_number
 from metagpu.translation.annotations import GPUS_PREFIX, annotations_of
-from metagpu.translation.choices import Choice, choose
+from metagpu.translation.choices import Choice, choose, held_together, serve
 from metagpu.translation.models import NOUSE_TYPE, USE_TYPE, names_model
 from metagpu.translation.node_groups import NodeGroups
-from metagpu.translation.parts import FRACTION, MIG, MPS, WHOLE
+from metagpu.translation.parts import FRACTION, GPU_COUNT, MIG, MPS, WHOLE
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.plans import NodeParts, policy_of, survey, techniques_of
 from metagpu.translation.requests import GpuRequest, read_requests
@@ -26,7 +27,7 @@ from metagpu.translation.warnings import warnings_for
 DRIVER: Final = "gpu.metagpu.io"
 NVIDIA: Final = "gpu.nvidia.com"
 CLAIM: Final = "gpus"
-"""The name of the claim in a pod."""
+"""The name of the claim in a pod, with a number behind it where another has it."""
 MOST_ALTERNATIVES: Final = 8
 """The API server's limit of `firstAvailable`."""
 _CLASSES: Final = {
@@ -82,7 +83,7 @@ def claim_pod(
     }
     kept = [it for it in outcome.operations if not it["path"].startswith("/spec/affinity")]
     claimed = _with_claim(apply_patch(pod, kept), requests, name)
-    warnings = tuple(_warnings(pod, requests, settings))
+    warnings = (*_warnings(pod, requests, settings), *_too_much(requests, allowed, techniques))
     return ClaimedPod(claimed, template, msgspec.structs.replace(outcome, warnings=warnings))
 
 
@@ -178,8 +179,11 @@ def _with_claim(
     for it in requests:
         annotations.pop(GPUS_PREFIX + it.container, None)  # the claim has the count
     spec = pod["spec"]
-    own = {"name": CLAIM, "resourceClaimTemplateName": template}
-    spec["resourceClaims"] = [*(spec.get("resourceClaims") or ()), own]
+    others = spec.get("resourceClaims") or ()
+    used = {it.get("name") for it in others}
+    names = (f"{CLAIM}-{number}" if number > 1 else CLAIM for number in count(1))
+    claim = next(it for it in names if it not in used)
+    spec["resourceClaims"] = [*others, {"name": claim, "resourceClaimTemplateName": template}]
     for it in requests:
         *_, kind, index = it.path.split("/")
         container = spec[kind][int(index)]
@@ -191,7 +195,7 @@ def _with_claim(
             if not kept:
                 del resources[where]
         claims = resources.get("claims") or ()
-        resources["claims"] = [*claims, {"name": CLAIM, "request": it.container}]
+        resources["claims"] = [*claims, {"name": claim, "request": it.container}]
     return pod
 
 
@@ -211,3 +215,25 @@ def _warnings(
             f"{USE_TYPE} and {NOUSE_TYPE} choose the alternatives of the claim, and no GPU: add a "
             "selector of productName"
         )
+
+
+def _too_much(
+    requests: Sequence[GpuRequest], allowed: Sequence[NodeParts], techniques: Sequence[str]
+) -> Iterator[str]:
+    """Yield that no node has at once what containers ask for one after the other."""
+    alone = [it.container for it in requests if it.alone]
+    if alone and not any(_may_have(it, requests, techniques) for it in allowed):
+        yield (
+            f"init container {', '.join(alone)}: a claim holds the devices of init containers and "
+            "of the other containers together, and no node has as many at once, so that the pod "
+            "waits without end: ask for less in one of them, or translate without --claims"
+        )
+
+
+def _may_have(node: NodeParts, requests: Sequence[GpuRequest], techniques: Sequence[str]) -> bool:
+    """Return whether a node, if it were idle, could have all requests at once."""
+    parts = [it for it in node.parts if it.technique in techniques]
+    ways = [[way for part in parts if (way := serve(it, part)) is not None] for it in requests]
+    labelled = (whole_number(it.labels.get(GPU_COUNT)) for it in node.group.nodes.values())
+    most = max((it or 0 for it in labelled), default=0) or sum(it.gpus for it in parts)
+    return held_together(requests, ways, max((most, *(it.gpus for it in parts))))

@@ -250,6 +250,7 @@ def test_values_are_those_that_kubectl_reads(
     ("spec", "sentence"),
     [
         ("containers: {name: a}", "Pod p: not as a pod has it: Expected `array | null`"),
+        ("resourceClaims: [a]", "Pod p: not as a pod has it: Expected `object`, got `str`"),
         ("containers: [a]", "got `str` - at `$.spec.containers[0]`"),
         ("containers: [{resources: {limits: [a]}}]", "at `$.spec.containers[0].resources.limits`"),
         ("nodeSelector: {gpu: true}", "got `bool` - at `$.spec.nodeSelector[...]`"),
@@ -392,6 +393,63 @@ def test_claims_keep_what_is_not_theirs(tmp_path: Path, capsys: pytest.CaptureFi
     assert one["resources"]["limits"] == {"cpu": "1"}
     assert [it["name"] for it in one["resources"]["claims"]] == ["net", "gpus"]
     assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["net", "gpus"]
+
+
+def test_the_claim_has_a_name_that_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pod's own claims keep their names, and its containers name the right one."""
+    own = [{"name": it, "resourceClaimName": "net"} for it in ("gpus", "gpus-2")]
+    _, document = claimed(capsys, tmp_path, pod(SEED, resourceClaims=own), MIG)
+    [main] = document["spec"]["containers"]
+
+    assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["gpus", "gpus-2", "gpus-3"]
+    assert [it["name"] for it in main["resources"]["claims"]] == ["gpus-3"]
+
+
+def sizes(*each: int) -> Sequence[Mapping[str, int]]:
+    """Return the limits of containers: MiB of one GPU, a whole GPU for 0."""
+    return [{"nvidia.com/gpumem": it} if it else {"nvidia.com/gpu": 1} for it in each]
+
+
+ONE = node("b", "a100-40gb", gpus=1)
+BOTH = node("b", "a100-40gb", "fraction}, {backend: mps", gpus=1)
+MIG_GPU = node("a100", "a100-pcie-40gb", "mig", gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "warned"),
+    [
+        (sizes(0, 0), [ONE], True),
+        (sizes(0, 0), [ONE, node("c", "a100-40gb")], False),
+        (sizes(20000, 30000), [ONE], True),
+        (sizes(20000, 10000), [ONE], False),
+        (sizes(20000, 30000), [BOTH], True),  # a GPU has shares of one backend at a time
+        (sizes(20000, 10000), [BOTH], False),
+        (sizes(15000, 30000), [MIG_GPU], True),
+        (sizes(15000, 15000), [MIG_GPU], False),
+        (sizes(15000, 30000), [MIG], False),
+    ],
+)
+def test_a_claim_that_no_node_has_at_once_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: Sequence[Mapping[str, int]],
+    nodes: Sequence[NodeOffer],
+    warned: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """An init container and the one after it are served in turn, but by names in limits alone."""
+    document = pod(*asked)
+    document["spec"]["initContainers"] = [document["spec"]["containers"].pop(0)]
+    manifest, offers = written(tmp_path, document), nodes_file(tmp_path, *nodes)
+    assert run(capsys, manifest, offers)[::2] == (0, "")
+    status, _, err = run(capsys, manifest, offers, "--claims")
+    assert status == 0
+    assert ("init container c0: a claim holds the devices" in err) == warned
+
+    document["spec"]["initContainers"][0]["restartPolicy"] = "Always"
+    _, _, err = run(capsys, written(tmp_path, document), offers, "--claims")
+    assert "a claim holds" not in err  # it runs beside the others, and no node serves it either way
 
 
 def named(document: dict[str, Any], name: str, **metadata: str) -> dict[str, Any]:
