@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from tests.e2e.instances import (
     mig_pod,
 )
 from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_mig_arrivals import Crowd, running
@@ -116,6 +117,14 @@ class FrontsCrowd(Crowd):
             if name in self.claimed:
                 self.api.call("DELETE", f"{CLAIMS}/{name}")
 
+    def change(self, pods: Mapping[str, Document]) -> None:
+        """End a running pod where many wait or are there; create one where few of them start."""
+        crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
+        if (crowded or len(pods) >= FULL) and (there := running(pods)):
+            self.leave(self.chance.choice(there))
+        if not crowded and sum(map(is_settled, pods.values())) >= len(pods) - STARTING:
+            self.arrive()
+
     @property
     def refused_claims(self) -> set[str]:
         """The claims that were not prepared when the kubelet asked first."""
@@ -176,11 +185,7 @@ def test_pods_of_both_fronts_come_and_go(
         while crowd.arrived < arrivals:
             pods = crowd.await_settled(STARTING)
             crowd.check()
-            crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
-            if (crowded or len(pods) >= FULL) and (there := running(pods)):
-                crowd.leave(chance.choice(there))
-            if not crowded and sum(map(is_settled, pods.values())) >= len(pods) - STARTING:
-                crowd.arrive()
+            crowd.change(pods)
         pods = crowd.await_settled()
         crowd.check()
         print(

@@ -8,20 +8,17 @@ import pytest
 
 from tests.e2e.cluster import Cluster
 from tests.e2e.fake_node import dra_objects
-from tests.e2e.instances import MigNode, is_settled, is_unschedulable, mig_node
+from tests.e2e.instances import MigNode, mig_node
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_both_fronts import (
     CONFIGURATION,
-    FULL,
     GPUS,
     SETTLED_S,
     STARTING,
-    WAITING,
     FrontsCrowd,
 )
-from tests.e2e.test_mig_arrivals import running
 
 CLAIMS_ALONE = CONFIGURATION.replace("[device-plugin, dra]", "[dra]")
 MAY_LOSE = 1 / 4
@@ -122,11 +119,7 @@ def test_restarts_amid_random_claims(
                 await_registered(cluster)
             pods = crowd.await_settled(STARTING)
             wait_for("the account", lambda: checked(crowd), within_s=SETTLED_S)
-            crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
-            if (crowded or len(pods) >= FULL) and (there := running(pods)):
-                crowd.leave(chance.choice(there))
-            if not crowded and sum(map(is_settled, pods.values())) >= len(pods) - STARTING:
-                crowd.arrive()
+            crowd.change(pods)
         pods = crowd.await_settled()
         crowd.check()
         print(
