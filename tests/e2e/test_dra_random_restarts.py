@@ -108,12 +108,14 @@ def test_restarts_amid_random_claims(
     began, cluster = time.monotonic(), shared_node.cluster
     chance, arrivals = random.Random(14), 120  # noqa: S311 - the same pods every time
     made: list[str] = []
+    kinds, due = sorted(RESTARTS), chance.randint(1, BETWEEN)
     with cluster.node.api() as api:
         crowd = crowd_class(shared_node, api, chance, log_from=len(cluster.daemon.log))
         crowd.settled_s = LONGEST_S
         while crowd.arrived < arrivals:
-            if chance.random() < 1 / BETWEEN:
-                how = chance.choice(sorted(RESTARTS))
+            if crowd.arrived >= due:
+                due += chance.randint(1, 2 * BETWEEN)
+                how = kinds[len(made) % len(kinds)]  # each of them, however many there are
                 made.append(how)
                 RESTARTS[how](cluster)
                 await_registered(cluster)

@@ -35,7 +35,7 @@ SHORT_S: Final = 8
 """The same in a short test."""
 NODES: Final = tuple(int(gpus) for gpus in os.environ.get("NODES", "1 2 8").split())
 MAY_REFUSE: Final = 0.005
-MAY_LOSE: Final = 0.05
+MAY_LOSE: Final = 0.02
 """The mean use that exact offers may cost where pods live for half a minute."""
 LONG_S: Final = 60
 """The longest life from which on use is compared; decision 0071 has that of shorter ones."""

@@ -128,7 +128,7 @@ def test_an_example_pod_runs_with_two_instances(mig: MigNode, cluster: Cluster, 
     """The pod asked for two parts of 8000 MiB, and has two instances 2g.10gb of one GPU."""
     mig.await_amounts(INSTANCES)
     pod = example({MODE: mode} if mode else {})
-    printed = as_printed(cluster, pod)
+    [printed] = as_printed(cluster, pod)
     cluster.start(pod)
     stored = cluster.kubectl.get("pod", NAME, NAMESPACE)
     assert limits(printed) == limits(stored) == {PROFILE: "2"}
@@ -157,19 +157,31 @@ def test_the_same_pod_runs_with_shares_of_two_gpus(cluster: Cluster) -> None:
     pytest.fail(f"{ATTEMPTS} pods in a row came too late; the last has {shares}")
 
 
-def as_printed(cluster: Cluster, pod: Document) -> Document:
-    """Return what `kubectl metagpu translate` prints for a pod."""
+def test_the_api_server_takes_the_claims_of_a_pod(mig: MigNode, cluster: Cluster) -> None:
+    """The printed template has instances, or else shares; it and its pod are valid."""
+    mig.await_amounts(INSTANCES)
+    template, pod = documents = as_printed(cluster, example({}), "--claims")
+    [request] = template["spec"]["spec"]["devices"]["requests"]
+    classes = [it["deviceClassName"] for it in request["firstAvailable"]]
+    assert classes[0] == "mig.metagpu.io"
+    assert "fraction.metagpu.io" in classes
+    assert "limits" not in pod["spec"]["containers"][0]["resources"]
+    options = ("--dry-run=server", "--validate=strict", "-f", "-")
+    cluster.kubectl("create", *options, feed=yaml.safe_dump_all(documents))
+
+
+def as_printed(cluster: Cluster, pod: Document, *options: str) -> list[Document]:
+    """Return the objects that `kubectl metagpu translate` prints for a pod."""
     command = (sys.executable, "-m", "metagpu.kubectl.program", "translate", "-f", "-")
     done = subprocess.run(
-        [*command, "--kubeconfig", cluster.node.kubeconfig],
+        [*command, *options, "--kubeconfig", cluster.node.kubeconfig],
         input=json.dumps(pod),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
         timeout=SOON_S,
     )
-    printed: Document = yaml.safe_load(done.stdout)
-    return printed
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def test_no_pod_misses_the_translation_while_one_of_the_two_ends(
