@@ -215,7 +215,7 @@ sys.meta_path.insert(0, NeedsModels())
 import metagpu.plugins.cluster.client
 from metagpu.plugins.cluster import library
 import kubernetes_asyncio.client as whole
-print(whole.V1Pod.__name__, library.ApiClient is whole.ApiClient)
+print(whole.V1Pod.__name__, library.Configuration is whole.Configuration)
 """
     done = subprocess.run(  # noqa: S603 - our own program
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -15,17 +15,16 @@ import anyio
 import msgspec
 import yaml
 
-from metagpu import __version__
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
+from metagpu.plugins.cluster.connection import JSON, ApiConnection, connect
 from metagpu.plugins.cluster.credentials import load_credentials
-from metagpu.plugins.cluster.library import ApiClient, ConfigException
+from metagpu.plugins.cluster.library import ConfigException
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.node_object import KubeObject
 
-JSON: Final = "application/json"
 REQUEST_TIMEOUT: Final = 10.0
 """Seconds for a request and its answer."""
 RETRY_AFTER_LIMIT: Final = 300.0
@@ -53,8 +52,8 @@ class KubeClient:
         self._context = context
         self._kubeconfig = kubeconfig
         self._run_command = run_command
-        self._api: ApiClient | None = None
-        self._users = Counter[ApiClient]()
+        self._api: ApiConnection | None = None
+        self._users = Counter[ApiConnection]()
         self._host = ""
         self._opening = anyio.Lock()
         self._attempts = 0
@@ -144,15 +143,8 @@ class KubeClient:
         for is_last in (False, True):
             async with self._session() as api:
                 try:
-                    response: aiohttp.ClientResponse = await api.call_api(
-                        path,
-                        method,
-                        query_params=list(query.items()),
-                        header_params={"Accept": JSON, "Content-Type": JSON, **(headers or {})},
-                        body=body,
-                        auth_settings=["BearerToken"],
-                        _preload_content=False,
-                        _request_timeout=timeout,
+                    response = await api.request(
+                        method, path, timeout, query=query, body=body, headers=headers or {}
                     )
                 except (aiohttp.ClientError, OSError, TimeoutError):
                     self._discard(api)  # the file may have another address or certificate now
@@ -167,7 +159,7 @@ class KubeClient:
                 self._discard(api)
 
     @asynccontextmanager
-    async def _session(self) -> AsyncIterator[ApiClient]:
+    async def _session(self) -> AsyncIterator[ApiConnection]:
         """Provide the current session, open for the block even if it is discarded.
 
         aiohttp fails in unexpected ways, and not by connection errors, when a session is closed
@@ -185,7 +177,7 @@ class KubeClient:
                     with anyio.CancelScope(shield=True):
                         await api.close()
 
-    async def _current(self) -> ApiClient:
+    async def _current(self) -> ApiConnection:
         """Return the current session or open one; waiting requests share a failure.
 
         Otherwise each of these requests would wait in turn for a program that hangs.
@@ -205,24 +197,23 @@ class KubeClient:
                     self._attempts += 1
             return self._api
 
-    def _discard(self, api: ApiClient) -> None:
+    def _discard(self, api: ApiConnection) -> None:
         """Discard a session, so that the next request loads the credentials again."""
         if self._api is api:
             self._api = None
 
-    async def _open(self) -> ApiClient:
+    async def _open(self) -> ApiConnection:
         """Open a session with the present credentials."""
         deadline = self.timing.credentials_timeout
         try:
             configuration = await load_credentials(
                 self._kubeconfig, self._run_command, deadline, self._context
             )
-            api = ApiClient(configuration)
+            api = await connect(configuration)
         except (ConfigException, OSError, yaml.YAMLError) as error:
             source = self._kubeconfig or "the pod's service account"
             raise ClusterError(f"no credentials in {source}: {_line(error)}") from error
-        self._host = str(configuration.host)
-        api.user_agent = f"metagpu/{__version__}"
+        self._host = api.host
         return api
 
     def _unreachable(self, error: Exception) -> ClusterError:

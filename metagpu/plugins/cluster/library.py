@@ -1,4 +1,4 @@
-"""The part of kubernetes_asyncio that metagpu uses: connection and credentials.
+"""The part of kubernetes_asyncio that metagpu uses: addresses and credentials.
 
 The library's own `__init__` modules import all 767 models: 33 MB of memory and a quarter of a
 second, for classes that nobody here uses. Bare packages take their place; a release of the library
@@ -81,13 +81,12 @@ if _LIBRARY not in sys.modules:  # a program that has the whole library keeps it
         for _name in [it for it in sys.modules if it.partition(".")[0] == _LIBRARY]:
             del sys.modules[_name]
 
-from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes_asyncio.client import Configuration
 from kubernetes_asyncio.config import ConfigException, load_incluster_config
 from kubernetes_asyncio.config.exec_provider import ExecProvider
 from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
 __all__ = [
-    "ApiClient",
     "ConfigException",
     "ConfigNode",
     "Configuration",

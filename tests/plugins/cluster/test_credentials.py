@@ -2,7 +2,6 @@
 
 import gc
 import os
-import ssl
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ import anyio
 import anyio.abc
 import pytest
 import yaml
-from kubernetes_asyncio.client import ApiClient
 from kubernetes_asyncio.config import ConfigException
 
 from metagpu.core.errors import ClusterError
@@ -193,24 +191,3 @@ def _runs(pid: int) -> bool:
     except (ProcessLookupError, FileNotFoundError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-async def test_an_authority_needs_no_more_than_for_kubernetes_own_clients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The extensions that Python 3.13 requires of certificates are not required here."""
-    usual = ssl.create_default_context
-
-    def strict(**arguments: Any) -> ssl.SSLContext:  # noqa: ANN401 - those of the function
-        context = usual(**arguments)
-        context.verify_flags |= ssl.VERIFY_X509_STRICT
-        return context
-
-    monkeypatch.setattr(ssl, "create_default_context", strict)
-    configuration = await load_credentials(
-        SimApiServer().kubeconfig(tmp_path), run_command, DEADLINE
-    )
-    async with ApiClient(configuration) as client:
-        context = client.rest_client.pool_manager.connector._ssl
-        assert context.verify_mode is ssl.CERT_REQUIRED
-        assert not context.verify_flags & ssl.VERIFY_X509_STRICT

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import pytest
 import yaml
 from msgspec.structs import replace
@@ -279,6 +280,7 @@ async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> No
         janitor = it.cluster._janitor
         assert janitor is not None
         assert await janitor.reconcile() is not None
+        await anyio.wait_all_tasks_blocked()  # the last of the pods has triggered the janitor too
         now = janitor.clock() + 1e6
         janitor.clock = lambda: now
         server.failing.append(("DELETE", "/pods/"))
