@@ -48,7 +48,10 @@ class Bytes(int):
         Raises:
             ValueError: the text has another form; the message lists the forms.
         """
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", str(text).strip())
+        written = str(text).strip()
+        if written.isdecimal():  # as most amounts of ResourceClaims are
+            return cls(int(written))
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", written)
         if found is None:
             raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
 

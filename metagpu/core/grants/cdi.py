@@ -212,7 +212,7 @@ def build_claim_spec(devices: Mapping[str, Grant]) -> str:
             for name, grant in devices.items()
         ],
     }
-    return json.dumps(spec, indent=2) + "\n"
+    return msgspec.json.format(msgspec.json.encode(spec), indent=2).decode() + "\n"
 
 
 def _mount(it: Mount) -> Mapping[str, Any]:

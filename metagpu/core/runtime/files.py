@@ -1,6 +1,10 @@
 """The identity of files."""
 
+import os
 from pathlib import Path
+from typing import Final
+
+_MODE: Final = 0o644
 
 
 def file_identity(path: Path) -> tuple[int, int, int] | None:
@@ -21,9 +25,22 @@ def replace_text(path: Path, text: str) -> None:
 
     A reader sees the old or the new text, never a part.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder: CDI's library notices a rename within the folder, not a move into it.
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text)
-    fresh.chmod(0o644)
+    try:
+        descriptor = _create(fresh)
+    except (FileNotFoundError, NotADirectoryError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _create(fresh)
+    # Unbuffered: each call to the system makes this thread wait for the event loop's.
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        os.fchmod(descriptor, _MODE)
+        left = memoryview(text.encode())
+        while left:
+            left = left[file.write(left) :]
     fresh.replace(path)
+
+
+def _create(path: Path) -> int:
+    """Open a file for writing, without its content of before."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)

@@ -1,6 +1,7 @@
 """The leases of ResourceClaims: all shares of a claim at once, or none."""
 
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 
 import anyio
 
@@ -62,22 +63,34 @@ class ClaimLeases:
         The scheduler has a device back as soon as its claim is unprepared: its GPU may still be
         cleaned. The kubelet repeats a refused call only a minute later.
         """
+        found = self._lease_or_wait(claim, results)
+        if not isinstance(found, RequestError):
+            return found
         pools = {it.pool for it in results}
         first = self._registry.snapshot
         gpus = [gpu for gpu in first.gpus if pool_name(self._node, gpu) in pools]
-        refusal: RequestError | None = None
+        changes = self._registry.watch(
+            lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
+        )
         with anyio.move_on_after(longest):
-            async for _ in self._registry.watch(
-                lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
-            ):
-                try:
-                    return self.lease(claim, results)
-                except RequestError as error:
-                    refusal = error
-                    if not self._planner.ends_soon(claim, results, self._registry.snapshot):
-                        raise
-        assert refusal is not None  # noqa: S101 - the first look came before any wait
-        raise refusal
+            async with aclosing(changes):
+                async for _ in changes:
+                    again = self._lease_or_wait(claim, results)
+                    if not isinstance(again, RequestError):
+                        return again
+                    found = again
+        raise found
+
+    def _lease_or_wait(
+        self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice]
+    ) -> tuple[list[Part], list[Share]] | RequestError:
+        """Lease shares as `lease` does, or return a refusal whose reason ends by itself."""
+        try:
+            return self.lease(claim, results)
+        except RequestError as error:
+            if not self._planner.ends_soon(claim, results, self._registry.snapshot):
+                raise
+            return error
 
     def release(self, shares: Sequence[Share]) -> None:
         """End the leases of shares."""

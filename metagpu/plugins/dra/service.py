@@ -97,9 +97,13 @@ class DraService:
 async def _for_each(
     claims: Iterable[v1.Claim], call: Callable[[ResourceClaimRef], Coroutine[Any, Any, None]]
 ) -> None:
+    named = [ResourceClaimRef(it.namespace, it.name, it.uid) for it in claims]
+    if len(named) == 1:  # the kubelet's usual call
+        await call(named[0])
+        return
     async with anyio.create_task_group() as group:
-        for claim in claims:
-            group.start_soon(call, ResourceClaimRef(claim.namespace, claim.name, claim.uid))
+        for claim in named:
+            group.start_soon(call, claim)
 
 
 def _device(prepared: PreparedDevice) -> v1.Device:

@@ -25,6 +25,7 @@ from hyperframe.frame import Frame
 
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.listener import remove_socket, unix_listener
+from metagpu.plugins.kubelet.batched_transport import BatchedTransport
 from metagpu.plugins.kubelet.messages import RawCodec
 from metagpu.plugins.kubelet.timing import TIMING
 
@@ -116,9 +117,9 @@ class _Connection(H2Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if isinstance(transport, asyncio.Transport):
-            self._transport = transport
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - a socket's is one
+        self._transport = transport
+        super().connection_made(BatchedTransport(transport))
         self._connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
