@@ -182,6 +182,8 @@ class KubeClient:
 
         Otherwise each of these requests would wait in turn for a program that hangs.
         """
+        if self._api is not None:
+            return self._api  # even a free lock lets every other task run first
         before = self._attempts
         async with self._opening:
             if self._api is None:

@@ -284,7 +284,8 @@ class Cluster:
                 group.start_soon(reconciler.run)
             for reconciler in self._beside:
                 group.start_soon(reconciler.run)
-            group.start_soon(self._trigger_on_change)
+            group.start_soon(self._trigger_amounts)
+            group.start_soon(self._trigger_others)
             if self._recorder is not None and Feature.EVENTS in self._settings.features:
                 group.start_soon(
                     record_node_events,
@@ -325,8 +326,19 @@ class Cluster:
             if feature not in {Feature.EVENTS, Feature.POD_EVENTS}:
                 reconciler.trigger()
 
-    async def _trigger_on_change(self) -> None:
+    async def _trigger_amounts(self) -> None:
+        """Trigger the Node's amounts at each change, at once.
+
+        Until the Node has a number that falls, the scheduler binds pods that find nothing.
+        """
+        amounts = [it for feature, it in self._reconcilers if feature is Feature.ALLOCATABLE]
         async for _ in self._registry.watch(watched_state):
+            for reconciler in amounts:
+                reconciler.trigger()
+
+    async def _trigger_others(self) -> None:
+        async for _ in self._registry.watch(watched_state):
+            await anyio.sleep(self._settings.timing.others_delay)
             self._trigger()
 
     def _record_competing_pod(self, pod: CompetingPod) -> None:

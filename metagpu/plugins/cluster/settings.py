@@ -61,6 +61,8 @@ class ClusterTiming(msgspec.Struct, frozen=True):
         reconcile_interval: between two runs of a reconciler; one run covers all changes meanwhile.
         lower_interval: likewise for allocatable numbers that fall: until the Node has the new
             number, the scheduler sends pods by the old one.
+        others_delay: from a change to labels, conditions and whatever else may wait until these
+            numbers are on their way.
         raise_delay: before an allocatable number rises: the kubelet may not know the shares yet.
         min_watch: the shortest duration of a watch that the next one may follow at once.
         credentials_timeout: for a program, or another source, that provides credentials; those of
@@ -79,6 +81,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
     backoff_longest: float = 60.0
     reconcile_interval: float = 0.1
     lower_interval: float = 0.02
+    others_delay: float = 0.02
     raise_delay: float = 0.1
     min_watch: float = 1.0
     credentials_timeout: float = 10.0

@@ -28,6 +28,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import SIZED
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
 from tests.rigs.build import METAGPU, gpu
+from tests.rigs.waiting import becomes
 
 FOUR_BACKENDS = """
 version: metagpu/v1
@@ -122,6 +123,29 @@ async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Pa
 
         it.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: free() == {METAGPU: "20", SLICED: "8"})
+
+
+async def test_an_amount_that_falls_is_written_before_all_else(tmp_path: Path) -> None:
+    """A fault lowers the Node's amount at once; its condition follows."""
+    timing = ClusterTiming(reconcile_interval=0.0, others_delay=1e6)
+    features = Feature.CONDITION, Feature.ALLOCATABLE
+    server = SimApiServer()
+    server.add_node(NODE)
+
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
+        it.offer()
+        server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+        await server.until(lambda: server.node(NODE)["status"].get("conditions"))
+        watched = it.cluster._node
+        assert watched is not None
+        await becomes(lambda: (watched.object or {})["status"].get("conditions"))
+        await anyio.wait_all_tasks_blocked()  # the Node's change has triggered all
+        before = len(server.requests)
+
+        it.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
+        patches = [each for each in server.requests[before:] if each.method == "PATCH"]
+        assert "allocatable" in patches[0].body["status"]
 
 
 async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
