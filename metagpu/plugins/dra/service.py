@@ -15,7 +15,7 @@ from metagpu.core.errors import MetagpuError, RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import Event, ResourceClaimRefused
-from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.prepare_codec import PrepareAnswer, encode_prepare_response
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.grpc_server import unary_method
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
@@ -55,7 +55,7 @@ class DraService:
         return {f"{_PATH}{name}": unary_method(call) for name, call in calls.items()}
 
     async def _prepare_all(self, request: bytes) -> bytes:
-        answers: dict[str, v1.NodePrepareResourceResponse] = {}
+        answers: dict[str, PrepareAnswer] = {}
 
         async def prepare(claim: ResourceClaimRef) -> None:
             began, problem = perf_counter(), ""
@@ -65,18 +65,16 @@ class DraService:
                 problem = _describe(error)
                 if isinstance(error, RequestError):
                     self._events.publish(ResourceClaimRefused(claim, type(error)))
-                answers[claim.uid] = v1.NodePrepareResourceResponse(error=problem)
+                answers[claim.uid] = problem
                 log.warning("resource claim refused", claim=str(claim), error=problem)
             else:
-                answers[claim.uid] = v1.NodePrepareResourceResponse(
-                    devices=list(map(_device, devices))
-                )
+                answers[claim.uid] = devices
                 self._on_prepared(claim)
                 lasted = f"{perf_counter() - began:.3f}s"
                 log.info("resource claim prepared", claim=str(claim), after=lasted)
 
         await _for_each(v1.NodePrepareResourcesRequest.parse(request).claims, prepare)
-        return bytes(v1.NodePrepareResourcesResponse(claims=answers))
+        return encode_prepare_response(answers)
 
     async def _unprepare_all(self, request: bytes) -> bytes:
         answers: dict[str, v1.NodeUnprepareResourceResponse] = {}
@@ -104,16 +102,6 @@ async def _for_each(
     async with anyio.create_task_group() as group:
         for claim in named:
             group.start_soon(call, claim)
-
-
-def _device(prepared: PreparedDevice) -> v1.Device:
-    return v1.Device(
-        request_names=list(prepared.requests),
-        pool_name=prepared.pool,
-        device_name=prepared.device,
-        cdi_device_ids=list(prepared.cdi_names),
-        share_id=prepared.share_id,
-    )
 
 
 def _describe(error: Exception) -> str:

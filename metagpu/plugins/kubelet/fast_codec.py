@@ -83,13 +83,13 @@ def decode_allocatable_response(data: bytes) -> dict[str, frozenset[str]]:
 
 def encode_allocate_response(grants: Iterable[Grant]) -> bytes:
     """Encode an AllocateResponse, one container response for each grant."""
-    return b"".join(_framed(_FIELD_1, _grant(grant)) for grant in grants)
+    return b"".join(encode_field(_FIELD_1, _grant(grant)) for grant in grants)
 
 
 def encode_preferred_response(choices: Iterable[Iterable[str]]) -> bytes:
     """Encode a PreferredAllocationResponse, one container response for each choice."""
     return b"".join(
-        _framed(_FIELD_1, b"".join(_text(_FIELD_1, share) for share in choice))
+        encode_field(_FIELD_1, b"".join(encode_text(_FIELD_1, share) for share in choice))
         for choice in choices
     )
 
@@ -100,7 +100,9 @@ def encode_device(share_id: str, *, healthy: bool, numa_node: int | None) -> byt
     Without a NUMA node there is no TopologyInfo at all: an empty one makes the kubelet drop the
     device from PodResources.
     """
-    return _framed(_FIELD_1, _text(_FIELD_1, share_id) + _device_state(healthy, numa_node))
+    return encode_field(
+        _FIELD_1, encode_text(_FIELD_1, share_id) + _device_state(healthy, numa_node)
+    )
 
 
 def check_message(data: bytes, messages: Messages) -> None:
@@ -266,19 +268,20 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _framed(tag: bytes, body: bytes) -> bytes:
+def encode_field(tag: bytes, body: bytes) -> bytes:
+    """Encode a field of a message or a text."""
     size = len(body)
     return tag + (_ONE_BYTE[size] if size < _SHORT else _varint(size)) + body
 
 
-def _text(tag: bytes, text: str) -> bytes:
+def encode_text(tag: bytes, text: str) -> bytes:
     """Encode a string field; protobuf omits an empty one."""
-    return _framed(tag, text.encode()) if text else b""
+    return encode_field(tag, text.encode()) if text else b""
 
 
 def _map(tag: bytes, entries: Mapping[str, str]) -> bytes:
     return b"".join(
-        _framed(tag, _text(_FIELD_1, key) + _text(_FIELD_2, value))
+        encode_field(tag, encode_text(_FIELD_1, key) + encode_text(_FIELD_2, value))
         for key, value in entries.items()
     )
 
@@ -286,23 +289,23 @@ def _map(tag: bytes, entries: Mapping[str, str]) -> bytes:
 @lru_cache(maxsize=_CACHED)
 def _device_state(healthy: bool, numa_node: int | None) -> bytes:  # noqa: FBT001 - of a cached function
     """Encode health and NUMA node, which the devices of a GPU have in common."""
-    body = _text(_FIELD_2, "Healthy" if healthy else "Unhealthy")
+    body = encode_text(_FIELD_2, "Healthy" if healthy else "Unhealthy")
     if numa_node is not None:
         node = b"\x08" + _varint(numa_node) if numa_node else b""
-        body += _framed(_FIELD_3, _framed(_FIELD_1, node))
+        body += encode_field(_FIELD_3, encode_field(_FIELD_1, node))
     return body
 
 
 @lru_cache(maxsize=_CACHED)
 def _mount(container_path: str, host_path: str, read_only: bool) -> bytes:  # noqa: FBT001 - as above
-    body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
-    return _framed(_FIELD_2, body + (b"\x18\x01" if read_only else b""))
+    body = encode_text(_FIELD_1, container_path) + encode_text(_FIELD_2, host_path)
+    return encode_field(_FIELD_2, body + (b"\x18\x01" if read_only else b""))
 
 
 @lru_cache(maxsize=_CACHED)
 def _node(container_path: str, host_path: str, permissions: str) -> bytes:
-    body = _text(_FIELD_1, container_path) + _text(_FIELD_2, host_path)
-    return _framed(_FIELD_3, body + _text(_FIELD_3, permissions))
+    body = encode_text(_FIELD_1, container_path) + encode_text(_FIELD_2, host_path)
+    return encode_field(_FIELD_3, body + encode_text(_FIELD_3, permissions))
 
 
 def _grant(grant: Grant) -> bytes:
@@ -311,5 +314,5 @@ def _grant(grant: Grant) -> bytes:
     parts += [_mount(it.container_path, it.host_path, it.read_only) for it in grant.mounts]
     parts += [_node(it.container_path, it.host_path, it.permissions) for it in grant.nodes]
     parts.append(_map(_FIELD_4, grant.annotations))
-    parts += [_framed(_FIELD_5, _text(_FIELD_1, name)) for name in grant.cdi_names]
+    parts += [encode_field(_FIELD_5, encode_text(_FIELD_1, name)) for name in grant.cdi_names]
     return b"".join(parts)
