@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from metagpu.core.reports.daemon_checks import check_resource_claims
+from metagpu.core.reports.diagnosis import CheckResult
+from metagpu.plugins.cluster.event_recorder import NOTE_LIMIT
 from tests.e2e.claims import pod, resource_claim
 from tests.e2e.cluster import Cluster
 from tests.e2e.fake_node import DRIVER, dra_objects, exactly
@@ -54,6 +57,13 @@ def published(cluster: Cluster) -> list[Document]:
     ]
 
 
+def noted(cluster: Cluster, problem: str) -> bool:
+    """Return whether an Event of the Node has what was dropped."""
+    found = cluster.kubectl.list("events", "default")
+    notes = [it["message"] for it in found if it["reason"] == "ResourceSliceFieldsDropped"]
+    return problem.encode()[:NOTE_LIMIT].decode() in notes
+
+
 def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None:
     """A device that others share would be allocated beside its GPU: whole ones alone are there."""
     cluster, daemon = old_node.cluster, old_node.cluster.daemon
@@ -68,6 +78,9 @@ def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None
     assert "allowMultipleAllocations" in problem
     assert "whole GPUs alone are published" in problem
     assert "api server dropped fields of resource slices" in daemon.log
+    result, said, *_ = check_resource_claims(daemon.status())
+    assert (result, said) == (CheckResult.WARNING, problem)
+    wait_for("the Event of the Node", lambda: noted(cluster, problem), within_s=SETTLED_S)
     found = wait_for(
         "whole GPUs alone",
         lambda: (

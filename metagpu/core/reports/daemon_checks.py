@@ -104,7 +104,10 @@ def check_resource_claims(status: Status) -> Finding:
 
 def _slice_finding(slices: Mapping[str, Any]) -> Finding | None:
     """Return what is wrong with ResourceSlices and DeviceClasses, `None` for nothing."""
-    if problem := slices.get("problem"):
+    problem = slices.get("problem")
+    if problem and problem == slices.get("dropped"):
+        return WARNING, problem, "docs/dra.md has what an earlier Kubernetes serves"
+    if problem:
         fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
     if contested := slices.get("contested"):

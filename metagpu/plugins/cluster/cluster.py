@@ -313,7 +313,8 @@ class Cluster:
         await self.wait_registered()
         library = await to_thread.run_sync(_load_publisher)
         self._slices = library.SlicePublisher(
-            client, node, self._registry, self._dra_driver, self._pcie_root
+            *(client, node, self._registry, self._dra_driver, self._pcie_root),
+            note_dropped=self._record_dropped,
         )
         await self._slices.run()
 
@@ -351,6 +352,10 @@ class Cluster:
         self._record(
             EventReason.NODE_AMOUNT_DIFFERS, f"{resource}: {problem}", "Register", warning=True
         )
+
+    def _record_dropped(self, problem: str) -> None:
+        reason = EventReason.RESOURCE_SLICE_FIELDS_DROPPED
+        self._record(reason, problem, "Publish", warning=True)
 
     @property
     def _node_reference(self) -> ObjectReference:

@@ -41,6 +41,7 @@ class EventReason(StrEnum):
     REGISTRATION_PROBLEM = "RegistrationProblem"
     REJECTED_POD_DELETED = "RejectedPodDeleted"
     REJECTED_POD_FOUND = "RejectedPodFound"
+    RESOURCE_SLICE_FIELDS_DROPPED = "ResourceSliceFieldsDropped"
 
 
 SEVERE: Final = frozenset(

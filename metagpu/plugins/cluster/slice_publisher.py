@@ -87,6 +87,7 @@ class SlicePublisher:
         node: the Node, which owns the slices.
         driver: returns the name of the DRA driver.
         pcie_root: returns the PCIe root complex of a GPU, `None` if unknown; blocks.
+        note_dropped: gets what the API server dropped, in words, whenever that changes.
         dropped: the fields that the API server dropped from what it was sent.
     """
 
@@ -95,6 +96,7 @@ class SlicePublisher:
     registry: Registry
     driver: Callable[[], str]
     pcie_root: Callable[[Gpu], str | None]
+    note_dropped: Callable[[str], None]
     timing: SliceTiming = field(default_factory=SliceTiming)
     dropped: tuple[str, ...] = ()
     _published: dict[str, _Published] = field(default_factory=dict)
@@ -130,6 +132,7 @@ class SlicePublisher:
         return {
             "pools": len(self._published),
             "problem": problem,
+            "dropped": self._dropped_problem,
             "extendedResources": resources,
             "classesProblem": self.classes.problem,
             "contested": {it: name for it, name in resources.items() if it in other_front},
@@ -297,6 +300,7 @@ class SlicePublisher:
             return
         self.dropped = dropped
         log.warning("api server dropped fields of resource slices", problem=self._dropped_problem)
+        self.note_dropped(self._dropped_problem)
         self.reconciler.trigger()
 
     @property

@@ -70,11 +70,13 @@ PAUSED = {
 ASKED = {"driver": "gpu.metagpu.io", "claims": 2, "problem": None}
 UNASKED = {**(SOUND.status or {}), "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
 REFUSED_SLICES = {"resourceSlices": {"problem": "the API server does not allow it"}}
+DROPPED_FIELDS = {"resourceSlices": dict.fromkeys(("problem", "dropped"), "it dropped fields")}
 CONTESTED_NAME = {"resourceSlices": {"contested": {"nvidia.com/gpu": "whole.example"}}}
 UNREAD_CLASSES = {"resourceSlices": {"classesProblem": "the API server does not allow it"}}
 CLASSES_DENIED = {**(SOUND.status or {}), "dra": ASKED, "cluster": UNREAD_CLASSES}
 CROWDED = {**(SOUND.status or {}), "dra": {**ASKED, "crowded": ["GPU 0 serves 2 containers"]}}
 TWO_FRONTS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
+WITHOUT_GATES = {**(SOUND.status or {}), "dra": ASKED, "cluster": DROPPED_FIELDS}
 UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
     **(SOUND.status or {}),
@@ -197,6 +199,7 @@ def test_a_sound_node_is_ok() -> None:
         ("MG306", CheckResult.ERROR, {"status": UNPUBLISHED}, "ResourceSlices: the API server"),
         ("MG306", CheckResult.WARNING, {"status": CLASSES_DENIED}, "DeviceClasses: the API server"),
         ("MG306", CheckResult.WARNING, {"status": CROWDED}, "GPU 0 serves 2 containers"),
+        ("MG306", CheckResult.WARNING, {"status": WITHOUT_GATES}, "it dropped fields"),
         ("MG407", CheckResult.WARNING, {"status": UNUSED}, "team/alice (main): container main"),
         ("MG402", CheckResult.ERROR, {"status": NOTHING}, "no resource is offered"),
         ("MG402", CheckResult.ERROR, {"status": SHUT}, "nothing is allocatable: 0 of 7 a/b"),

@@ -1,6 +1,6 @@
 """ResourceSlices at the API server: written, kept, and as few writes as that takes."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -65,10 +65,13 @@ def writes(server: SimApiServer) -> list[str]:
 
 @asynccontextmanager
 async def publishing(
-    tmp_path: Path, text: str = FOUR, server: SimApiServer | None = None
+    tmp_path: Path,
+    text: str = FOUR,
+    server: SimApiServer | None = None,
+    further: Sequence[Feature] = (),
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin until the block ends, from the moment its slices are there."""
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+    async with cluster_at_work(tmp_path, Feature.LABELS, *further, server=server) as it:
         it.offer(text)
         await it.server.until(lambda: slices(it.server, 0) and slices(it.server, 1))
         await it.server.until(lambda: len(slices(it.server, 1)) == len(slices(it.server, 0)))
@@ -281,7 +284,7 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
     """Dropped fields are reported, and no fraction is published beside a whole GPU."""
     server = SimApiServer()
     server.resource_slices.dropped = {"sharedCounters", "consumesCounters", "requestPolicy"}
-    async with publishing(tmp_path, server=server) as it:
+    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as it:
         await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
         [only] = slices(server, 0)
         assert [device["name"] for device in only["devices"]] == [
@@ -294,6 +297,10 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
             "devices[].capacity.shares.requestPolicy"
         )
         assert "use Kubernetes 1.36 or newer" in problem
+        reason = "ResourceSliceFieldsDropped"
+        await server.until(
+            lambda: problem in [e["note"] for e in server.events() if e["reason"] == reason]
+        )
         count = len(writes(server))
         it.registry.events.publish(LayoutApplied())
         await anyio.sleep(0.2)
