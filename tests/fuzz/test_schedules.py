@@ -1,10 +1,14 @@
 """Schedules of reloads and kubelet restarts, judged by what the kubelet has afterwards.
 
-The observer sees the kubelet's side alone. What mends a loss later (the restart of main tasks, the
-watch on registrations) is switched off: nothing may be lost in the first place.
+The observer sees the kubelet's side alone. What mends a loss later (deadlines of calls, the restart
+of main tasks, the watch on registrations) is switched off: nothing may be lost in the first place.
+The longest wait for quiet is printed:
+
+$ python -m pytest tests/fuzz/test_schedules.py -s --hypothesis-seed 7
 """
 
 import random
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,16 @@ from tests.rigs.agent import TIMING, Scene, agent_at_work
 RESOURCES = tuple(f"example.com/{letter}" for letter in "abcd")
 UNMENDED = AgentTiming(main_tasks=MainTaskTiming(first_delay=1e6))
 QUICK = replace(
-    TIMING, refusal_delay=0.05, longest_delay=0.2, linger=0.2, unlisted=1e6, comparison_period=1e6
+    TIMING,
+    connect_deadline=1e6,
+    register_deadline=1e6,
+    list_deadline=1e6,
+    poll_deadline=1e6,
+    refusal_delay=0.05,
+    longest_delay=0.2,
+    linger=0.2,
+    unlisted=1e6,
+    comparison_period=1e6,
 )
 
 
@@ -48,6 +61,13 @@ class Schedule:
         self._chance = chance
         self._restarting, self._writing = anyio.Lock(), anyio.Lock()
         self.resources = frozenset(RESOURCES)
+        self.longest_wait = 0.0
+
+    async def delay_loop(self) -> None:
+        """Keep the loop from running for up to 20 ms, at moments of chance, as a busy node does."""
+        while True:
+            await anyio.sleep(self._chance.uniform(0, 0.03))
+            time.sleep(self._chance.choice((0, 0.001, 0.005, 0.02)))  # noqa: ASYNC251 - its purpose
 
     async def disturb(self) -> None:
         """Do some of everything, at moments near each other."""
@@ -100,10 +120,12 @@ class Schedule:
                 if allocatable.get(name) or lists[name]
             }
 
+        began = anyio.current_time()
         try:
             await kubelet.wait_for(lambda: found() == expected)
         except TimeoutError:
             raise AssertionError(f"the kubelet has {found()}, not {expected}") from None
+        self.longest_wait = max(self.longest_wait, anyio.current_time() - began)
 
 
 @pytest.mark.timeout(900)  # a piece of a hundred rounds, on a busy machine
@@ -141,6 +163,10 @@ async def test_nothing_is_lost_in_a_schedule(
     ):
         schedule = Schedule(scene, chance)
         await schedule.until_quiet()
-        for _ in range(settings().max_examples // 12):
-            await schedule.disturb()
-            await schedule.until_quiet()
+        async with anyio.create_task_group() as group:
+            group.start_soon(schedule.delay_loop)
+            for _ in range(settings().max_examples // 12):
+                await schedule.disturb()
+                await schedule.until_quiet()
+            group.cancel_scope.cancel()
+    print(f"quiet after {schedule.longest_wait:.2f} s at most")

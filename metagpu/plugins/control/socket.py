@@ -133,8 +133,11 @@ async def control_server(
         return None
 
     with _listener(run_dir) as (path, listener):
-        server = await asyncio.start_unix_server(accept, sock=listener, limit=line_limit)
+        server = await asyncio.start_unix_server(
+            accept, sock=listener, limit=line_limit, start_serving=False
+        )
         try:
+            await server.start_serving()  # within the block, as in `serve_grpc`
             yield path
         finally:
             server.close()

@@ -212,8 +212,13 @@ async def serve_grpc(
 
     with unix_listener(path, mode=0o600, backlog=_BACKLOG) as listener:
         identity = file_identity(path)
-        server = await loop.create_unix_server(connections.new_connection, sock=listener)
+        server = await loop.create_unix_server(
+            connections.new_connection, sock=listener, start_serving=False
+        )
         try:
+            # Within the block: a start that is cancelled leaves the listener with the event loop,
+            # which then waits in vain at the next socket with that file descriptor.
+            await server.start_serving()
             yield connections
         finally:
             remove_socket(path, identity)

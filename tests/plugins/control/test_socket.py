@@ -210,6 +210,19 @@ async def test_the_socket_goes_with_the_block(tmp_path: Path) -> None:
         await asked(tmp_path, command="echo")
 
 
+async def test_after_a_cancelled_start_the_next_one_answers(tmp_path: Path) -> None:
+    """The next listener has the file descriptor of the cancelled one, and accepts connections."""
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with control_server(tmp_path, HANDLERS):
+            pass
+    assert scope.cancelled_caught
+
+    async with control_server(tmp_path, HANDLERS):
+        with anyio.fail_after(5):
+            assert await asked(tmp_path, command="echo") == {"command": "echo"}
+
+
 async def test_a_conversation_goes_with_the_block(tmp_path: Path) -> None:
     """Open connections end with the block, and get no more answers."""
     async with AsyncExitStack() as later:
