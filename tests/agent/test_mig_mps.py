@@ -1,18 +1,13 @@
 """MPS on the instances of a fixed layout: the whole agent, with stand-ins for NVIDIA's daemons."""
 
-import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.backends.common.mps_daemon.control import MpsDirectories
-from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig import backend as mig
-from metagpu.backends.mig.backend import MigBackend
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.errors import ProgramError
 from metagpu.core.reports import status as report
@@ -21,16 +16,23 @@ from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.machine import foreign_instances as foreign
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.mig_state import SimProvisioning
-from metagpu.sim.machine.node import SimNode
 from tests.rigs.agent import Scene, agent_at_work
-from tests.rigs.daemons import DAEMONS, StandIn
+from tests.rigs.daemons import DAEMONS
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.mig import a_node, created, hurry, mig_pool, placements
+from tests.rigs.mig import a_node, created, mig_pool, placements
+from tests.rigs.mig_mps import (
+    LAYOUT,
+    QUARTERS,
+    SHARED,
+    TWO,
+    control,
+    devices,
+    hurry_mps,
+    pod,
+    shared,
+)
 from tests.rigs.waiting import becomes, until
 
-SHARED, TWO = "nvidia.com/mig-1g.5gb.shared", "nvidia.com/mig-2g.10gb"
-LAYOUT = "layout: {2g.10gb: 2, 1g.5gb: 3}"
-QUARTERS = f"{LAYOUT}, mps: {{replicas: {{1g.5gb: 4}}}}"
 UNITS = f"{LAYOUT}, mps: {{unitsPerInstance: {{1g.5gb: 10}}}}"
 LIMIT = 30.0
 
@@ -38,26 +40,7 @@ LIMIT = 30.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the timings that last seconds on a real node."""
-    hurry(monkeypatch, period=0.05)
-    timing = MpsDaemonTiming(
-        period=0.1, retry=0.05, deadline=20.0, first_delay=0.05, longest_delay=0.2
-    )
-    monkeypatch.setattr(MigBackend, "mps_timing", timing)
-
-
-@asynccontextmanager
-async def shared(
-    folder: Path,
-    options: str = QUARTERS,
-    *,
-    node: SimNode | None = None,
-    kubelet: SimKubelet | None = None,
-) -> AsyncIterator[Scene]:
-    """Share instances through MPS while the block lasts."""
-    node = node or await a_node(folder, "{model: a100-40gb, mig: true}")
-    async with agent_at_work(folder, node, mig_pool(options), kubelet=kubelet) as it:
-        await it.wait_snapshot(lambda now: bool(now.gpus))
-        yield it
+    hurry_mps(monkeypatch)
 
 
 @pytest.fixture
@@ -68,26 +51,9 @@ async def left(tmp_path: Path) -> AsyncIterator[None]:
         await control(tmp_path, device).gone()
 
 
-async def devices(folder: Path) -> list[str]:
-    """List the devices that have folders."""
-    return await to_thread.run_sync(
-        lambda: sorted(os.listdir(folder / "mps")) if (folder / "mps").exists() else []  # noqa: PTH208
-    )
-
-
-def control(folder: Path, device: str) -> StandIn:
-    """Return the control daemon's client of a device."""
-    return StandIn(MpsDirectories.for_device(str(folder), device), device)
-
-
 def paused(it: Scene) -> dict[str, str]:
     """Return the unavailable shares and their reasons, by instance and unit."""
     return {share.partition("::")[2]: why for share, why in it.state(0).paused_shares.items()}
-
-
-def pod(name: str, count: int = 1) -> SimPod:
-    """Build a pod that asks for parts of instances."""
-    return SimPod.single(name, {SHARED: count})
 
 
 pytestmark = [pytest.mark.usefixtures("left"), pytest.mark.long]

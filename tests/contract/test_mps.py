@@ -211,6 +211,33 @@ async def test_without_a_daemon_the_probe_fails(scene: Scene) -> None:
         await scene.control.probe()
 
 
+async def test_commands_at_once_are_all_answered(scene: Scene) -> None:
+    """The daemon takes one command at a time and loses the others, so they take turns."""
+    async with running(scene), anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(scene.control.probe)
+
+
+async def test_a_command_beside_that_of_another_program_is_lost(scene: Scene) -> None:
+    """Two agents that probe at once: one of the probes says that it had no answer."""
+    other = MpsControl(scene.daemons, scene.daemon, ANSWER)
+    lost = 0
+
+    async def probe(control: MpsControl) -> None:
+        nonlocal lost
+        try:
+            await control.probe()
+        except ProgramError as error:
+            lost += "no answer" in str(error) or "Cannot send command" in str(error)
+
+    async with running(scene):
+        with anyio.fail_after(ANSWER):
+            while not lost:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(probe, scene.control)
+                    group.start_soon(probe, other)
+
+
 async def test_two_daemons_run_side_by_side(scene: Scene, tmp_path: Path) -> None:
     """Each daemon of a MIG device has folders of its own; one ends, and the other answers."""
     other = Scene(scene.daemons, GpuId("MIG-1"), tmp_path)

@@ -169,4 +169,4 @@ async def test_nothing_is_lost_in_a_schedule(
                 await schedule.disturb()
                 await schedule.until_quiet()
             group.cancel_scope.cancel()
-    print(f"quiet after {schedule.longest_wait:.2f} s at most")
+    print(f"quiet after {schedule.longest_wait:.2f} s at most")  # noqa: T201 - for who runs it with -s

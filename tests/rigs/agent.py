@@ -21,6 +21,7 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
+from metagpu.host.daemons import HostDaemons
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings
 from metagpu.plugins.http.address import ListenAddress
@@ -114,6 +115,7 @@ async def agent_at_work(
     source: ConfigSource | None = None,
     cluster_settings: ClusterSettings | None = None,
     host: Host | None = None,
+    daemons: HostDaemons | None = None,
     driver: NvmlDriver | None = None,
     pod_dir: Path | None = None,
     cdi_dir: Path | None = None,
@@ -139,6 +141,7 @@ async def agent_at_work(
         source: where the configuration is, if not in a file.
         cluster_settings: the features of the API server.
         host: processes of the host.
+        daemons: MPS control daemons, if not stand-ins.
         driver: NVML, if not the simulated one of the node.
         pod_dir: the folder mounted into containers.
         cdi_dir: the folder of the CDI specification.
@@ -172,7 +175,7 @@ async def agent_at_work(
         paths,
         programs=programs or SimPrograms(),
         cluster_settings=cluster_settings,
-        daemons=sim_daemons(),
+        daemons=daemons or sim_daemons(),
         host=host,
         metrics=metrics,
         status_address=status_address,

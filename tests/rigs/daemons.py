@@ -56,13 +56,19 @@ class StandIn:
             connection.connect(str(self.folders.pipes / "control"))
             yield
 
-    @contextmanager
-    def command(self, words: str) -> Iterator[None]:
-        """Send text to the command socket, as a container's root can, without waiting."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(self.folders.pipes / "control_privileged"))
-            connection.sendall(words.encode())
-            yield
+    async def quit(self) -> None:
+        """Send `quit`, as a container's root can, until the daemon ends.
+
+        A command is lost while the daemon answers another program, such as metagpu's.
+        """
+        process = await self.process()
+
+        async def has_ended() -> bool:
+            with suppress(ProgramError):
+                await self.control.quit()
+            return await self.process() != process
+
+        await until(has_ended, 30)
 
     async def answers(self) -> None:
         """Wait for the stand-in's first answer."""

@@ -98,6 +98,8 @@ class SimMpsControl:
             connection, _ = found.accept()
             if key.data == "control":
                 self._accept_client(connection)
+            elif self._is_asked:
+                connection.close()  # NVIDIA's takes one command at a time, and loses the others
             else:
                 self._selector.register(connection, selectors.EVENT_READ, "asker")
         elif key.data == "client":
@@ -105,6 +107,12 @@ class SimMpsControl:
                 self._forget(found)
         else:
             self._receive(found)
+
+    @property
+    def _is_asked(self) -> bool:
+        """True while a program is connected whose command is not answered, `quit` apart."""
+        asking = (it for it in self._selector.get_map().values() if it.data == "asker")
+        return any(it.fileobj not in self._quitting for it in asking)
 
     def _accept_client(self, connection: socket.socket) -> None:
         """Accept a client; a daemon that quits accepts none."""
@@ -254,17 +262,18 @@ class SimMpsControl:
 def send_commands(pipes: Path, commands: str) -> int:
     """Send commands to a control daemon and print its answers; return the exit status."""
     for command in filter(None, commands.splitlines()):
+        text = ""
         with socket.socket(socket.AF_UNIX) as connection:
             try:
                 connection.connect(str(pipes / "control_privileged"))
+            except OSError:
+                sys.stdout.write(f"{NOT_FOUND}\n")
+                return 1
+            # As NVIDIA's: a command that the daemon does not take looks like one without an answer.
+            with suppress(OSError):
                 connection.sendall(command.encode())
                 with connection.makefile(encoding="utf-8") as answer:
                     text = answer.read()
-            except OSError:
-                text = ""
-        if not text:
-            sys.stdout.write(f"{NOT_FOUND}\n")
-            return 1
         if text.strip():
             sys.stdout.write(text)
     return 0

@@ -13,7 +13,6 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon import supervisor
-from metagpu.backends.common.mps_daemon.control import MpsControl
 from metagpu.backends.mps.backend import MpsBackend
 from metagpu.core.contracts.daemons import DaemonProcess
 from metagpu.host import daemon_folders
@@ -115,11 +114,10 @@ async def test_a_quit_of_a_containers_root_is_named(daemons: HostDaemons, tmp_pa
     async with mps(tmp_path, daemons=daemons) as it:
         await it.ready()
         first = await it.process()
-        quits = MpsControl(daemons, it.at().daemon, deadline=30.0).quit
         async with anyio.create_task_group() as group:
             group.start_soon(it.suspended, "it received `quit`, but not from metagpu")
             await anyio.wait_all_tasks_blocked()
-            await quits()
+            await it.at().quit()
         await it.another(first)
         await it.ready()
 

@@ -120,8 +120,10 @@ async def test_a_daemon_that_a_container_quit_is_restarted_at_once(tmp_path: Pat
             await it.ready()
             first = await it.process()
             it.care.claim(it.care.share("mps"))
-            with it.at().client(), it.at().command("quit"):
-                pass
+            async with anyio.create_task_group() as group:
+                with it.at().client():
+                    group.start_soon(it.at().quit)
+                    await anyio.wait_all_tasks_blocked()
             await it.another(first)
             await it.ready()
 

@@ -23,7 +23,6 @@ async def test_after_a_cancelled_start_the_next_server_answers(tmp_path: Path) -
         async with serve_grpc(tmp_path / "1.sock", methods, StreamingCalls()):
             pass
     assert scope.cancelled_caught
-    assert not list(tmp_path.iterdir())
 
     async with serve_grpc(tmp_path / "2.sock", methods, StreamingCalls()):
         assert await call_raw(tmp_path / "2.sock", METHOD, b"hello", deadline=5.0) == b"hello"

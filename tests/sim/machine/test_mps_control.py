@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def connect(path: Path) -> socket.socket:
             return connection
 
 
+def percentage(folder: Path) -> bytes:
+    """Ask for the default percentage of threads; return nothing if the daemon does not hear it."""
+    with connect(folder / "control_privileged") as command, suppress(ConnectionError):
+        command.sendall(b"get_default_active_thread_percentage")
+        return command.recv(64)
+    return b""
+
+
+def test_a_second_command_is_lost(daemon: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """While a program is connected whose command is not answered, others get no answer."""
+    with connect(tmp_path / "control_privileged"):
+        assert percentage(tmp_path) == b""
+    while percentage(tmp_path) == b"":
+        pass  # the daemon has not read the end of the first connection yet
+    assert daemon.poll() is None
+
+
 def test_quit_holds_though_its_sender_is_gone(
     daemon: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -56,9 +74,9 @@ def test_quit_holds_though_its_sender_is_gone(
     with connect(tmp_path / "control"):
         with connect(tmp_path / "control_privileged") as command:
             command.sendall(b"quit")
-        with connect(tmp_path / "control_privileged") as command:
-            command.sendall(b"get_default_active_thread_percentage")
-            assert command.recv(64) == b"100.0\n"  # read after the first connection's end
+        while (answer := percentage(tmp_path)) == b"":
+            pass  # the daemon has not read the first command yet, and loses this one
+        assert answer == b"100.0\n"
         assert daemon.poll() is None
 
     assert daemon.wait(DEADLINE) == 0

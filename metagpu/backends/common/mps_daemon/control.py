@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+import anyio
 import msgspec
 
 from metagpu.core.contracts.daemons import Daemons, DaemonSpec
@@ -153,7 +154,11 @@ def control_daemon_spec(device: str, directories: MpsDirectories, shared_memory:
 
 
 class MpsControl(msgspec.Struct, frozen=True):
-    """The commands to one control daemon.
+    """The commands to one control daemon, one after the other.
+
+    NVIDIA's daemon takes one command at a time. It closes the connection of a second one unread,
+    and the program that sent it prints nothing and ends with status 0, also for `quit`. So a
+    daemon gets all commands of an agent through one of these.
 
     Attributes:
         deadline: seconds for each command.
@@ -162,6 +167,7 @@ class MpsControl(msgspec.Struct, frozen=True):
     daemons: Daemons
     daemon: DaemonSpec
     deadline: float
+    _turn: anyio.Lock = msgspec.field(default_factory=anyio.Lock)
 
     async def probe(self) -> None:
         """Check that the daemon answers a command with a number.
@@ -171,6 +177,8 @@ class MpsControl(msgspec.Struct, frozen=True):
         """
         command = "get_default_active_thread_percentage"
         answer = await self._send(command)
+        if not answer:
+            raise ProgramError(f"no answer to {command}, as while it answers another program")
         try:
             float(answer)
         except ValueError:
@@ -214,7 +222,8 @@ class MpsControl(msgspec.Struct, frozen=True):
     async def quit(self) -> None:
         """Quit the daemon once its servers have no clients; refuse new clients.
 
-        The answer is the status with which the daemon ends: not 0 if one of its servers failed.
+        A daemon that answers another program meanwhile does not hear of it. The answer is the
+        status with which the daemon ends: not 0 if one of its servers failed.
 
         Raises:
             ProgramError: if the daemon does not answer, does not end in time, or ends with a status
@@ -223,7 +232,8 @@ class MpsControl(msgspec.Struct, frozen=True):
         await self._send("quit")
 
     async def _send(self, command: str) -> str:
-        answer = await self.daemons.send_command(self.daemon, f"{command}\n", self.deadline)
+        async with self._turn:
+            answer = await self.daemons.send_command(self.daemon, f"{command}\n", self.deadline)
         if len(answer) > _LONGEST_ANSWER:
             raise _unexpected(command, answer)
         return answer

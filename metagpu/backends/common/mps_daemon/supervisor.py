@@ -208,15 +208,17 @@ class DaemonSupervisor:
         return f"MPS servers {format_pids(servers)}" if servers else ""
 
     async def _quit(self, process: DaemonProcess) -> None:
-        """Send `quit` and wait for the end, whatever the answer is.
+        """Send `quit`, again if it was lost, and wait for the end, whatever the answer is.
 
         Raises:
             TimeoutError: it did not end in time.
         """
         with anyio.fail_after(self._timing.deadline):
-            with suppress(ProgramError):
-                await self._control.quit()
-            await self._daemons.wait_ended(process)
+            while True:
+                with suppress(ProgramError):
+                    await self._control.quit()
+                with anyio.move_on_after(self._timing.retry):
+                    return await self._daemons.wait_ended(process)
 
     async def clients(self) -> Sequence[int]:
         """List the client processes of the daemon.

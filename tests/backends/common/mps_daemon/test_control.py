@@ -88,6 +88,8 @@ async def test_a_crash_is_no_answer(tmp_path: Path) -> None:
     """The sockets and the number of a crashed daemon are taken for no other one."""
     async with serving(tmp_path) as it:
         it.steer("crash")
+        with pytest.raises(ProgramError, match="no answer to get_default"):
+            await it.control.probe()
         with pytest.raises(ProgramError, match="Cannot find MPS control daemon process"):
             await it.control.probe()
 
