@@ -96,7 +96,7 @@ def build_exporter(
         kinds=metric_kinds_of(backends.values()),
         rules=usage_service.rules,
         layout=lambda: layout_manager.layout,
-        usage=usage_service.latest,
+        usage=partial(usage_service.latest, sensors=True),
         sensors=driver.sensors,
         instance_sensors=driver.mig.sensors,
         configuration=config_loader.to_metrics,

@@ -38,7 +38,7 @@ from metagpu.core.contracts.driver import (
     Survey,
     UnreadableGpu,
 )
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, GpuLost
 from metagpu.core.model.driver_roots import NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -52,7 +52,7 @@ from metagpu.nvml.queries import (
     read_processes,
     set_compute_mode,
 )
-from metagpu.nvml.sensors import read_sensors
+from metagpu.nvml.sensors import read_detailed_sensors
 from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import SessionGpu
 from metagpu.nvml.timing import TIMING, NvmlTiming
@@ -224,16 +224,19 @@ class NvmlDriver:
         known = self._known(gpu)
         return await known.worker.call(partial(read_processes, known.handle), self._deadline)
 
-    async def activity(self, gpu: GpuId) -> GpuActivity:
-        """Read the processes of one GPU, and their utilization."""
+    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:
+        """Read the processes of one GPU and their utilization, and its sensors if wanted."""
         known = self._known(gpu)
-        return await known.worker.call(partial(read_activity, known.handle), self._deadline)
+        answers = known.sensor_answers if sensors else None
+        return await known.worker.call(
+            partial(read_activity, known.handle, answers), self._deadline
+        )
 
-    async def sensors(self, gpu: GpuId) -> GpuSensors:
+    async def sensors(self, gpu: GpuId) -> DetailedSensors:
         """Read the sensors and error counters of one GPU."""
         known = self._known(gpu)
         return await known.worker.call(
-            partial(read_sensors, known.handle, known.sensor_answers), self._deadline
+            partial(read_detailed_sensors, known.handle, known.sensor_answers), self._deadline
         )
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:

@@ -10,8 +10,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import pynvml
+from msgspec.structs import asdict
 
-from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors, NvlinkError, ThrottleReason
+from metagpu.core.contracts.sensors import (
+    DetailedSensors,
+    GpuSensors,
+    InstanceSensors,
+    NvlinkError,
+    ThrottleReason,
+)
 from metagpu.nvml.answers import NvmlAnswers
 from metagpu.nvml.errors import or_none
 from metagpu.nvml.mig_calls import read_devices
@@ -50,14 +57,8 @@ _REASONS: Final = MappingProxyType(
 
 
 def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
-    """Read all sensors of a GPU once."""
-    memory = read_memory(handle)  # without an answer to this, nothing else is worth a call
+    """Read the sensors of a GPU once."""
     fields = answers.fresh(_read_fields, handle) or {}
-    used = None if memory is None else memory.used - (memory.reserved or 0)
-    rates = answers.fresh(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    rows = answers.fresh(pynvml.nvmlDeviceGetRemappedRows, handle)
-    encoder = answers.fresh(pynvml.nvmlDeviceGetEncoderUtilization, handle)
-    decoder = answers.fresh(pynvml.nvmlDeviceGetDecoderUtilization, handle)
     ask = partial(_scaled, answers, handle)
 
     return GpuSensors(
@@ -68,20 +69,34 @@ def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
         energy=_times(fields.get(pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION), _MILLI),
         sm_clock=ask(_read_sm_clock, _MEGA),
         memory_clock=ask(_read_memory_clock, _MEGA),
+        ecc_corrected=fields.get(pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
+        ecc_uncorrected=fields.get(pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL),
+        nvlink_errors={kind: fields[it] for kind, it in _NVLINK_FIELDS.items() if it in fields},
+        pcie_replays=fields.get(pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER),
+        throttled=_throttle_reasons(answers.fresh(_read_throttle_reasons, handle)),
+    )
+
+
+def read_detailed_sensors(handle: Handle, answers: NvmlAnswers) -> DetailedSensors:
+    """Read the sensors of a GPU once, its engines, its memory and its remapped rows."""
+    memory = read_memory(handle)  # without an answer to this, nothing else is worth a call
+    sensors = read_sensors(handle, answers)
+    rates = answers.fresh(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    rows = answers.fresh(pynvml.nvmlDeviceGetRemappedRows, handle)
+    encoder = answers.fresh(pynvml.nvmlDeviceGetEncoderUtilization, handle)
+    decoder = answers.fresh(pynvml.nvmlDeviceGetDecoderUtilization, handle)
+
+    return DetailedSensors(
+        **asdict(sensors),
         utilization=rates and rates.gpu / _PERCENT,
         memory_utilization=rates and rates.memory / _PERCENT,
         encoder=encoder and encoder[0] / _PERCENT,
         decoder=decoder and decoder[0] / _PERCENT,
-        memory_used=used,
+        memory_used=None if memory is None else memory.used - (memory.reserved or 0),
         memory_free=memory and memory.total - memory.used,
-        ecc_corrected=fields.get(pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
-        ecc_uncorrected=fields.get(pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL),
         rows_correctable=rows and rows[0],
         rows_uncorrectable=rows and rows[1],
         rows_failed=rows and bool(rows[3]),
-        nvlink_errors={kind: fields[it] for kind, it in _NVLINK_FIELDS.items() if it in fields},
-        pcie_replays=fields.get(pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER),
-        throttled=_throttle_reasons(answers.fresh(_read_throttle_reasons, handle)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Processes' shares of a GPU's processor time.
+"""Processes on a GPU, and their shares of its processor time.
 
 These functions block, and raise pynvml's errors.
 """
@@ -11,8 +11,10 @@ from typing import Final
 import pynvml
 
 from metagpu.core.contracts.driver import GpuActivity
+from metagpu.nvml.answers import NvmlAnswers
 from metagpu.nvml.errors import FAILURES, NOT_REPORTED, error_code
 from metagpu.nvml.queries import Handle, read_processes
+from metagpu.nvml.sensors import read_sensors
 
 WINDOW: Final = 3.0
 """Seconds of samples: in each second the driver takes several of a busy process."""
@@ -21,9 +23,11 @@ _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 """NVML's codes for no samples; pynvml raises a success that fills no sample."""
 
 
-def read_activity(handle: Handle) -> GpuActivity:
-    """Read the processes on a GPU, and their shares of multiprocessor time."""
-    return GpuActivity(read_processes(handle), read_utilization(handle))
+def read_activity(handle: Handle, sensor_answers: NvmlAnswers | None = None) -> GpuActivity:
+    """Read the processes on a GPU, their shares of its time, and its sensors."""
+    processes, utilization = read_processes(handle), read_utilization(handle)
+    sensors = None if sensor_answers is None else read_sensors(handle, sensor_answers)
+    return GpuActivity(processes, utilization, sensors)
 
 
 def read_utilization(handle: Handle) -> Mapping[int, int] | None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
+from metagpu.core.contracts.sensors import DetailedSensors, GpuSensors, InstanceSensors
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.mig import MigInstance, MigMode, Placement
 
@@ -95,10 +95,12 @@ class GpuActivity(msgspec.Struct, frozen=True):
         processes: those with memory on the GPU.
         utilization: their recent shares of the multiprocessors, in percent, by pid. A process that
             is missing was idle; `None` where the driver does not report it, as in MIG mode.
+        sensors: `None` where nobody has asked for them.
     """
 
     processes: Sequence[GpuProcess]
     utilization: Mapping[int, int] | None
+    sensors: GpuSensors | None = None
 
 
 class Xid(msgspec.Struct, frozen=True):
@@ -316,11 +318,14 @@ class Driver(Protocol):
         """
         ...
 
-    async def activity(self, gpu: GpuId) -> GpuActivity:
-        """Read the processes of one GPU and their utilization, in one job of its thread."""
+    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:
+        """Read the processes of one GPU and their utilization, in one job of its thread.
+
+        Its sensors come with the same job where they are wanted.
+        """
         ...
 
-    async def sensors(self, gpu: GpuId) -> GpuSensors:
+    async def sensors(self, gpu: GpuId) -> DetailedSensors:
         """Read the sensors and error counters of one GPU, for monitoring."""
         ...
 

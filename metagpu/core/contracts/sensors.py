@@ -32,12 +32,7 @@ class GpuSensors(msgspec.Struct, frozen=True):
         power: watts drawn now; `power_limit` is the enforced limit.
         energy: joules since the driver was loaded.
         sm_clock: hertz; `memory_clock` likewise.
-        utilization: part of the time with a kernel on the GPU, 0 to 1; `memory_utilization` is the
-            part with the memory read or written, `encoder` and `decoder` those of the engines.
-        memory_used: bytes in use without the part that the driver reserves; `memory_free` is free.
         ecc_corrected: memory errors since the driver was loaded; `ecc_uncorrected` likewise.
-        rows_correctable: memory rows that were remapped, of each kind.
-        rows_failed: whether a row could not be remapped.
         nvlink_errors: errors since the driver was loaded.
         pcie_replays: since the GPU's last reset.
         throttled: the reasons for lower clocks; `None` where they are unknown.
@@ -50,20 +45,33 @@ class GpuSensors(msgspec.Struct, frozen=True):
     energy: float | None = None
     sm_clock: float | None = None
     memory_clock: float | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    nvlink_errors: Mapping[NvlinkError, int] = msgspec.field(default_factory=dict)
+    pcie_replays: int | None = None
+    throttled: frozenset[ThrottleReason] | None = None
+
+
+class DetailedSensors(GpuSensors, frozen=True):
+    """One reading of a GPU with what NVML takes five further calls for.
+
+    Attributes:
+        utilization: part of the time with a kernel on the GPU, 0 to 1; `memory_utilization` is the
+            part with the memory read or written, `encoder` and `decoder` those of the engines.
+        memory_used: bytes in use without the part that the driver reserves; `memory_free` is free.
+        rows_correctable: memory rows that were remapped, of each kind.
+        rows_failed: whether a row could not be remapped.
+    """
+
     utilization: float | None = None
     memory_utilization: float | None = None
     encoder: float | None = None
     decoder: float | None = None
     memory_used: int | None = None
     memory_free: int | None = None
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
     rows_correctable: int | None = None
     rows_uncorrectable: int | None = None
     rows_failed: bool | None = None
-    nvlink_errors: Mapping[NvlinkError, int] = msgspec.field(default_factory=dict)
-    pcie_replays: int | None = None
-    throttled: frozenset[ThrottleReason] | None = None
 
 
 class InstanceSensors(msgspec.Struct, frozen=True):

@@ -1,7 +1,10 @@
 """Collection of usage: processes from NVML, their containers from the host."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from time import time
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -9,9 +12,11 @@ import structlog
 
 from metagpu.core.contracts.driver import Driver, GpuProcess
 from metagpu.core.contracts.host import Container, Host, ProcessDetails, ProcessIdentity
+from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder
+from metagpu.core.runtime.in_turn import start_in_turn
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import (
     NO_PROMISED_MEMORY,
@@ -19,7 +24,7 @@ from metagpu.core.usage.accounting import (
     PromisedMemory,
     attribute_processes,
 )
-from metagpu.core.usage.timing import DEFAULT_TIMING
+from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 log = structlog.get_logger()
 
@@ -33,16 +38,25 @@ class NodeUsage(msgspec.Struct):
         failures: why NVML could not read a GPU.
         utilization: percent of each GPU that each process uses, by pid. A GPU whose driver does not
             report it is not in the mapping.
+        sensors: of each GPU that answers; `None` where nobody has asked for them.
         process_details: user, command and memory of each process, once they are described.
-        warnings: why processes cannot be attributed to containers.
+        warnings: why processes cannot be attributed to containers, once they are described.
     """
 
     at: float = 0.0
     gpus: Mapping[GpuId, GpuUsage] = msgspec.field(default_factory=dict)
     failures: dict[GpuId, str] = msgspec.field(default_factory=dict)
     utilization: dict[GpuId, Mapping[int, int]] = msgspec.field(default_factory=dict)
+    sensors: dict[GpuId, GpuSensors] | None = None
     process_details: Mapping[ProcessIdentity, ProcessDetails] = msgspec.field(default_factory=dict)
     warnings: Sequence[str] = ()
+
+
+class _Listing(NamedTuple):
+    """The processes on a GPU, and since when the driver lists each pid."""
+
+    processes: Sequence[GpuProcess]
+    since: Mapping[int, int]
 
 
 class UsageCollector:
@@ -52,11 +66,18 @@ class UsageCollector:
         promised_memory: memory promised to containers that are older than this daemon.
     """
 
-    def __init__(self, driver: Driver, host: Host, registry: Registry) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        host: Host,
+        registry: Registry,
+        timing: UsageTiming = DEFAULT_TIMING,
+    ) -> None:
         self.promised_memory: PromisedMemory = NO_PROMISED_MEMORY
         self._driver = driver
         self._host = host
         self._registry = registry
+        self._timing = timing
         self._listed: dict[GpuId, Mapping[int, int]] = {}
         self._unknown: dict[GpuId, set[Container]] = {}
 
@@ -66,67 +87,99 @@ class UsageCollector:
         Raises:
             DriverError: NVML cannot read the processes.
         """
-        return await self._attribute(gpu, await self._driver.processes(gpu))
+        listing = self._list(gpu, await self._driver.processes(gpu))
+        return (await self._attribute({gpu: listing}))[gpu]
 
-    async def _attribute(self, gpu: GpuId, processes: Sequence[GpuProcess]) -> GpuUsage:
-        pids = {process.pid for process in processes}
-        listed = self._listed_since(gpu, pids)
-        identities = {
-            pid: identity
-            for pid, identity in (await self._host.identify(pids)).items()
-            if identity.started <= listed[pid]
+    async def collect(self, *, sensors: bool = False) -> NodeUsage:
+        """Collect the usage of all GPUs, and their sensors where they are wanted.
+
+        The GPUs are read in turn, and one that does not answer soon delays no other.
+        """
+        gpus = tuple(self._registry.snapshot.gpus)
+        usage = NodeUsage(at=time(), sensors={} if sensors else None)
+        gpu_usages = {gpu: GpuUsage(gpu) for gpu in gpus}
+        listings: dict[GpuId, _Listing] = {}
+        late = False
+
+        async def read(gpu: GpuId) -> None:
+            try:
+                activity = await self._driver.activity(gpu, sensors=sensors)
+            except DriverError as error:
+                usage.failures[gpu] = str(error)
+                if (state := self._registry.snapshot.gpus.get(gpu)) is not None:
+                    gpu_usages[gpu] = attribute_processes(state, (), {}, {})
+                if usage.sensors is not None:
+                    with suppress(DriverError):  # a GPU that has no list of processes may have some
+                        usage.sensors[gpu] = await self._driver.sensors(gpu)
+                return
+            listings[gpu] = self._list(gpu, activity.processes)
+            if activity.utilization is not None:
+                usage.utilization[gpu] = activity.utilization
+            if usage.sensors is not None and activity.sensors is not None:
+                usage.sensors[gpu] = activity.sensors
+            if late:
+                await attribute()
+
+        async def attribute() -> None:
+            """Attribute what is listed by now.
+
+            A process may end while another GPU is awaited.
+            """
+            found = dict(listings)
+            listings.clear()
+            gpu_usages.update(await self._attribute(found))
+
+        async with anyio.create_task_group() as group:
+            await start_in_turn(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
+            late = True
+            await attribute()
+
+        usage.gpus = gpu_usages
+        return usage
+
+    async def _attribute(self, listings: Mapping[GpuId, _Listing]) -> Mapping[GpuId, GpuUsage]:
+        """Attribute the processes of some GPUs: all are identified at once."""
+        pids = {pid for listing in listings.values() for pid in listing.since}
+        identities = await self._host.identify(pids)
+        containers = {
+            identity.container
+            for listing in listings.values()
+            for identity in _of_listing(listing, identities).values()
+            if identity.container
         }
-        containers = {identity.container for identity in identities.values() if identity.container}
         names = dict(await self._host.holders(containers))
         snapshot = self._registry.snapshot
         for container in containers - names.keys():
             if pod := snapshot.pods.by_uid.get(container.pod_uid):
                 names[container] = Holder(pod.namespace, pod.name, "")
-        self._log_unknown(gpu, names)
-        return attribute_processes(
-            snapshot.gpus[gpu], processes, identities, names, self.promised_memory
-        )
+        found = {}
 
-    async def collect(self) -> NodeUsage:
-        """Collect the usage of all GPUs concurrently."""
-        gpus = tuple(self._registry.snapshot.gpus)
-        usage = NodeUsage(at=time(), warnings=await self._host.hints())
-        gpu_usages = {gpu: GpuUsage(gpu) for gpu in gpus}
-
-        async def collect_one(gpu: GpuId) -> None:
-            try:
-                activity = await self._driver.activity(gpu)
-                gpu_usages[gpu] = await self._attribute(gpu, activity.processes)
-            except DriverError as error:
-                usage.failures[gpu] = str(error)
-                if (state := self._registry.snapshot.gpus.get(gpu)) is not None:
-                    gpu_usages[gpu] = attribute_processes(state, (), {}, {})
-            else:
-                if activity.utilization is not None:
-                    usage.utilization[gpu] = activity.utilization
-
-        async with anyio.create_task_group() as group:
-            for gpu in gpus:
-                group.start_soon(collect_one, gpu)
-
-        usage.gpus = gpu_usages
-        return usage
+        for gpu, listing in listings.items():
+            own = _of_listing(listing, identities)
+            its = {
+                it.container: names[it.container] for it in own.values() if it.container in names
+            }
+            self._log_unknown(gpu, its)
+            found[gpu] = attribute_processes(
+                snapshot.gpus[gpu], listing.processes, own, its, self.promised_memory
+            )
+        return found
 
     async def describe(self, usage: NodeUsage) -> NodeUsage:
-        """Add the details of the processes, which cost more than all other files of /proc."""
+        """Add warnings, and details of the processes.
+
+        Details cost more than all other files of /proc.
+        """
         if not usage.process_details:
+            usage.warnings = await self._host.hints()
             usage.process_details = await self._host.describe(_identities(usage.gpus.values()))
         return usage
 
-    def _listed_since(self, gpu: GpuId, pids: Collection[int]) -> Mapping[int, int]:
-        """Return since when the driver lists each pid, in the host's ticks.
-
-        The driver may list a pid after its process has ended. A process that is younger than the
-        listing is another one, which has got the pid since.
-        """
+    def _list(self, gpu: GpuId, processes: Sequence[GpuProcess]) -> _Listing:
+        """Note since when the driver lists each pid, in the host's ticks."""
         now, before = self._host.clock(), self._listed.get(gpu, {})
-        self._listed[gpu] = {pid: before.get(pid, now) for pid in pids}
-        return self._listed[gpu]
+        self._listed[gpu] = {it.pid: before.get(it.pid, now) for it in processes}
+        return _Listing(processes, self._listed[gpu])
 
     def _log_unknown(self, gpu: GpuId, names: Mapping[Container, Holder]) -> None:
         """Log each container once that is charged to its pod, its own name being unknown."""
@@ -159,13 +212,30 @@ class CachedUsage:
         self._until = 0.0
         self._collecting = anyio.Lock()
 
-    async def latest(self) -> NodeUsage:
-        """Return a collection that is not older than `age`."""
+    async def latest(self, *, sensors: bool = False) -> NodeUsage:
+        """Return a collection not older than `age`, with sensors if wanted."""
         async with self._collecting:
-            if self._usage is None or anyio.current_time() >= self._until:
-                self._usage = await self._collector.collect()
+            known = self._usage
+            is_old = known is None or anyio.current_time() >= self._until
+            if known is None or is_old or (sensors and known.sensors is None):
+                known = self._usage = await self._collector.collect(sensors=sensors)
                 self._until = anyio.current_time() + self._age
-            return self._usage
+            return known
+
+
+def _of_listing(
+    listing: _Listing, identities: Mapping[int, ProcessIdentity]
+) -> Mapping[int, ProcessIdentity]:
+    """Return the identities of the listed processes.
+
+    The driver may list a pid after its process has ended. A process that is younger than the
+    listing is another one, which has got the pid since.
+    """
+    return {
+        pid: identities[pid]
+        for pid, since in listing.since.items()
+        if pid in identities and identities[pid].started <= since
+    }
 
 
 def _identities(usages: Collection[GpuUsage]) -> Collection[ProcessIdentity]:

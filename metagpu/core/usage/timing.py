@@ -27,6 +27,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
             5 min at most before it starts a container that fails.
         mixed_period: between two checks for containers that hold shares of several resources.
         cache_age: for which callers share one collection of all GPUs.
+        turn: after which a collection reads the next GPU, if one has not answered.
     """
 
     idle_period: float = 0.5
@@ -41,6 +42,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     absent_after: float = 600.0
     mixed_period: float = 5.0
     cache_age: float = 0.9
+    turn: float = 0.02
 
 
 DEFAULT_TIMING: Final = UsageTiming()

@@ -63,7 +63,7 @@ class UsageService:
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
         self._registry = registry
-        self._collector = UsageCollector(driver, host, registry)
+        self._collector = UsageCollector(driver, host, registry, timing)
         self._limits = DriverLimits(driver, host, registry, self._collector, guards, timing=timing)
         self._rules = ReportRules(settings, guards, self._limits.is_limited)
         self._enforcer = Enforcer(
@@ -132,9 +132,9 @@ class UsageService:
         """Settings and guards of this node, for reports of usage."""
         return self._rules
 
-    async def latest(self) -> NodeUsage:
+    async def latest(self, *, sensors: bool = False) -> NodeUsage:
         """Return usage without details; callers of the same second share one collection."""
-        return await self._cache.latest()
+        return await self._cache.latest(sensors=sensors)
 
     async def report(self) -> dict[str, Any]:
         """Collect and return the usage of all GPUs, with the enforcement so far."""

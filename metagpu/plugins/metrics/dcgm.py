@@ -8,7 +8,7 @@ alone holds the GPU or the MIG instance, as it does without `--kubernetes-virtua
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors, NvlinkError
+from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors, NvlinkError
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.shares import Lease, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -76,7 +76,7 @@ FAMILIES: Final = (
 
 def dcgm_samples(
     snapshot: Snapshot,
-    readings: Mapping[GpuId, GpuSensors],
+    readings: Mapping[GpuId, DetailedSensors],
     instances: Mapping[GpuId, Sequence[InstanceSensors]],
     last_xids: Mapping[GpuId | None, int],
     node: str,
@@ -134,7 +134,7 @@ def _container(leases: Iterable[Lease]) -> Sequence[str]:
     return holder.container, holder.namespace, holder.pod
 
 
-def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, float | None]]:
+def _values(it: DetailedSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield SM_CLOCK, _scaled(it.sm_clock, 1 / _MEGA)
     yield MEM_CLOCK, _scaled(it.memory_clock, 1 / _MEGA)
     yield MEMORY_TEMP, it.memory_temperature
@@ -155,7 +155,7 @@ def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield REMAP_FAILURE, it.rows_failed
 
 
-def _memory(it: GpuSensors | InstanceSensors) -> Iterator[tuple[MetricFamily, float | None]]:
+def _memory(it: DetailedSensors | InstanceSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
     yield FB_USED, _scaled(it.memory_used, 1 / MIB)
 

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import anyio
 from anyio import to_thread
 
-from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
+from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.restart import run_with_restart
 from metagpu.core.usage.collector import NodeUsage
@@ -36,7 +36,7 @@ _FAILED: Final = "metagpu failed to render the page; its log has the details\n"
 _WAITS: Final = "another daemon has the node\n"
 _INDEX: Final = "metagpu: see /metrics, /dcgm, /healthz, /readyz\n"
 
-Readings: TypeAlias = Mapping[GpuId, GpuSensors]
+Readings: TypeAlias = Mapping[GpuId, DetailedSensors]
 InstanceReadings: TypeAlias = Mapping[GpuId, Sequence[InstanceSensors]]
 
 
@@ -115,7 +115,7 @@ class Exporter:
 
     async def _render(self) -> HttpResponse:
         """Render a page: read mutable state here, and immutable state in a thread."""
-        usage, readings = await self._ask_nvml()
+        usage = await self._usage.get(self._timing.nvml_timeout)
         sources = self._sources
         snapshot, layout = sources.registry.snapshot, sources.layout()
         self._namespaces.advance(anyio.current_time())
@@ -128,8 +128,8 @@ class Exporter:
         def render() -> HttpResponse:
             samples = [*own, *snapshot_samples(snapshot, layout)]
             samples += namespace_samples(snapshot, usage)
-            samples += sensor_samples(snapshot, readings or {})
             if usage is not None:
+                samples += sensor_samples(snapshot, usage.sensors or {})
                 samples += usage_samples(snapshot, usage, rules)
             return _page(self._renderer.render(samples) + render_process())
 
@@ -148,18 +148,6 @@ class Exporter:
             return _page(self._dcgm_renderer.render(samples))
 
         return await to_thread.run_sync(render)
-
-    async def _ask_nvml(self) -> tuple[NodeUsage | None, Readings | None]:
-        """Return usage and sensors of the GPUs, read at the same time."""
-        found: list[Readings | None] = []
-
-        async def read_sensors() -> None:
-            found.append(await self._sensors.get(self._timing.nvml_timeout))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(read_sensors)
-            usage = await self._usage.get(self._timing.nvml_timeout)
-        return usage, found[0]
 
     async def _rendered(self, page: SingleFlight[HttpResponse], _: HttpRequest) -> HttpResponse:
         response = await page.get()

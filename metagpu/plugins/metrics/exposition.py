@@ -17,6 +17,8 @@ from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, Sample
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 _float: Callable[[float], str] = floatToGoString
+_frequent: Callable[[float], str] = lru_cache(maxsize=1024)(floatToGoString)
+"""Amounts of memory and limits are those of many series, and of the page before."""
 _PROCESS: Final = ProcessCollector(registry=None)
 _OF_LABELS: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _OF_HELP: Final = str.maketrans({"\\": r"\\", "\n": r"\n"})
@@ -41,17 +43,23 @@ class PageRenderer:
         """Render all families, also those without a series."""
         lines = {name: [head] for name, head in self._heads.items()}
         known = self._series
-        shown: dict[str, dict[Sequence[str], str]] = {name: {} for name in lines}
         for family, labels, value in samples:
             name = family.name
             if isinstance(value, HistogramValue):
                 lines[name] += _histogram(family, labels, value)
                 continue
-            series = known[name].get(labels) or f"{name}{_label_text(family.labels, labels)} "
-            shown[name][labels] = series
+            series = known[name].get(labels)
+            if series is None:
+                series = f"{name}{_label_text(family.labels, labels)} "
+                known[name][labels] = series
             lines[name].append(f"{series}{_number(value)}\n")
-        self._series = shown
+        self._forget(sum(map(len, lines.values())))
         return "".join([line for group in lines.values() for line in group]).encode()
+
+    def _forget(self, shown: int) -> None:
+        """Forget all series once most of them are of the past."""
+        if sum(map(len, self._series.values())) > 2 * shown:
+            self._series = {name: {} for name in self._heads}
 
 
 def render_process() -> bytes:
@@ -63,7 +71,7 @@ def _number(value: float) -> str:
     """Return a number as Prometheus' library writes it."""
     if isinstance(value, int) and 0 <= value < _WITHOUT_EXPONENT:
         return f"{value:d}.0"
-    return _float(value)
+    return _frequent(value) if value else _float(value)  # 0 and -0 are one key
 
 
 @lru_cache(maxsize=512)  # for the buckets of histograms: other series are kept by the renderer

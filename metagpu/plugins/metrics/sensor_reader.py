@@ -1,14 +1,17 @@
-"""Concurrent reading of sensors: a GPU that hangs costs no other its values."""
+"""Reading of the sensors of all GPUs: one that hangs costs no other its values."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Generic, TypeVar
 
 import anyio
 
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.runtime.in_turn import start_in_turn
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.timing import DEFAULT_TIMING
 
 ReadingT = TypeVar("ReadingT")
 
@@ -34,6 +37,5 @@ class SensorReader(Generic[ReadingT]):
                 found[gpu] = await self._sensors(gpu)
 
         async with anyio.create_task_group() as group:
-            for gpu in gpus:
-                group.start_soon(read_one, gpu)
+            await start_in_turn(group, (partial(read_one, it) for it in gpus), DEFAULT_TIMING.turn)
         return {gpu: found[gpu] for gpu in gpus if gpu in found}

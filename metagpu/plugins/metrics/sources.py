@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from metagpu.core.config.profiles import ConfigStatus
-from metagpu.core.contracts.sensors import GpuSensors, InstanceSensors
+from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_metrics import MetricKind
 from metagpu.core.model.gpu import GpuId
@@ -16,7 +16,7 @@ from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.lease_differences import LeaseDifference
 from metagpu.core.usage.report import ReportRules
 
-ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[GpuSensors]]
+ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[DetailedSensors]]
 """Reads one GPU; a `DriverError` says that it cannot be read."""
 ReadInstances: TypeAlias = Callable[[GpuId], Awaitable[Sequence[InstanceSensors]]]
 """Reads the MIG instances of one GPU, in the same way."""
@@ -47,8 +47,9 @@ class MetricSources(msgspec.Struct, frozen=True):
     Attributes:
         kinds: the metrics of the installed backends.
         node: the node's name.
-        sensors: the sensors of a GPU; `instance_sensors` those of its MIG instances.
-        usage: the usage of the GPUs; callers within one second share one collection.
+        usage: the usage of the GPUs with their sensors; callers within one second share one
+            collection.
+        sensors: all sensors of a GPU; `instance_sensors` those of its MIG instances.
         driver_limits: the number of memory limits that the driver enforces.
         lease_differences: between the leases and what processes and cgroups show.
         cluster: the report of `Cluster`, `None` where no API server is used.

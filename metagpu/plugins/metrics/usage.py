@@ -1,6 +1,7 @@
 """Metrics of GPU usage, from one collection; pure functions for a thread."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from msgspec.structs import replace
 
@@ -21,10 +22,14 @@ _PERCENT = 100
 
 
 def freeze_limits(rules: ReportRules, usage_now: NodeUsage) -> ReportRules:
-    """Freeze the driver's limits, so that a thread can use the rules."""
+    """Freeze the driver's limits for a thread, and keep settings once read."""
     usages = (usage for gpu_usage in usage_now.gpus.values() for usage in gpu_usage.containers)
     limited = frozenset(map(_key, filter(rules.is_driver_limited, usages)))
-    return replace(rules, is_driver_limited=lambda usage: _key(usage) in limited)
+    return replace(
+        rules,
+        settings=cache(rules.settings),
+        is_driver_limited=lambda usage: _key(usage) in limited,
+    )
 
 
 def _key(usage: ContainerUsage) -> tuple[GpuId, Holder, str | None]:

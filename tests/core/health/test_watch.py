@@ -26,7 +26,7 @@ from metagpu.core.contracts.driver import (
     Survey,
     Xid,
 )
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
 from metagpu.core.health import fault_log as fault_news
 from metagpu.core.health import watch as health
@@ -99,13 +99,13 @@ class ScriptedDriver:
         """Return no processes."""
         return ()
 
-    async def activity(self, gpu: GpuId) -> GpuActivity:  # noqa: ARG002
+    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:  # noqa: ARG002
         """Return no processes, and no utilization."""
         return GpuActivity((), None)
 
-    async def sensors(self, gpu: GpuId) -> GpuSensors:  # noqa: ARG002
+    async def sensors(self, gpu: GpuId) -> DetailedSensors:  # noqa: ARG002
         """Return no reading."""
-        return GpuSensors()
+        return DetailedSensors()
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Do nothing."""

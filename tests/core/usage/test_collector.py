@@ -1,8 +1,159 @@
-"""One collection of usage for all callers at about the same time."""
+"""Collections of usage: their number of calls, and one for all callers at about the same time."""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio
+import pynvml
+import pytest
 
+from metagpu.core.model.shares import Holder
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
+from metagpu.core.usage.timing import UsageTiming
+from metagpu.nvml.driver import NvmlDriver
+from metagpu.nvml.worker import NvmlWorker
+from metagpu.sim.machine.containers import SimHost
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.node import SimNode
+from metagpu.sim.machine.spec import build_node
+from tests.core.usage.enforcer_rig import Watched
+from tests.nvml.rig import DEADLINE, altered_library
+from tests.rigs.waiting import becomes
+
+FURTHER = (
+    "nvmlDeviceGetUtilizationRates",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetEncoderUtilization",
+    "nvmlDeviceGetDecoderUtilization",
+    "nvmlDeviceGetMemoryInfo_v2",
+)
+"""What the page of dcgm-exporter alone shows."""
+PODS = tuple(Holder("default", f"pod-{number}", "main") for number in range(3))
+
+
+class Ground(NamedTuple):
+    """A node of three simulated GPUs, with a process of a pod on each.
+
+    Attributes:
+        further: the functions of `FURTHER` that were called, in their order.
+    """
+
+    node: SimNode
+    host: Watched
+    further: list[str]
+    collector: UsageCollector
+
+
+@asynccontextmanager
+async def ground(
+    tmp_path: Path, turn: float = 60, **functions: Callable[..., int]
+) -> AsyncIterator[Ground]:
+    """Collect with some of NVML's functions replaced, and wait so long before the next GPU."""
+    node, machine, further = build_node("a100-40gb:3"), SimHost(tmp_path), list[str]()
+    library = altered_library(node, **functions)
+
+    def counted(name: str) -> Callable[..., int]:
+        function = getattr(library, name)
+
+        def count(*arguments: Any) -> int:  # noqa: ANN401 - of ctypes
+            further.append(name)
+            return int(function(*arguments))
+
+        return count
+
+    for name in FURTHER:
+        setattr(library, name, counted(name))
+    nvml = NvmlDriver(library, DEADLINE)
+    host, registry = Watched(machine.host), Registry()
+    for number, pod in enumerate(PODS):
+        machine.add_container_process(7000 + number, pod, real=os.getpid())
+        node.start_process(node.gpu(number), SimProcess(7000 + number, 2**30, sm=10))
+    async with nvml.session():
+        registry.apply(GpusFound((await nvml.survey()).gpus, at=0))
+        further.clear()
+        collector = UsageCollector(nvml, host, registry, UsageTiming(turn=turn))
+        yield Ground(node, host, further, collector)
+
+
+async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, utilization and sensors are read together, and no function is called in vain."""
+    jobs, at_work, most, work = 0, 0, 0, NvmlWorker.call_alone
+
+    async def count(*arguments: Any) -> Any:  # noqa: ANN401 - as the worker's own
+        nonlocal jobs, at_work, most
+        jobs, at_work = jobs + 1, at_work + 1
+        most = max(most, at_work)
+        try:
+            return await work(*arguments)
+        finally:
+            at_work -= 1
+
+    async with ground(tmp_path) as it:
+        monkeypatch.setattr(NvmlWorker, "call_alone", count)
+        usage = await it.collector.collect(sensors=True)
+        assert (jobs, most, it.host.looks, it.further) == (3, 1, 1, [])
+
+    assert usage.sensors is not None
+    assert [it.power for it in usage.sensors.values()] == [94, 94, 94]
+    assert [list(found.values()) for found in usage.utilization.values()] == [[10]] * 3
+    assert [found.unauthorized[0].holder for found in usage.gpus.values()] == [*PODS]
+
+
+async def test_without_sensors_none_is_read(tmp_path: Path) -> None:
+    """A collection for `mgctl` has the processes and their utilization alone."""
+    calls = []
+
+    def count(*arguments: Any) -> int:  # noqa: ANN401 - of ctypes
+        calls.append(arguments)
+        return int(pynvml.NVML_ERROR_UNKNOWN)
+
+    async with ground(tmp_path, nvmlDeviceGetPowerUsage=count) as it:
+        usage = await it.collector.collect()
+    assert (usage.sensors, usage.failures, calls) == (None, {}, [])
+
+
+async def test_while_a_gpu_hangs_the_processes_of_the_others_are_identified(tmp_path: Path) -> None:
+    """A process that ends before NVML answers for another GPU is still known."""
+    found = NodeUsage()
+
+    async with ground(tmp_path, turn=0.02) as it:
+        it.node.hang_gpu(it.node.gpu(0), 60.0)
+
+        async def collect() -> None:
+            nonlocal found
+            found = await it.collector.collect(sensors=True)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(collect)
+            await becomes(lambda: it.host.looks == 1)
+            assert not found.gpus
+            it.node.hang_gpu(it.node.gpu(0), 0.0)
+
+    assert it.host.looks == 2
+    assert [len(usage.unauthorized) for usage in found.gpus.values()] == [1, 1, 1]
+    assert found.sensors is not None
+    assert found.sensors.keys() == found.gpus.keys()
+
+
+async def test_a_gpu_without_a_list_of_processes_has_its_sensors(tmp_path: Path) -> None:
+    """A failure of the list leaves the usage unknown, and costs no sensor."""
+
+    def fail(*_: Any) -> int:  # noqa: ANN401 - of ctypes
+        return int(pynvml.NVML_ERROR_UNKNOWN)
+
+    async with ground(tmp_path, nvmlDeviceGetComputeRunningProcesses_v3=fail) as it:
+        usage = await it.collector.collect(sensors=True)
+
+    assert len(usage.failures) == 3
+    assert usage.sensors is not None
+    assert usage.sensors.keys() == usage.failures.keys()
 
 
 class SlowCollector(UsageCollector):
@@ -10,13 +161,15 @@ class SlowCollector(UsageCollector):
 
     def __init__(self) -> None:
         self.begun = 0
+        self.with_sensors = 0
         self.may_end = anyio.Event()
 
-    async def collect(self) -> NodeUsage:
+    async def collect(self, *, sensors: bool = False) -> NodeUsage:
         """Return no usage."""
         self.begun += 1
+        self.with_sensors += sensors
         await self.may_end.wait()
-        return NodeUsage(at=self.begun)
+        return NodeUsage(at=self.begun, sensors={} if sensors else None)
 
 
 async def test_callers_share_a_collection() -> None:
@@ -67,3 +220,14 @@ async def test_a_cancelled_caller_leaves_the_collection_to_others() -> None:
         census.may_end.set()
 
     assert heard == [2]
+
+
+async def test_sensors_are_collected_when_they_are_wanted() -> None:
+    """A caller that wants sensors shares a collection that has them, as do all others."""
+    census = SlowCollector()
+    census.may_end.set()
+    looks = CachedUsage(census, age=60)
+
+    wanted = [False, False, True, True, False]
+    assert [(await looks.latest(sensors=it)).at for it in wanted] == [1, 1, 2, 2, 2]
+    assert census.with_sensors == 1

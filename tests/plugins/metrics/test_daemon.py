@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
-from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
@@ -57,9 +57,9 @@ async def find_no_instances(_: GpuId) -> tuple[()]:
     return ()
 
 
-async def find_no_sensors(_: GpuId) -> GpuSensors:
+async def find_no_sensors(_: GpuId) -> DetailedSensors:
     """Return no reading."""
-    return GpuSensors()
+    return DetailedSensors()
 
 
 def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source

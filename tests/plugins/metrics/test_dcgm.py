@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.contracts.sensors import (
-    GpuSensors,
+    DetailedSensors,
     InstanceSensors,
     NvlinkError,
     ThrottleReason,
@@ -22,7 +22,7 @@ from tests.core.usage.test_report import A, B, node
 from tests.plugins.metrics.rig import Page, valued
 from tests.plugins.metrics.test_families import DOCS
 
-READING = GpuSensors(
+READING = DetailedSensors(
     temperature=61,
     power=312.5,
     energy=1234.567,
