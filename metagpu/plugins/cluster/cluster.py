@@ -261,7 +261,8 @@ class Cluster:
         )
         yield (
             Feature.ALLOCATABLE,
-            Reconciler("allocatable, raised", status.restore_allocatable, timing),
+            # It waits by itself, and what came back meanwhile waits for its next run.
+            Reconciler("allocatable, raised", status.restore_allocatable, timing, 0.0),
         )
         if self._recorder is not None:
             yield Feature.EVENTS, self._recorder.reconciler

@@ -150,12 +150,19 @@ def remaining_taints(
 
 
 def stale_allocatable(
-    node: KubeObject, healthy: Mapping[ResourceName, int], *, rising: bool
+    node: KubeObject,
+    healthy: Mapping[ResourceName, int],
+    known: Mapping[ResourceName, int] | None = None,
 ) -> Mapping[ResourceName, int]:
     """Return the wrong allocatable numbers, corrected to what metagpu offers now.
 
     A resource that the kubelet does not report yet is left out, and no number exceeds its capacity.
-    `rising` includes the numbers that have to go up.
+
+    Args:
+        node: the Node.
+        healthy: the numbers that metagpu offers now.
+        known: the numbers to which those of the Node may rise, as the kubelet knows as many shares;
+            without it none rises.
     """
     status = node.get("status") or {}
     capacity, shown = status.get("capacity") or {}, status.get("allocatable") or {}
@@ -166,8 +173,8 @@ def stale_allocatable(
         before = whole_number(shown.get(resource))
         if most is None or before is None:
             continue
-        now = min(count, most)
-        if now < before or (rising and now > before):
+        now = min(count, most, max(before, (known or {}).get(resource, 0)))
+        if now != before:
             found[resource] = now
     return found
 

@@ -44,6 +44,7 @@ class NodeStatusWriter:
     call_stats: KubeletCallStats
     timing: ClusterTiming
     _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
+    _known: dict[ResourceName, int] = field(default_factory=dict)
 
     @property
     def node(self) -> WatchedObject:
@@ -83,23 +84,27 @@ class NodeStatusWriter:
         """Lower the Node's allocatable numbers at once to the shares that are available."""
         if (node := self.node.object) is None:
             return
-        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=False)
-        await self._write(amounts)
+        amounts = allocatable_of(self.registry.snapshot)
+        for resource, amount in amounts.items():
+            self._known[resource] = min(amount, self._known.get(resource, amount))
+        await self._write(stale_allocatable(node, amounts))
 
     async def restore_allocatable(self) -> None:
         """Raise the numbers that metagpu lowered, once the kubelet knows the shares.
 
-        Those of resources in turns too: the kubelet may have lowered them first.
+        Those of resources in turns too: the kubelet may have lowered them first. A number rises to
+        the lowest one of the delay: what came back in between needs a delay of its own.
         """
         in_turns = resources_in_turns(self.registry.snapshot)
         if not self._lowered and not in_turns:
             return
+        self._known = dict(allocatable_of(self.registry.snapshot))
         await anyio.sleep(self.timing.raise_delay)
         if (node := self.node.object) is None:
             return
         shown = _allocatable(node)
         self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
-        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), rising=True)
+        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), self._known)
         ours = self._lowered.keys() | in_turns
         await self._write({it: n for it, n in amounts.items() if it in ours and self._listed(it)})
 

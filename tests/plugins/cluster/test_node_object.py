@@ -119,14 +119,17 @@ def test_gpu_feature_discovery_is_noticed(
 
 
 def test_amounts_of_the_node_are_compared_with_ours() -> None:
-    """Numbers fall to ours, rise only on demand, and never pass the kubelet's."""
+    """Numbers fall to ours, rise no higher than the kubelet knows, and never pass the kubelet's."""
     shown = node(capacity={R: "8", METAGPU: "2k"}, allocatable={R: "6", METAGPU: "2k"})
 
-    assert stale_allocatable(shown, {R: 4, METAGPU: 2000}, rising=False) == {R: 4}
-    assert stale_allocatable(shown, {R: 8}, rising=False) == {}
-    assert stale_allocatable(shown, {R: 9}, rising=True) == {R: 8}
-    assert stale_allocatable(shown, {ResourceName("new.io/gpu"): 3}, rising=True) == {}
-    assert stale_allocatable({"metadata": {}}, {R: 4}, rising=True) == {}
+    assert stale_allocatable(shown, {R: 4, METAGPU: 2000}) == {R: 4}
+    assert stale_allocatable(shown, {R: 8}) == {}
+    assert stale_allocatable(shown, {R: 9}, {R: 9}) == {R: 8}
+    assert (
+        stale_allocatable(shown, {ResourceName("new.io/gpu"): 3}, {ResourceName("new.io/gpu"): 3})
+        == {}
+    )
+    assert stale_allocatable({"metadata": {}}, {R: 4}, {R: 4}) == {}
 
 
 @pytest.mark.parametrize(

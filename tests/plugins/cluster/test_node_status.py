@@ -8,11 +8,14 @@ import anyio
 import pytest
 
 from metagpu.core.model.shares import Holder, OfferTurn, ProvisionedState, ResourceName
+from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import (
     BackendAttached,
+    Fact,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
+    GpusFound,
     LeasesObserved,
     ProvisioningReported,
     RegistrationProblemFound,
@@ -20,15 +23,16 @@ from metagpu.core.state.facts import (
     SharesReleased,
     TurnsChanged,
 )
+from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.node_patch import NodePatcher
-from metagpu.plugins.cluster.node_status import watched_state
+from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import SIZED
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, SLICED, cluster_at_work
-from tests.rigs.build import METAGPU, gpu
-from tests.rigs.waiting import becomes
+from tests.rigs.build import METAGPU, gpu, layout_of
+from tests.rigs.waiting import becomes, skip
 
 FOUR_BACKENDS = """
 version: metagpu/v1
@@ -174,6 +178,57 @@ async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
         it.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "20")
+
+
+class WrittenNode:
+    """A Node that is patched at once; in the place of `NodePatcher`."""
+
+    def __init__(self, amounts: Mapping[str, int]) -> None:
+        numbers = {name: str(amount) for name, amount in amounts.items()}
+        status = {"capacity": numbers, "allocatable": dict(numbers)}
+        self.object = {"metadata": {}, "status": status}
+        self.node = self
+
+    @property
+    def amounts(self) -> dict[str, str]:
+        """The allocatable numbers."""
+        return self.object["status"]["allocatable"]
+
+    async def patch(self, _: str, body: Mapping[str, Any]) -> None:
+        """Merge allocatable numbers."""
+        self.amounts.update(body["status"]["allocatable"])
+
+
+@pytest.mark.parametrize("known", ["10", "0"], ids=["released", "released, claimed, released"])
+async def test_no_change_makes_the_delay_of_another_shorter(known: str) -> None:
+    """The kubelet has time for each release, also for one while an earlier one waits."""
+    registry, stats = Registry(), KubeletCallStats()
+    registry.apply(GpusFound((gpu(0), gpu(1)), at=0))
+    registry.apply(layout_of(gpu(0), gpu(1), text=SIDE_BY_SIDE).offer_fact)
+    for name in (METAGPU, SLICED):
+        stats.of_resource(name).listed = True
+    node: Any = WrittenNode({METAGPU: 20, SLICED: 8})
+    writer = NodeStatusWriter(node, registry, stats, ClusterTiming(raise_delay=60.0))
+    by_gpu = registry.snapshot.offers[SLICED].by_gpu
+    first, second = by_gpu[gpu(0).id][0], by_gpu[gpu(1).id][0]
+
+    async def after_delay(*changes: Fact) -> str:
+        async with anyio.create_task_group() as group:
+            group.start_soon(writer.restore_allocatable)
+            await anyio.wait_all_tasks_blocked()
+            for change in changes:
+                registry.apply(change)
+                await writer.lower_allocatable()  # as after each change
+            skip(60)
+        return str(node.amounts[METAGPU])
+
+    registry.apply(SharesClaimed((first, second), at=1))
+    await writer.lower_allocatable()
+    registry.apply(SharesReleased((first,), at=2))
+    again = (SharesClaimed((first,), at=3), SharesReleased((first,), at=4))
+    dip = again if known == "0" else ()
+    assert await after_delay(*dip, SharesReleased((second,), at=5)) == known
+    assert await after_delay() == "20"
 
 
 @pytest.mark.parametrize("owner", FOUR_NAMES)
