@@ -129,6 +129,7 @@ class Cluster:
     release: float = RELEASE_S
     back_off: BackOff = restart_back_off
     now: float = 0.0
+    admitted: int = 0
     refusals: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: "count[int]" = field(default_factory=count)
@@ -201,6 +202,7 @@ class Cluster:
     def _admit(self) -> None:
         pod = self._arrived.popleft()
         if self.node.admit(pod):
+            self.admitted += 1
             if self.now >= self._begins:
                 self._waits.append(self.now - pod.arrives)
             self._in(pod.stays, partial(self._delete, pod))
