@@ -84,6 +84,7 @@ def _container(
     state = snapshot.gpus[usages[-1].gpu]
     me = (holder.namespace, holder.pod, holder.container, *gpu_label_values(state.gpu))
     processes = [process for usage in usages for process in usage.processes]
+    memory = [usage.memory for usage in usages]
     settings = rules.settings(state.gpu.id)
     limits_in_force = [effective_limit(usage, snapshot, settings) for usage in usages]
     guard = container_guard(usages[-1], rules.guards)
@@ -95,12 +96,12 @@ def _container(
 
     yield Sample(f.CONTAINER_INFO, (*me, backends, str(guard or ""), policy), 1)
     yield Sample(f.CONTAINER_PROCESSES, me, len(processes))
-    yield Sample(f.CONTAINER_USED, me, sum(usage.memory for usage in usages))
+    yield Sample(f.CONTAINER_USED, me, sum(memory))
     if (share := usages[-1].share_memory) is not None:
         yield Sample(f.CONTAINER_SHARE, me, share)
     limits = [each.limit if enforced else None for each in limits_in_force]
     if (limit := limits[-1]) is not None:
-        over = [u.memory - at for u, at in zip(usages, limits, strict=True) if at is not None]
+        over = [used - at for used, at in zip(memory, limits, strict=True) if at is not None]
         yield Sample(f.CONTAINER_LIMIT, me, limit)
         yield Sample(f.CONTAINER_EXCESS, me, max(0, *over))
     if (utilization := usage_now.utilization.get(state.gpu.id)) is not None:
