@@ -10,7 +10,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from itertools import combinations
+from typing import ClassVar, NamedTuple
 
 import anyio
 import pytest
@@ -28,6 +29,7 @@ from tests.e2e.instances import (
     list_pod_resources,
     mig_node,
     mig_pod,
+    overlap,
 )
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.kubectl import Document
@@ -35,7 +37,8 @@ from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 from tests.e2e.test_mig_arrivals import Crowd, running
 
-WHOLE = "nvidia.com/gpu"
+WHOLE, SLICED, MPS = "nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/gpu.mps"
+RESOURCES = {RESOURCE, WHOLE, SLICED, MPS}
 GPUS = 4
 CONFIGURATION = f"""\
 version: metagpu/v1
@@ -79,6 +82,15 @@ def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterato
         yield it
 
 
+class Wanted(NamedTuple):
+    """A wish of a pod: the request of a claim, and the same as an amount of a resource."""
+
+    kind: str
+    request: Document
+    resource: str
+    amount: int = 1
+
+
 @dataclass
 class FrontsCrowd(Crowd):
     """Pods of both kinds.
@@ -94,19 +106,23 @@ class FrontsCrowd(Crowd):
     kinds: Counter[str] = field(default_factory=Counter)
     log_from: int = 0
 
+    def draw(self) -> Wanted:
+        """Return what the next pod wants: a whole GPU or a part of one."""
+        whole, amount = self.chance.random() < 1 / 4, self.chance.randint(10, 100)
+        if whole:
+            return Wanted("whole", exactly("gpu", "gpu.metagpu.io"), WHOLE)
+        return Wanted("part", shares(amount), RESOURCE, amount)
+
     def arrive(self) -> None:
         """Create one more pod, half of them with a claim."""
-        name = f"pod-{self.arrived}"
-        whole, amount = self.chance.random() < 1 / 4, self.chance.randint(10, 100)
+        name, wanted = f"pod-{self.arrived}", self.draw()
         if self.chance.random() < self.claims_part:
-            request = exactly("gpu", "gpu.metagpu.io") if whole else shares(amount)
-            self.api.call("POST", CLAIMS, resource_claim(name, request))
+            self.api.call("POST", CLAIMS, resource_claim(name, wanted.request))
             document = claiming_pod(name, name)
             self.claimed.add(name)
         else:
-            document = mig_pod(name, WHOLE if whole else RESOURCE, 1 if whole else amount)
-        kind = "whole" if whole else "part"
-        self.kinds[f"{kind} by claim" if name in self.claimed else kind] += 1
+            document = mig_pod(name, wanted.resource, wanted.amount)
+        self.kinds[f"{wanted.kind} by claim" if name in self.claimed else wanted.kind] += 1
         self.api.create(NAMESPACE, document)
         self.arrived += 1
 
@@ -151,9 +167,14 @@ def doubled(answer: v1.ListPodResourcesResponse, pods: set[str]) -> Iterator[str
     for pod in answer.pod_resources:
         for container in pod.containers if pod.name in pods else ():
             for share in shares_of(container):
-                gpu = share.partition("::")[0]
+                gpu, _, slot = share.partition("::")
                 holders[share].add(pod.name)
-                ways[gpu].add("part" if "::" in share else "whole")
+                ways[gpu].add("mig" if "@" in slot else slot[:1] or "whole")
+    yield from (
+        f"{one} and {other} overlap"
+        for one, other in combinations(sorted(it for it in holders if "@" in it), 2)
+        if overlap(one, other)
+    )
     yield from (f"{share}: {names}" for share, names in holders.items() if len(names) > 1)
     yield from (f"{gpu}: {kinds}" for gpu, kinds in ways.items() if len(kinds) > 1)
 
@@ -161,7 +182,7 @@ def doubled(answer: v1.ListPodResourcesResponse, pods: set[str]) -> Iterator[str
 def shares_of(container: v1.ContainerResources) -> Iterator[str]:
     """Yield the shares of a container, of both fronts."""
     for device in container.devices:
-        if device.resource_name in {RESOURCE, WHOLE}:
+        if device.resource_name in RESOURCES:
             yield from device.device_ids
     for resource in container.dynamic_resources:
         for it in resource.claim_resources:
