@@ -110,12 +110,19 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo a command's logging settings after its test, whose stderr is closed then.
 
     A logger that caches its settings at its first use would keep them for all tests that follow.
+    Tracebacks are plain, as the daemon's: structlog's own draw all variables, for up to three
+    seconds of processor time.
     """
     configure = structlog.configure
 
     def uncached(**settings: Any) -> None:  # noqa: ANN401 - structlog's own
         configure(**{**settings, "cache_logger_on_first_use": False})
 
+    *processors, _ = structlog.get_config()["processors"]
+    plain = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    uncached(processors=[*processors, plain])
     monkeypatch.setattr(structlog, "configure", uncached)
     yield
     structlog.reset_defaults()
