@@ -81,9 +81,11 @@ class Journal:
     _number: tuple[int, str] | None = None
 
     def take_pod(self, at: float, kind: str, pod: Document) -> None:
-        """Note what is new about a pod."""
+        """Note what is new about a pod that requests the resource."""
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
         size = int(pod["spec"]["containers"][0]["resources"]["limits"].get(self.resource, 0))
+        if not size:
+            return
         for what in _states(pod, kind):
             if (uid, what) not in self._seen:
                 self._seen.add((uid, what))

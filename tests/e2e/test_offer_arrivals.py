@@ -1,150 +1,267 @@
 """Fractions of mixed sizes come and go: exact offers, beside offers of every free share.
 
-Each refusal is printed with its cause, by a journal of what the API server reported. 170 pods of
-up to 30 s on each of the nodes of 1, 2 and 8 GPUs, under both policies, take two hours; 120 pods of
-up to a minute on 8 GPUs take 20 minutes:
+Each refusal is printed with its cause, by a journal of what the API server reported. Both policies
+have the same pods to run, one policy after the other, on pools of 1, 2 and 8 GPUs. The second
+command leaves the Node's numbers to the kubelet:
 
-$ ARRIVALS=170 python -m pytest tests/e2e/test_offer_arrivals.py -m e2e -s
-$ ARRIVALS=120 LONGEST=60 NODES=8 python -m pytest tests/e2e/test_offer_arrivals.py -m e2e -s
+$ MINUTES=40 python -m pytest tests/e2e/test_offer_arrivals.py -m e2e -s
+$ MINUTES=10 OFFERS=exact CLUSTER=none python -m pytest tests/e2e/test_offer_arrivals.py -m e2e -s
 """
 
 import os
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Final
 
 import pytest
 
 from tests.e2e.arrival_journal import journal
 from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.instances import is_settled, is_unschedulable, mig_node, mig_pod
+from tests.e2e.instances import (
+    REFUSED,
+    failure,
+    generalize,
+    is_being_admitted,
+    is_settled,
+    is_unschedulable,
+    mig_node,
+    mig_pod,
+)
+from tests.e2e.rig.api import Api
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
-from tests.e2e.test_mig_arrivals import STARTING, WAITING, Crowd, running
+from tests.e2e.rig.waiting import wait_for
+from tests.e2e.test_mig_arrivals import STARTING, WAITING
 
-ARRIVALS: Final = int(os.environ.get("ARRIVALS", "0"))
+MINUTES: Final = float(os.environ.get("MINUTES", "0"))
+"""The time of a comparison."""
+OFFERS: Final = tuple(os.environ.get("OFFERS", "exact all").split())
+"""The policies."""
+NODES: Final = tuple(int(gpus) for gpus in os.environ.get("NODES", "1 2 8").split())
+"""The GPUs of each of its pools."""
+FEATURES: Final = os.environ.get("CLUSTER", "allocatable,pods")
+"""The daemon's `--cluster` there; `none` leaves the numbers to the kubelet."""
 WHOLE: Final = 100
 SMALLEST, LARGEST = 10, 150
-PAUSE_S: Final = 0.05
+PAUSE_S: Final = 0.2
+AGAIN_S: Final = 0.6
+"""From a refusal to the next pod of its controller [measured: 100 pods of a Deployment in 64 s]."""
 PERIOD: Final = "10s"
 """The period in which a kubelet writes the Node's numbers by default."""
-LONGEST_S: Final = int(os.environ.get("LONGEST", "30"))
+LONGEST_S: Final = int(os.environ.get("LONGEST", "60"))
 """The longest life of a pod."""
 SHORT_S: Final = 8
 """The same in a short test."""
-NODES: Final = tuple(int(gpus) for gpus in os.environ.get("NODES", "1 2 8").split())
+GONE_S: Final = 90.0
 MAY_REFUSE: Final = 0.005
 MAY_LOSE: Final = 0.02
-"""The mean use that exact offers may cost where pods live for half a minute."""
-LONG_S: Final = 60
-"""The longest life from which on use is compared; decision 0071 has that of shorter ones."""
+"""The mean use that exact offers may cost, in the mean of the pools."""
 
 
-@dataclass
-class FractionCrowd(Crowd):
-    """Pods of fractions: half of them end by themselves, the others are deleted, after their lives.
+@dataclass(eq=False)
+class Work:
+    """The pod that a controller runs, and after each refusal another one.
 
     Attributes:
-        gpus: the GPUs of the node.
-        resource: the resource that the pods request.
-        longest: seconds of the longest life.
-        sizes: the shares that each pod requests.
-        lives: seconds from the start of a pod to its deletion, of those that are deleted.
-        due: the time of each such deletion.
-        use: share-seconds that running pods held.
-        seconds: the time of the samples.
+        life: seconds for which a pod runs.
+        deleted: whether the pod is deleted then; others end by themselves.
+        pod: the name of the present pod, empty between a refusal and the next pod.
+        due: when the next pod comes, or when the pod is deleted.
+        refused: the pods that were refused.
     """
 
-    gpus: int = 1
-    resource: str = ""
-    longest: int = LONGEST_S
-    sizes: dict[str, int] = field(default_factory=dict)
-    lives: dict[str, int] = field(default_factory=dict)
-    due: dict[str, float] = field(default_factory=dict)
+    name: str
+    size: int
+    life: int
+    deleted: bool
+    pod: str = ""
+    due: float = 0.0
+    refused: int = 0
+
+
+@dataclass(eq=False)
+class Pool:
+    """A pool of fractions, its pods, and the use of its GPUs.
+
+    Attributes:
+        longest: seconds of the longest life. Use is sampled after them: an empty pool fills first.
+        works: those whose pods have not ended.
+        arrived: the works so far.
+        waited: the pods that had to wait for room.
+        lost: the refusals.
+        use: share-seconds that running pods held, in the sampled seconds.
+    """
+
+    api: Api
+    offer: str
+    gpus: int
+    longest: int
+    works: list[Work] = field(default_factory=list)
+    arrived: int = 0
+    waited: set[str] = field(default_factory=set)
+    lost: Counter[str] = field(default_factory=Counter)
     use: float = 0.0
     seconds: float = 0.0
-    _sampled: float = 0.0
 
-    def arrive(self) -> None:
-        """Create one more pod."""
-        largest = min(LARGEST, self.gpus * WHOLE)
-        name, size = f"pod-{self.arrived}", self.chance.randint(SMALLEST, largest)
-        pod = mig_pod(name, self.resource, size)
-        life = self.chance.randint(2, self.longest)
-        if self.chance.random() < 1 / 2:
-            self.lives[name] = life
-        else:
-            pod["spec"]["containers"][0]["command"] = ["sleep", str(life)]
-            pod["spec"]["restartPolicy"] = "Never"
-        self.sizes[name] = size
-        self.api.create(NAMESPACE, pod)
-        self.arrived += 1
+    def __post_init__(self) -> None:
+        """Begin with the seed of all pools of this size: all policies have the same pods to run."""
+        self._chance = random.Random(self.gpus)  # noqa: S311 - the same pods every time
+        self._sampled = float("inf")
 
-    def end_lives(self) -> None:
-        """Delete the pods whose lives are over."""
-        now = time.monotonic()
-        self.leave(*(it for it, due in self.due.items() if due <= now and it not in self.leaving))
+    def __str__(self) -> str:
+        """Return the results."""
+        return (
+            f"{self.gpus} GPUs, offer {self.offer}: {self.arrived} pods to run, "
+            f"{len(self.waited)} waited, use {self.mean_use:.1%}, "
+            f"{self.lost.total()} refused {dict(self.lost)}"
+        )
 
-    def _note(self, name: str, pod: Document) -> None:
-        if pod["status"]["phase"] == "Running" and name in self.lives:
-            self.due.setdefault(name, time.monotonic() + self.lives[name])
-        if pod["status"]["phase"] == "Succeeded" and name not in self.leaving:
-            self.leave(name)
-        super()._note(name, pod)
+    @property
+    def name(self) -> str:
+        """The name of the pool, with which those of its pods begin."""
+        return f"{self.offer}-{self.gpus}"
 
-    def _note_all(self, pods: dict[str, Document]) -> None:
-        super()._note_all(pods)
-        now = time.monotonic()
-        if self._sampled:
-            passed = now - self._sampled
-            self.seconds += passed
-            self.use += passed * sum(self.sizes[name] for name in running(pods))
-        self._sampled = now
+    @property
+    def resource(self) -> str:
+        """The resource that its pods request."""
+        return f"example.com/{self.name}"
 
     @property
     def mean_use(self) -> float:
         """The mean part of the GPUs that running pods held."""
-        return self.use / (self.seconds * self.gpus * WHOLE)
+        return self.use / max(1e-9, self.seconds * self.gpus * WHOLE)
+
+    def step(self, pods: Mapping[str, Document]) -> None:
+        """Do what is due by all pods of the namespace, as they are now."""
+        now = time.monotonic()
+        self._sample(pods.values(), now)
+        for work in tuple(self.works):
+            if work.pod:
+                self._follow(work, pods[work.pod], now)
+            elif work.due <= now:
+                self._create(work)
+
+        present = {work: pods.get(work.pod) for work in self.works}
+        behind = [work for work, pod in present.items() if not _has_started(pod)]
+        # Where every share is on offer, a pod that was refused comes again and again.
+        coming = [
+            work
+            for work in behind
+            if not work.refused and ((pod := present[work]) is None or is_being_admitted(pod))
+        ]
+        starting = [pod for pod in present.values() if pod and not is_settled(pod)]
+        if len(behind) < WAITING and not coming and len(starting) <= STARTING:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        size = self._chance.randint(SMALLEST, min(LARGEST, self.gpus * WHOLE))
+        life = self._chance.randint(2, self.longest)
+        work = Work(f"{self.name}-{self.arrived}", size, life, self._chance.random() < 1 / 2)
+        if not self.arrived:
+            self._sampled = time.monotonic() + self.longest
+        self.works.append(work)
+        self.arrived += 1
+        self._create(work)
+
+    def _create(self, work: Work) -> None:
+        work.pod, work.due = f"{work.name}-{work.refused}", float("inf")
+        pod = mig_pod(work.pod, self.resource, work.size)
+        if not work.deleted:
+            pod["spec"]["containers"][0]["command"] = ["sleep", str(work.life)]
+            pod["spec"]["restartPolicy"] = "Never"
+        self.api.create(NAMESPACE, pod)
+
+    def _follow(self, work: Work, pod: Document, now: float) -> None:
+        phase = pod["status"]["phase"]
+        if phase == "Running" and work.deleted:
+            work.due = min(work.due, now + work.life)
+        if why := failure(pod):
+            assert why.startswith(REFUSED), f"{work.pod} failed: {why}"
+            self.lost[generalize(why)] += 1
+            self.api.delete(NAMESPACE, work.pod)
+            work.pod, work.due, work.refused = "", now + AGAIN_S, work.refused + 1
+        elif phase == "Succeeded" or work.due <= now:
+            self.api.delete(NAMESPACE, work.pod)
+            self.works.remove(work)
+        elif is_unschedulable(pod):
+            self.waited.add(work.name)
+
+    def _sample(self, pods: Collection[Document], now: float) -> None:
+        if now > self._sampled:
+            passed, self._sampled = now - self._sampled, now
+            self.seconds += passed
+            self.use += passed * sum(
+                int(pod["spec"]["containers"][0]["resources"]["limits"].get(self.resource, 0))
+                for pod in pods
+                if pod["status"]["phase"] == "Running"
+            )
+
+
+def _has_started(pod: Document | None) -> bool:
+    return pod is not None and "startTime" in pod["status"] and pod["status"]["phase"] != "Failed"
 
 
 def arrivals(
-    cluster: Cluster, offer: str, gpus: int, count: int, longest: int = LONGEST_S
-) -> tuple[FractionCrowd, float]:
-    """Create pods under a policy while few wait; return them, and the mean use meanwhile."""
-    # A name of its own: the daemon of before may offer as many shares.
-    resource = f"example.com/{offer}"
-    backend = f"{{backend: fraction, resource: {resource}, offer: {offer}}}"
-    text = f"version: metagpu/v1\npools: [{{name: all, backends: [{backend}]}}]\n"
+    cluster: Cluster,
+    offer: str,
+    nodes: Sequence[int],
+    longest: int,
+    ended: Callable[[Sequence[Pool]], bool],
+) -> Sequence[Pool]:
+    """Keep a few pods waiting on a pool for each number of GPUs, until ENDED."""
     joined = ("--node-name", cluster.node.name, "--kubeconfig", cluster.node.kubeconfig)
-    models = f"{{model: a100-40gb, count: {gpus}}}"
-    began = time.monotonic()
-    with (
-        cluster.node.configured_kubelet({"nodeStatusUpdateFrequency": PERIOD}),
-        mig_node(cluster, text, models, *joined, "--cluster", "allocatable,pods") as node,
-        cluster.node.api() as api,
-        journal(cluster, resource) as kept,
-    ):
-        cluster.await_amounts(gpus * WHOLE, gpus * WHOLE, resource)
-        chance = random.Random(gpus)  # noqa: S311 - the same pods every time
-        crowd = FractionCrowd(node, api, chance, gpus=gpus, resource=resource, longest=longest)
-        while crowd.arrived < count:
-            pods = crowd.await_settled(STARTING)
-            crowd.end_lives()
-            if sum(map(is_unschedulable, pods.values())) >= WAITING:
-                time.sleep(PAUSE_S)
-            elif sum(map(is_settled, pods.values())) >= len(pods) - STARTING:
-                crowd.arrive()
-        use = crowd.mean_use  # while pods wait: afterwards fewer and fewer run
-        crowd.leave(*crowd.await_settled())
-        crowd.await_settled(gone=True)
-    print(
-        f"{gpus} GPUs, offer {offer}: {crowd.arrived} pods in {time.monotonic() - began:.0f} s, "
-        f"{len(crowd.waited)} waited, use {use:.1%}, refused {dict(crowd.lost)}"
-    )
-    for refusal in kept.refusals():
-        print(f"  {refusal}")
-    return crowd, use
+    with ExitStack() as stack:
+        api = stack.enter_context(cluster.node.api())
+        pools = [Pool(api, offer, gpus, longest) for gpus in nodes]
+        period = {"nodeStatusUpdateFrequency": PERIOD}
+        stack.enter_context(cluster.node.configured_kubelet(period))
+        models = f"{{model: a100-40gb, count: {sum(pool.gpus for pool in pools)}}}"
+        stack.enter_context(
+            mig_node(cluster, configuration(pools), models, *joined, "--cluster", FEATURES)
+        )
+        kept = [stack.enter_context(journal(cluster, pool.resource)) for pool in pools]
+        for pool in pools:
+            cluster.await_amounts(pool.gpus * WHOLE, pool.gpus * WHOLE, pool.resource)
+        while not ended(pools):
+            pods = api.pods(NAMESPACE)
+            for pool in pools:
+                pool.step(pods)
+            time.sleep(PAUSE_S)
+        for name in api.pods(NAMESPACE):
+            api.delete(NAMESPACE, name)
+        wait_for("all pods to end", lambda: no_pod(api), within_s=GONE_S)
+    for pool, entries in zip(pools, kept, strict=True):
+        print(pool)
+        for refusal in entries.refusals() if offer == "exact" else ():
+            print(f"  {refusal}")
+    return pools
+
+
+def configuration(pools: Sequence[Pool]) -> str:
+    """Return the configuration of these pools, on one GPU after the other."""
+    lines, first = ["version: metagpu/v1", "pools:"], 0
+    for pool in pools:
+        backend = f"{{backend: fraction, resource: {pool.resource}, offer: {pool.offer}}}"
+        gpus = f"{{index: {first}-{first + pool.gpus - 1}}}"
+        lines.append(f"  - {{name: {pool.name}, gpus: {gpus}, backends: [{backend}]}}")
+        first += pool.gpus
+    return "\n".join(lines)
+
+
+def no_pod(api: Api) -> bool:
+    """Return true once no pod is left.
+
+    Raises:
+        RigError: there is one.
+    """
+    if pods := api.pods(NAMESPACE):
+        raise RigError(f"there is {sorted(pods)}")
+    return True
 
 
 @pytest.mark.long
@@ -154,23 +271,26 @@ def test_nearly_no_pod_is_refused(
     cluster: Cluster, gpus: int, count: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Pods wait where no GPU has their shares: 5 % are refused at most, in so few arrivals."""
-    crowd, _ = arrivals(cluster, "exact", gpus, count, SHORT_S)
-    record_property("refused", crowd.lost.total())
-    assert crowd.lost.total() <= count // 20, crowd.lost
+    (pool,) = arrivals(cluster, "exact", [gpus], SHORT_S, lambda it: it[0].arrived >= count)
+    record_property("refused", pool.lost.total())
+    assert pool.lost.total() <= count // 20, pool.lost
 
 
-@pytest.mark.timeout(10000)
-@pytest.mark.skipif(not ARRIVALS, reason="takes minutes to hours; give ARRIVALS=170")
+@pytest.mark.timeout(len(OFFERS) * (60 * MINUTES + 600))
+@pytest.mark.skipif(not MINUTES, reason="gives means of long times; give MINUTES=40")
 def test_exact_offers_refuse_nearly_no_pod(
     cluster: Cluster, record_property: Callable[[str, object], None]
 ) -> None:
     """Of many pods 0.5 % are refused, and the GPUs are used nearly as with all shares on offer."""
-    exact, other = (
-        {gpus: arrivals(cluster, offer, gpus, ARRIVALS) for gpus in NODES}
-        for offer in ("exact", "all")
+    exact, *others = (
+        arrivals(cluster, offer, NODES, LONGEST_S, lambda it: it[0].seconds >= 60 * MINUTES)
+        for offer in OFFERS
     )
-    lost = sum(crowd.lost.total() for crowd, _ in exact.values())
+    lost, arrived = sum(it.lost.total() for it in exact), sum(it.arrived for it in exact)
     record_property("refused", lost)
-    assert lost <= max(1, MAY_REFUSE * ARRIVALS * len(NODES))
-    for gpus in NODES if LONGEST_S >= LONG_S else ():
-        assert exact[gpus][1] >= other[gpus][1] - MAY_LOSE, gpus
+    print(f"{lost} of {arrived} pods were refused under exact offers")
+    for pools in others:
+        costs = [its.mean_use - mine.mean_use for mine, its in zip(exact, pools, strict=True)]
+        print(f"exact offers cost {fmean(costs):.2%} of use")
+        assert fmean(costs) <= MAY_LOSE, costs
+    assert lost <= max(1, MAY_REFUSE * arrived)
