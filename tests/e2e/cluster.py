@@ -296,9 +296,9 @@ def _runs(document: Document) -> bool:
 
 
 def _incarnation(document: Document) -> Incarnation:
-    (container,) = document["status"]["containerStatuses"]
-    uid = document["metadata"]["uid"]
-    return Incarnation(uid, container["restartCount"], container["containerID"])
+    containers = document["status"]["containerStatuses"]
+    restarts = sum(it["restartCount"] for it in containers)
+    return Incarnation(document["metadata"]["uid"], restarts, containers[0]["containerID"])
 
 
 def _summary(document: Document) -> str:

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import CONFIGURATION, Cluster, Incarnation
+from tests.e2e.cluster import (
+    CONFIGURATION,
+    NAMESPACE,
+    Cluster,
+    Incarnation,
+    container,
+    pod,
+)
 from tests.e2e.joined import Joined
-from tests.e2e.rig.programs import running_processes
+from tests.e2e.rig.machine import CONTAINER_LOGS
+from tests.e2e.rig.programs import first_process, running_processes
 from tests.e2e.rig.waiting import wait_for
 
 ENFORCED = CONFIGURATION.replace(
@@ -23,6 +31,8 @@ WITHIN_MIB, ABOVE_MIB = 9_000, 20_000
 SOME_MIB = 6_144
 """15 of 100 shares: within 25 shares alone, above them with a second process of this size."""
 SOON_S = 60.0
+FOLDER_NAME, UID = 255, 36
+"""Letters of the longest name of a file, and of a pod's uid: the kubelet joins both in one name."""
 
 
 @pytest.fixture
@@ -103,6 +113,47 @@ def test_the_memory_of_two_processes_is_added_up(strict: Cluster) -> None:
 
     for pid in (first, second):
         strict.daemon.free(gpu, pid)
+
+
+def test_names_that_are_cut_spare_no_process_and_hit_no_neighbour(strict: Cluster) -> None:
+    """The links to the logs of two containers are one link: their pod is judged as one.
+
+    The kubelet cuts the name of a link at 251 letters, of which the pod's name takes most, and
+    makes no second link of the same name.
+    """
+    name = "g" * (FOLDER_NAME - len(f"{NAMESPACE}__") - UID)
+    first, second = (container("c" * 60 + end, n) for end, n in (("one", SHARES), ("two", 0)))
+    second["resources"] = {}
+    strict.start(pod(name, first, second))
+    (gpu,) = strict.inspect_container(name, first["name"]).gpu_indices
+    assert strict.run("neighbour", SHARES).gpu_indices == (gpu,)
+    beside, before = strict.first_process("neighbour"), strict.incarnations()["neighbour"]
+    assert len(list(CONTAINER_LOGS.glob(f"{name}_*"))) == 1
+
+    strict.daemon.use(gpu, beside, WITHIN_MIB)
+    for holder in (first, second):
+        pid = process_of(strict, name, holder["name"])
+        strict.daemon.use(gpu, pid, ABOVE_MIB)
+        await_event(strict, name, "GPUProcessSignaled", str(pid))
+        await_ended(pid)
+        strict.daemon.free(gpu, pid)
+    assert strict.incarnations()["neighbour"] == before
+    strict.daemon.free(gpu, beside)
+
+
+def await_ended(pid: int) -> None:
+    """Wait until a process of this machine has ended."""
+    wait_for("the process to end", lambda: pid not in running_processes(), within_s=SOON_S)
+
+
+def process_of(cluster: Cluster, name: str, container_name: str) -> int:
+    """Return the machine's pid of process 1 of a pod's container."""
+    [status] = [
+        it
+        for it in cluster.kubectl.get("pod", name, NAMESPACE)["status"]["containerStatuses"]
+        if it["name"] == container_name
+    ]
+    return first_process(status["containerID"].partition("://")[2])
 
 
 def test_a_process_that_ends_before_its_signal_harms_no_other(strict: Cluster) -> None:
