@@ -118,10 +118,11 @@ class ConfigLoader:
                 texts = await to_thread.run_sync(self._source.read)
                 if texts == self._texts and not again:
                     return None
-                self._texts = texts
+                self._texts = None  # until they are in force: what is cut short is done again
                 loaded = await to_thread.run_sync(self._source.parse, texts, self._backends)
                 self._formats = loaded.formats
                 await self._layout_manager.apply(loaded.config)
+                self._texts = texts
             except ConfigError as error:
                 known, self._texts = self.error, None
                 self._count_rejected(str(error))

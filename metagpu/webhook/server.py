@@ -69,6 +69,8 @@ class ReviewServer:
         self._open: dict[ReviewConnection, anyio.CancelScope] = {}
         """The connections, and their handshakes; those that are idle longest come first."""
         self._all_gone = anyio.Event()
+        self._shaking: set[asyncio.Task[None]] = set()
+        """The handshakes, which go on while the server is ending, as their connections do."""
 
     @property
     def connections(self) -> int:
@@ -117,13 +119,15 @@ class ReviewServer:
     async def _accept(self, listener: socket.socket) -> None:
         rate = TokenBucket(self.limits.burst, self.limits.rate)
 
-        async with anyio.create_task_group() as group, aclosing(accept(listener, rate)) as accepted:
+        async with aclosing(accept(listener, rate)) as accepted:
             async for accepted_one in accepted:
                 if len(self._open) >= self.limits.connections:
                     self._close(min(self._open, key=lambda it: (it.busy, it.answered)))
                 connection = ReviewConnection(self)
                 self._open[connection] = anyio.CancelScope()
-                group.start_soon(self._shake_hands, accepted_one, connection)
+                shaking = asyncio.create_task(self._shake_hands(accepted_one, connection))
+                self._shaking.add(shaking)
+                shaking.add_done_callback(self._shaking.discard)
 
     async def _shake_hands(self, accepted: socket.socket, connection: ReviewConnection) -> None:
         """Start a connection, which goes on by itself."""
@@ -157,6 +161,8 @@ class ReviewServer:
 
     async def _close_all(self) -> None:
         """End all connections; a body that is on its way gets a moment."""
+        for connection in [it for it in self._open if not it.connected]:
+            self._close(connection)
         for connection in [it for it in self._open if not it.busy]:
             connection.close()
         self._all_gone = anyio.Event()
@@ -165,3 +171,5 @@ class ReviewServer:
                 await self._all_gone.wait()
         for connection in [*self._open]:
             self._close(connection)
+        if self._shaking:
+            await asyncio.wait(self._shaking)

@@ -157,6 +157,24 @@ async def test_new_daemon_gives_up_before_the_old_one(tmp_path: Path) -> None:
         assert not old.hand_over.done.is_set()
 
 
+async def test_the_last_answer_counts_whenever_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old daemon that has given the node away has done so, though the time is over."""
+    async with old_daemon(tmp_path) as old, connect_predecessor(tmp_path, TIMING) as new:
+        await new.begin()
+        readline = new._reader.readline
+
+        async def read_late() -> bytes:
+            line = await readline()
+            new._ends = 0.0
+            return line
+
+        monkeypatch.setattr(new._reader, "readline", read_late)
+        await new.finish()
+        assert old.hand_over.done.is_set()
+
+
 async def test_one_exchange_at_a_time(tmp_path: Path) -> None:
     """A second new daemon is refused, and the first goes on undisturbed."""
     async with old_daemon(tmp_path) as old, connect_predecessor(tmp_path, TIMING) as new:

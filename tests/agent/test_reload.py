@@ -7,7 +7,8 @@ import pytest
 
 from metagpu.agent import config_loader, layout_manager
 from metagpu.agent.agent import Agent
-from metagpu.agent.config_source import ConfigSource
+from metagpu.agent.config_source import ConfigSource, ConfigText
+from metagpu.agent.layout_manager import LayoutManager
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.errors import ConfigError
 from metagpu.core.model.reasons import unavailable_reason
@@ -19,6 +20,8 @@ from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.logs import capture_module_logs
+
+FIVE = QUICK.replace("10}", "5}")
 
 
 async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
@@ -34,6 +37,30 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
 
         assert it.kubelet.lists[METAGPU] == 1
         assert it.kubelet.registrations[METAGPU] == 1
+
+
+async def test_a_reload_that_is_cut_short_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that goes on after an exchange has the configuration that came meanwhile."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        loader, entered = it.agent.config_loader, anyio.Event()
+        apply = LayoutManager.apply
+
+        async def never_end(*_: object) -> None:
+            entered.set()
+            await anyio.sleep_forever()
+
+        monkeypatch.setattr(ConfigSource, "read", lambda _: (ConfigText("f", FIVE),))
+        monkeypatch.setattr(LayoutManager, "apply", never_end)
+        async with anyio.create_task_group() as group:
+            group.start_soon(loader.reload)
+            await entered.wait()
+            monkeypatch.setattr(LayoutManager, "apply", apply)
+            group.cancel_scope.cancel()
+        await loader.reload(again=False)
+        await it.until(10, 10)
 
 
 async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(

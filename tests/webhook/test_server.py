@@ -1,5 +1,6 @@
 """Reviews over TLS: what a client gets, and what it cannot do to others."""
 
+import asyncio
 import base64
 import json
 import socket
@@ -22,7 +23,16 @@ from metagpu.webhook import reviews, translator
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
 from metagpu.webhook.translator import Outcome, Translator
 from tests.rigs.waiting import becomes, skip
-from tests.webhook.rig import NAME, Authority, FixedNodes, patched, pod, review, webhook_at_work
+from tests.webhook.rig import (
+    NAME,
+    Authority,
+    FixedNodes,
+    RawClient,
+    patched,
+    pod,
+    review,
+    webhook_at_work,
+)
 
 ROOT: Final = Path(__file__).parents[2]
 PROGRAM: Final = 64
@@ -507,6 +517,41 @@ async def test_requests_during_the_drain_are_answered(folder: Path, authority: A
         skip(601)
         await becomes(lambda: not webhook.server.port)
         assert webhook.server.connections == 0
+
+
+async def test_a_handshake_goes_on_during_the_drain(folder: Path, authority: Authority) -> None:
+    """An API server that was about to connect at SIGTERM is served, as one that connects later."""
+    goes_on = anyio.Event()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, to_server = await asyncio.open_connection("127.0.0.1", webhook.server.port)
+
+        async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                if source is upstream:
+                    await goes_on.wait()
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(forward(reader, to_server), forward(upstream, writer))
+
+    async with webhook_at_work(folder, authority, timing=WebhookTiming(drain=600)) as webhook:
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as between:
+            port = between.sockets[0].getsockname()[1]
+            connecting = asyncio.create_task(
+                asyncio.open_connection("127.0.0.1", port, ssl=webhook.trust, server_hostname=NAME)
+            )
+            await becomes(lambda: webhook.server.connections == 1)
+            webhook.serving.cancel()
+            await anyio.wait_all_tasks_blocked()
+            goes_on.set()
+
+            client = RawClient(*await connecting)
+            await client.send(review(pod(TWO_GPUS)))
+            assert await client.status() == 200
+            assert await client.ended()
+        skip(601)
+        await becomes(lambda: not webhook.server.port)
 
 
 # --- what one pod may take ------------------------------------------------------------------------

@@ -139,6 +139,7 @@ class MpsDaemons:
         self._observer = observer
         self._group = group
         self._daemons: dict[str, _ManagedDaemon] = {}
+        self._wanted: set[str] = set()
         self._swept = False
 
     def follow(self, present: Sequence[MigDevice], wanted: Sequence[MigDevice]) -> None:
@@ -147,9 +148,9 @@ class MpsDaemons:
         An unwanted daemon goes on while it has clients; one whose device is gone does not.
         """
         # By uuid alone: the slot of an instance may change while NVML reports few profiles.
-        present_uuids, wanted_uuids = {it.uuid for it in present}, {it.uuid for it in wanted}
+        present_uuids, self._wanted = {it.uuid for it in present}, {it.uuid for it in wanted}
         for daemon in self._daemons.values():
-            daemon.unwanted = daemon.device.uuid not in wanted_uuids
+            daemon.unwanted = daemon.device.uuid not in self._wanted
             if daemon.device.uuid not in present_uuids:
                 daemon.device_gone = True
                 daemon.scope.cancel()
@@ -272,16 +273,19 @@ class MpsDaemons:
         for uuid in await to_thread.run_sync(leftover_devices, self._run_dir, gpu):
             if uuid in self._daemons:
                 continue
-            if (device := present.get(uuid)) is None:
-                leftover = self._daemon_of(MigDevice("", uuid, -1))
-                leftover.device_gone = True
-                await _release(leftover)
-                continue
-            leftover = self._daemon_of(device)
-            if await leftover.supervisor.find() is None:
-                await _remove(leftover)
-            elif uuid not in self._daemons:
-                self._start(device)  # it is not wanted, and ends when it has no clients
+            device = present.get(uuid)
+            # Meanwhile no other daemon starts in its directories.
+            leftover = self._daemons[uuid] = self._daemon_of(device or MigDevice("", uuid, -1))
+            try:
+                runs = device is not None and await leftover.supervisor.find() is not None
+                if not runs:
+                    leftover.device_gone = True
+                    await _release(leftover)
+            finally:
+                del self._daemons[uuid]
+                leftover.ended.set()
+            if device is not None and (runs or uuid in self._wanted):
+                self._start(device)  # one that is not wanted ends when it has no clients
 
 
 async def _release(daemon: _ManagedDaemon) -> None:

@@ -197,6 +197,7 @@ class BackendRunner:
 
     async def run(self) -> None:
         """Follow the layout until cancelled; each `serve` has ended at the return."""
+        self._runs.clear()  # those of an earlier run, which a fault ended
         async with anyio.create_task_group() as group:
             while True:
                 self._changed = anyio.Event()

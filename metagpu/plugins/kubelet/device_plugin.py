@@ -5,10 +5,10 @@ as a MIG instance, is awaited in Allocate or at the container's start, and then 
 specification.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import structlog
@@ -36,7 +36,7 @@ from metagpu.plugins.kubelet import fast_codec, messages
 from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unavailable
 from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares, no_cdi
-from metagpu.plugins.kubelet.grpc_server import StreamingCalls
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls, answer_alone
 from metagpu.plugins.kubelet.preference import ShareChooser
 from metagpu.plugins.kubelet.provisioning import is_provisioned, wait_reprovisioned
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
@@ -142,12 +142,12 @@ class DevicePluginService:
 
     @staticmethod
     def _answering(
-        answer: Callable[[bytes], Awaitable[bytes]],
+        answer: Callable[[bytes], Coroutine[Any, Any, bytes]],
     ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
         async def call(stream: "Stream[bytes, bytes]") -> None:
             request = await stream.recv_message()
             try:
-                reply = await answer(request or b"")
+                reply = await answer_alone(answer(request or b""))
             except Exception as error:
                 if isinstance(error, GRPCError):  # the successor's refusal
                     raise

@@ -6,10 +6,10 @@ drives grpclib's protocol and handler itself and tracks the connections.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -174,12 +174,41 @@ class Connections:
             connection.abort()
 
 
-def unary_method(answer: Callable[[bytes], Awaitable[bytes]]) -> Method:
+async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
+    """Answer a call in a task of its own, which ends before this returns.
+
+    grpclib cancels the task of a call whose connection is lost, and asyncio's cancellation knows no
+    shield of anyio: it leaves a thread that writes a file to itself, and unlocks its lock. So that
+    cancellation becomes one of a scope here.
+    """
+    scope = anyio.CancelScope()
+
+    async def run() -> bytes:
+        with scope:
+            return await answer
+        raise asyncio.CancelledError
+
+    task = asyncio.create_task(run())
+    _answers.add(task)
+    task.add_done_callback(_answers.discard)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        scope.cancel()
+        await asyncio.wait([task])
+        raise
+
+
+_answers: Final = set[asyncio.Task[bytes]]()
+"""The answers under way: the event loop itself would let go of them."""
+
+
+def unary_method(answer: Callable[[bytes], Coroutine[Any, Any, bytes]]) -> Method:
     """Return the method of a unary call, whose messages are encoded."""
 
     async def call(stream: "Stream[bytes, bytes]") -> None:
         request = await stream.recv_message()
-        await stream.send_message(await answer(request or b""))
+        await stream.send_message(await answer_alone(answer(request or b"")))
 
     return Method(call, Cardinality.UNARY_UNARY, bytes, bytes)
 

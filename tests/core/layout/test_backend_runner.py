@@ -110,6 +110,17 @@ async def test_every_gpu_is_served_until_the_end(calls: CallLog) -> None:
     assert sorted(calls.lines[2:]) == ["end 0/10", "end 1/10"]
 
 
+async def test_every_gpu_is_served_again_by_the_next_run(calls: CallLog) -> None:
+    """A run after one that ended, as after a fault, begins with each GPU of the layout."""
+    async with running(A) as runner:
+        pass
+    async with anyio.create_task_group() as group:
+        group.start_soon(runner.run)
+        await anyio.wait_all_tasks_blocked()
+        assert calls.lines == ["serve 0/10", "end 0/10", "serve 0/10"]
+        group.cancel_scope.cancel()
+
+
 async def test_an_equal_layout_restarts_no_backend(calls: CallLog) -> None:
     """A reload that changes nothing of a GPU does not call its backend again."""
     async with running(A) as runner:

@@ -191,7 +191,8 @@ class MpsControl(msgspec.Struct, frozen=True):
             ProgramError: if the daemon does not answer, or not with numbers.
         """
         command = "get_server_list"
-        return _numbers(command, await self._send(command))
+        # A lost command has an empty answer too.
+        return _numbers(command, await self._send(command) or await self._send(command))
 
     async def status(self, server: int) -> str:
         """Return the status of a server, such as `ACTIVE` or `FAULT`.

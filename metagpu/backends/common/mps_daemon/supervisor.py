@@ -137,6 +137,8 @@ class DaemonSupervisor:
     async def release(self) -> None:
         """Quit the daemon if it is unused; otherwise leave it to the next supervisor."""
         try:
+            if self._process is None:
+                await self.find()  # `run` was cancelled before it had found one
             if not await self.is_unused():
                 self._log.info("mps control daemon left to its clients")
                 return
@@ -259,13 +261,14 @@ class DaemonSupervisor:
 
     async def _start(self, decision: DaemonDecision) -> DaemonDecision:
         try:
-            self._process = await self._daemons.start(self._daemon)
+            with anyio.CancelScope(shield=True):  # or it runs, and nobody knows its process
+                self._process = process = await self._daemons.start(self._daemon)
         except ProgramError as error:
             return decide_after_failed_start(
                 decision.state, anyio.current_time(), _start_problem(error), self._timing
             )
         self._answered = self._stopping = False
-        self._log.info("mps control daemon started", pid=self._process.pid)
+        self._log.info("mps control daemon started", pid=process.pid)
         return decision
 
     async def _carry_out(self, decision: DaemonDecision) -> None:

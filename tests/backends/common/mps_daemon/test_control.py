@@ -1,7 +1,9 @@
 """The client of a control daemon: a wrong answer is an error with its text."""
 
 from pathlib import Path
+from typing import cast
 
+import anyio
 import pytest
 
 from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
@@ -10,6 +12,10 @@ from metagpu.backends.common.mps_daemon.control import (
     MpsDirectories,
     control_daemon_spec,
 )
+from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
+from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor
+from metagpu.core.contracts.daemons import DaemonProcess, Daemons, DaemonSpec
+from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.errors import ProgramError
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.daemons import DAEMONS, serving, stand_in
@@ -94,4 +100,72 @@ async def test_a_crash_is_no_answer(tmp_path: Path) -> None:
             await it.control.probe()
 
         assert (it.folders.pipes / "control").is_socket()
+        assert await it.process() is None
+
+
+class LosesOne:
+    """Daemons whose first command is lost, as NVIDIA's daemon loses one of two at once."""
+
+    def __init__(self, answer: str) -> None:
+        self._answers = ["", answer]
+
+    async def send_command(self, *_: object) -> str:
+        """Return the next answer."""
+        return self._answers.pop(0)
+
+
+async def test_a_lost_list_is_no_empty_one(tmp_path: Path) -> None:
+    """A list of servers without an answer is asked for once more."""
+    async with stand_in(tmp_path) as it:
+        control = MpsControl(cast("Daemons", LosesOne("77")), it.daemon, deadline=1.0)
+        assert await control.servers() == [77]
+
+
+class Host:
+    """A GPU without leases."""
+
+    daemons = DAEMONS
+    leased = False
+
+    def suspend(self, reason: str) -> None:
+        """Note nothing."""
+
+    def resume(self) -> None:
+        """Note nothing."""
+
+    async def processes(self) -> list[GpuProcess]:
+        """List no process."""
+        return []
+
+
+async def test_a_start_that_is_cut_short_leaves_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor whose run is cancelled while its daemon starts quits that daemon."""
+    start, started = HostDaemons.start, anyio.Event()
+
+    async with stand_in(tmp_path) as it:
+
+        async def start_slowly(daemons: HostDaemons, daemon: DaemonSpec) -> DaemonProcess:
+            process = await start(daemons, daemon)
+            await it.answers()
+            started.set()
+            await anyio.sleep(0.05)
+            return process
+
+        monkeypatch.setattr(HostDaemons, "start", start_slowly)
+        supervisor = DaemonSupervisor(Host(), it.device, it.folders, MpsDaemonTiming(), name="0")
+        async with anyio.create_task_group() as group:
+            group.start_soon(supervisor.run)
+            await started.wait()
+            group.cancel_scope.cancel()
+        await supervisor.release()
+        assert await it.process() is None
+
+
+async def test_a_daemon_that_was_not_looked_for_is_quit(tmp_path: Path) -> None:
+    """A supervisor that is cancelled before it has found an earlier daemon quits that daemon."""
+    async with serving(tmp_path) as it:
+        supervisor = DaemonSupervisor(Host(), it.device, it.folders, MpsDaemonTiming(), name="0")
+        await supervisor.release()
         assert await it.process() is None
