@@ -134,9 +134,9 @@ def test_names_that_are_cut_spare_no_process_and_hit_no_neighbour(strict: Cluste
     for holder in (first, second):
         pid = process_of(strict, name, holder["name"])
         strict.daemon.use(gpu, pid, ABOVE_MIB)
-        await_event(strict, name, "GPUProcessSignaled", str(pid))
         await_ended(pid)
         strict.daemon.free(gpu, pid)
+    await_event(strict, name, "GPUProcessSignaled", first["name"])
     assert strict.incarnations()["neighbour"] == before
     strict.daemon.free(gpu, beside)
 
