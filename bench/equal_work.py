@@ -67,9 +67,11 @@ class Crowd(Cluster):
 def main() -> int:
     """Print a table for each kind of node, of controllers and number of GPUs."""
     parser = argparse.ArgumentParser(prog="python -m bench.equal_work", description=__doc__)
-    parser.add_argument("--hours", type=int, default=10, help="hours of each rule")
+    parser.add_argument("--hours", type=int, default=10, help="hours of each rule, 2 at least")
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     args = parser.parse_args()
+    if args.hours < 2:
+        parser.error("--hours: 2 at least")
 
     for gpus, (controllers, back_off) in itertools.product(args.gpus, BACK_OFFS.items()):
         rules = {name: partial(_fractions, name, gpus) for name in ("all", "exact")}

@@ -91,7 +91,8 @@ class ConfigLoader:
         self._layout_manager = layout_manager
         self._events = events
         self._timing = timing
-        self._texts = initial.texts
+        # The texts in force, and the context in which the same files may mean something else.
+        self._content = initial.texts and (initial.texts, source.effective_context)
         self._logged: frozenset[str] = frozenset()
         self._reading = anyio.Lock()
 
@@ -115,23 +116,25 @@ class ConfigLoader:
         """Read and apply the source; return why it is refused, unless that was known."""
         async with self._reading:
             try:
-                texts = await to_thread.run_sync(self._source.read)
-                if texts == self._texts and not again:
+                source = self._source
+                texts = await to_thread.run_sync(source.read)
+                content = texts, source.effective_context
+                if content == self._content and not again:
                     return None
-                self._texts = None  # until they are in force: what is cut short is done again
-                loaded = await to_thread.run_sync(self._source.parse, texts, self._backends)
+                self._content = None  # until it is in force: what is cut short is done again
+                loaded = await to_thread.run_sync(source.parse, texts, self._backends)
                 self._formats = loaded.formats
                 await self._layout_manager.apply(loaded.config)
-                self._texts = texts
+                self._content = content
             except ConfigError as error:
-                known, self._texts = self.error, None
+                known, self._content = self.error, None
                 self._count_rejected(str(error))
                 if self.error == known and not again:
                     return None
                 log.error("configuration rejected; the last good one stays", error=self.error)
                 return self.error
             except Exception as error:
-                self._texts = None
+                self._content = None
                 log.exception(
                     "configuration failed by a fault of metagpu's own; the last good one stays"
                 )
@@ -147,10 +150,7 @@ class ConfigLoader:
     async def follow_cluster(self, choice: ClusterChoice) -> ConfigOutcome:
         """Apply what the cluster chooses for this node, once the GPUs are known."""
         await self._layout_manager.health.surveyed.wait()
-        source = self._source.with_cluster(choice)
-        if source.effective_context != self._source.effective_context:
-            self._texts = None  # the same files mean something else now
-        self._source = source
+        self._source = self._source.with_cluster(choice)
         await self._reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self._formats)
         pools = self.loaded.config.root.pools

@@ -6,6 +6,7 @@ These functions block, and raise pynvml's errors.
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 import pynvml
@@ -24,9 +25,15 @@ _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 
 
 def read_activity(handle: Handle, sensor_answers: NvmlAnswers | None = None) -> GpuActivity:
-    """Read the processes on a GPU, their shares of its time, and its sensors."""
+    """Read the processes on a GPU, their shares of its time, and its sensors.
+
+    Sensors that cannot be read cost nothing else: the health watch reports a GPU that is lost.
+    """
     processes, utilization = read_processes(handle), read_utilization(handle)
-    sensors = None if sensor_answers is None else read_sensors(handle, sensor_answers)
+    sensors = None
+    if sensor_answers is not None:
+        with suppress(Exception):
+            sensors = read_sensors(handle, sensor_answers)
     return GpuActivity(processes, utilization, sensors)
 
 

@@ -142,17 +142,18 @@ class ReviewServer:
             ssl_handshake_timeout=self.timing.handshake,
             ssl_shutdown_timeout=CLOSING,
         )
-        with self._open[connection], suppress(OSError, TimeoutError):
-            transport, _ = await loop.connect_accepted_socket(lambda: tls, accepted)
-            try:
-                await shaken
-            except BaseException:
-                transport.abort()
-                raise
-            if connection.connected:
-                return
-        self.on_lost(connection)
-        accepted.close()
+        try:
+            with self._open[connection], suppress(OSError, TimeoutError):
+                transport, _ = await loop.connect_accepted_socket(lambda: tls, accepted)
+                try:
+                    await shaken
+                except BaseException:
+                    transport.abort()
+                    raise
+        finally:
+            if not connection.connected:
+                self.on_lost(connection)
+                accepted.close()
 
     def _close(self, connection: ReviewConnection) -> None:
         """End a connection at once, or its handshake."""

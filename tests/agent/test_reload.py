@@ -1,15 +1,18 @@
 """Other configurations while the daemon runs: the whole agent, a node and a kubelet."""
 
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.agent import config_loader, layout_manager
 from metagpu.agent.agent import Agent
-from metagpu.agent.config_source import ConfigSource, ConfigText
+from metagpu.agent.config_source import Backends, ConfigSource, ConfigText, Loaded
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.core.config.config import Config
 from metagpu.core.errors import ConfigError
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import ResourceName
@@ -61,6 +64,40 @@ async def test_a_reload_that_is_cut_short_is_done_again(
             group.cancel_scope.cancel()
         await loader.reload(again=False)
         await it.until(10, 10)
+
+
+async def test_a_choice_of_the_cluster_during_a_reload_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files mean something else under another label, also for a reload under way."""
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        loader, contexts = it.agent.config_loader, list[str | None]()
+        entered, goes_on = anyio.Event(), anyio.Event()
+        apply, parse = LayoutManager.apply, ConfigSource.parse
+
+        def parse_noted(
+            source: ConfigSource, texts: tuple[ConfigText, ...], backends: Backends
+        ) -> Loaded:
+            contexts.append(source.effective_context.mig_config)
+            return parse(source, texts, backends)
+
+        async def apply_slowly(manager: LayoutManager, config: Config) -> None:
+            entered.set()
+            await goes_on.wait()
+            await apply(manager, config)
+
+        monkeypatch.setattr(ConfigSource, "read", lambda _: (ConfigText("f", FIVE),))
+        monkeypatch.setattr(ConfigSource, "parse", parse_noted)
+        monkeypatch.setattr(LayoutManager, "apply", apply_slowly)
+        choice = replace(loader._source.cluster, mig_config="all-balanced")
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(loader.reload, again=False))
+            await entered.wait()
+            group.start_soon(loader.follow_cluster, choice)
+            await anyio.wait_all_tasks_blocked()
+            goes_on.set()
+        assert contexts == [None, "all-balanced"]
 
 
 async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(

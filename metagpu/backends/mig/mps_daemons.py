@@ -278,13 +278,15 @@ class MpsDaemons:
             leftover = self._daemons[uuid] = self._daemon_of(device or MigDevice("", uuid, -1))
             try:
                 runs = device is not None and await leftover.supervisor.find() is not None
-                if not runs:
-                    leftover.device_gone = True
+                leftover.device_gone |= not runs
+                if not runs or leftover.scope.cancel_called:
                     await _release(leftover)
             finally:
                 del self._daemons[uuid]
                 leftover.ended.set()
-            if device is not None and (runs or uuid in self._wanted):
+            if device is None or leftover.scope.cancel_called:
+                continue  # another round starts it, if there is one
+            if runs or uuid in self._wanted:
                 self._start(device)  # one that is not wanted ends when it has no clients
 
 

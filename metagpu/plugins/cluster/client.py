@@ -212,7 +212,7 @@ class KubeClient:
                 self._kubeconfig, self._run_command, deadline, self._context
             )
             api = await connect(configuration)
-        except (ConfigException, OSError, yaml.YAMLError) as error:
+        except (ConfigException, OSError, ValueError, yaml.YAMLError) as error:
             source = self._kubeconfig or "the pod's service account"
             raise ClusterError(f"no credentials in {source}: {_line(error)}") from error
         self._host = api.host

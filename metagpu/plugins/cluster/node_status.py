@@ -44,7 +44,6 @@ class NodeStatusWriter:
     call_stats: KubeletCallStats
     timing: ClusterTiming
     _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
-    _known: dict[ResourceName, int] = field(default_factory=dict)
 
     @property
     def node(self) -> WatchedObject:
@@ -84,10 +83,7 @@ class NodeStatusWriter:
         """Lower the Node's allocatable numbers at once to the shares that are available."""
         if (node := self.node.object) is None:
             return
-        amounts = allocatable_of(self.registry.snapshot)
-        for resource, amount in amounts.items():
-            self._known[resource] = min(amount, self._known.get(resource, amount))
-        await self._write(stale_allocatable(node, amounts))
+        await self._write(stale_allocatable(node, allocatable_of(self.registry.snapshot)))
 
     async def restore_allocatable(self) -> None:
         """Raise the numbers that metagpu lowered, once the kubelet knows the shares.
@@ -98,13 +94,16 @@ class NodeStatusWriter:
         in_turns = resources_in_turns(self.registry.snapshot)
         if not self._lowered and not in_turns:
             return
-        self._known = dict(allocatable_of(self.registry.snapshot))
-        await anyio.sleep(self.timing.raise_delay)
+        lowest = dict(allocatable_of(self.registry.snapshot))
+        with anyio.move_on_after(self.timing.raise_delay):
+            async for amounts in self.registry.watch(allocatable_of):
+                for resource, amount in amounts.items():
+                    lowest[resource] = min(amount, lowest.get(resource, amount))
         if (node := self.node.object) is None:
             return
         shown = _allocatable(node)
         self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
-        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), self._known)
+        amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), lowest)
         ours = self._lowered.keys() | in_turns
         await self._write({it: n for it, n in amounts.items() if it in ours and self._listed(it)})
 

@@ -7,7 +7,7 @@ drives grpclib's protocol and handler itself and tracks the connections.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -103,8 +103,9 @@ class _Handler(Handler):
 
     @property
     def running(self) -> frozenset[asyncio.Task[None]]:
-        """The calls without an answer yet."""
-        return frozenset(task for task in self._tasks.values() if not task.done())
+        """The calls that have not ended, those that were cancelled too."""
+        calls = {*self._tasks.values(), *self._cancelled}
+        return frozenset(task for task in calls if not task.done())
 
 
 class _Connection(H2Protocol):
@@ -138,6 +139,8 @@ class Connections:
     def __init__(self, methods: Mapping[str, Method]) -> None:
         self._methods = dict(methods)
         self._open: set[_Connection] = set()
+        self._left: set[asyncio.Task[None]] = set()
+        """Calls whose connection is gone."""
         self._changed = anyio.Event()
 
     def new_connection(self) -> _Connection:
@@ -152,6 +155,8 @@ class Connections:
     def discard(self, connection: _Connection) -> None:
         """Count a closed connection."""
         self._open.discard(connection)
+        self._left = {task for task in self._left if not task.done()}
+        self._left |= connection.call_handler.running
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -162,9 +167,7 @@ class Connections:
 
     async def wait_answered(self, calls: StreamingCalls) -> None:
         """Wait until all calls but the streaming ones are answered."""
-        running = frozenset[asyncio.Task[None]]().union(
-            *(it.call_handler.running for it in self._open)
-        )
+        running = self._left.union(*(it.call_handler.running for it in self._open))
         if unary := running - calls.tasks:
             await asyncio.wait(unary)
 
@@ -195,7 +198,11 @@ async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         scope.cancel()
-        await asyncio.wait([task])
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # at a deadline, and then with the connection
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody else asks for it
         raise
 
 
@@ -231,7 +238,8 @@ async def serve_grpc(
        more answers.
     3. Streaming calls end with a status.
     4. Peers have `linger` seconds to close their connections, which shows that they saw the end.
-    5. The other connections are aborted: their callers get an error instead of no answer.
+    5. The other connections are aborted: their callers get an error instead of no answer. What
+       still works for them has `linger` seconds to end.
 
     Raises:
         OSError: the socket cannot be bound; a path of more than 107 bytes cannot.
@@ -261,6 +269,8 @@ async def serve_grpc(
                     await connections.wait_closed()
                 connections.abort()
                 await connections.wait_closed()
+                with anyio.move_on_after(linger):
+                    await connections.wait_answered(calls)
 
 
 async def stop_accepting(listener: _HasFileno) -> None:

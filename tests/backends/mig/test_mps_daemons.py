@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import anyio
 import pytest
 from anyio import to_thread
+from anyio.abc import TaskGroup
 
 from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
@@ -29,42 +30,72 @@ class Observer:
         """Note nothing."""
 
 
+def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
+    """Return the control daemons of a GPU without leases."""
+    state = SimpleNamespace(leases={}, mig_devices_of_other_plugins=frozenset())
+    context = SimpleNamespace(daemons=DAEMONS, gpu=gpu(0), state=state, hands_over=True)
+    return MpsDaemons(
+        cast("GpuContext", context),
+        str(folder),
+        MpsDaemonTiming(),
+        Observer(),
+        group,
+        shared_memory=SHARED_MEMORY,
+    )
+
+
 async def test_no_daemon_starts_in_a_folder_that_is_about_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod that gets an instance whose leftovers are removed waits for their end."""
-    removing, removed, early = anyio.Event(), anyio.Event(), list[str]()
-    start = HostDaemons.start
+    removing, removed = anyio.Event(), anyio.Event()
 
     async def unmount(_: HostDaemons, daemon: DaemonSpec) -> None:
         del daemon
         removing.set()
         await removed.wait()
 
-    async def start_noted(daemons: HostDaemons, daemon: DaemonSpec) -> DaemonProcess:
-        early.extend(() if removed.is_set() else ("started in the folder",))
-        return await start(daemons, daemon)
-
-    state = SimpleNamespace(leases={}, mig_devices_of_other_plugins=frozenset())
-    context = SimpleNamespace(daemons=DAEMONS, gpu=gpu(0), state=state, hands_over=True)
     async with stand_in(tmp_path, DEVICE.uuid) as it, anyio.create_task_group() as group:
         await to_thread.run_sync(it.folders.write_gpu, gpu(0).id)
         with monkeypatch.context() as patched:
             patched.setattr(HostDaemons, "unmount", unmount)
-            patched.setattr(HostDaemons, "start", start_noted)
-            daemons = MpsDaemons(
-                cast("GpuContext", context),
-                str(tmp_path),
-                MpsDaemonTiming(),
-                Observer(),
-                group,
-                shared_memory=SHARED_MEMORY,
-            )
+            daemons = of_gpu(tmp_path, group)
             daemons.follow([DEVICE], [])
             await removing.wait()
+            before = dict(daemons._daemons)
             daemons.follow([DEVICE], [DEVICE])
-            await anyio.sleep(0.2)  # a start would begin at once
+            assert daemons._daemons == before
             removed.set()
             await it.answers()
         group.cancel_scope.cancel()
-    assert not early
+
+
+async def test_a_leftover_of_an_instance_that_is_removed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance may be removed while the daemon that an earlier agent left there is met."""
+    find, finding, found = HostDaemons.find, anyio.Event(), anyio.Event()
+
+    async def find_slowly(daemons: HostDaemons, daemon: DaemonSpec) -> DaemonProcess | None:
+        process = await find(daemons, daemon)
+        if not finding.is_set():
+            finding.set()
+            await found.wait()
+        return process
+
+    async with stand_in(tmp_path, DEVICE.uuid) as it, anyio.create_task_group() as group:
+        await to_thread.run_sync(it.folders.write_gpu, gpu(0).id)
+        await DAEMONS.start(it.daemon)
+        await it.answers()
+        with monkeypatch.context() as patched:
+            patched.setattr(HostDaemons, "find", find_slowly)
+            daemons = of_gpu(tmp_path, group)
+            daemons.follow([DEVICE], [])
+            await finding.wait()
+            async with anyio.create_task_group() as stopping:
+                stopping.start_soon(daemons.stop, DEVICE.slot)
+                await anyio.wait_all_tasks_blocked()
+                found.set()
+            assert await it.process() is None
+            assert not daemons._daemons
+        group.cancel_scope.cancel()

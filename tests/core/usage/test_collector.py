@@ -142,6 +142,19 @@ async def test_while_a_gpu_hangs_the_processes_of_the_others_are_identified(tmp_
     assert found.sensors.keys() == found.gpus.keys()
 
 
+async def test_a_sensor_that_fails_costs_no_process(tmp_path: Path) -> None:
+    """Processes and utilization of a GPU are read though its power cannot be."""
+
+    def fails(*_: object) -> int:
+        return int(pynvml.NVML_ERROR_RESET_REQUIRED)
+
+    async with ground(tmp_path, nvmlDeviceGetPowerUsage=fails) as it:
+        usage = await it.collector.collect(sensors=True)
+        assert not usage.failures
+        assert not usage.sensors
+        assert [len(of_gpu.unauthorized) for of_gpu in usage.gpus.values()] == [1, 1, 1]
+
+
 async def test_a_gpu_without_a_list_of_processes_has_its_sensors(tmp_path: Path) -> None:
     """A failure of the list leaves the usage unknown, and costs no sensor."""
 

@@ -49,6 +49,17 @@ async def test_a_watch_outlives_the_session_that_another_request_gives_up(tmp_pa
         assert (await anext(watch))["object"]["metadata"]["labels"] == {"seen": "second"}
 
 
+MISTYPED = """
+apiVersion: v1
+kind: Config
+current-context: a
+contexts: [{name: a, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: {server: "https://[fd00::1:6443"}}]
+users: [{name: u, user: {token: t}}]
+"""
+"""A kubeconfig whose address lacks a bracket."""
+
+
 async def test_credentials_that_stay_wrong_are_an_error(tmp_path: Path) -> None:
     """A request that is refused with fresh credentials too fails."""
     server = SimApiServer()
@@ -70,6 +81,7 @@ async def test_credentials_that_stay_wrong_are_an_error(tmp_path: Path) -> None:
         ("", "it is no kubeconfig"),
         ("contexts: 3", "it is no kubeconfig"),
         ("{", "while parsing a flow node expected the node content, but found '<stream end>'"),
+        (MISTYPED, "Invalid IPv6 URL"),
     ],
 )
 async def test_kubeconfig_that_is_wrong_is_named(

@@ -9,6 +9,7 @@ from anyio import to_thread
 
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
+from tests.rigs.waiting import becomes
 
 METHOD = "/example.Echo/Echo"
 
@@ -36,6 +37,7 @@ async def test_an_answer_without_a_caller_keeps_its_lock_to_the_end(tmp_path: Pa
     lines, lock, gate = list[str](), anyio.Lock(), threading.Event()
 
     async def answer(request: bytes) -> bytes:
+        lines.append(f"call {request.decode()}")
         async with lock:
             lines.append(f"begin {request.decode()}")
             try:
@@ -53,7 +55,34 @@ async def test_an_answer_without_a_caller_keeps_its_lock_to_the_end(tmp_path: Pa
         with suppress(OSError):
             await call_raw(path, METHOD, b"1", deadline=0.1)
         group.start_soon(call_raw, path, METHOD, b"2", 30.0)
-        await anyio.sleep(0.1)
-        assert lines == ["begin 1"]
+        await becomes(lambda: "call 2" in lines)
+        await anyio.wait_all_tasks_blocked()
+        assert "begin 2" not in lines
         gate.set()
-    assert lines == ["begin 1", "end 1", "begin 2", "end 2"]
+    assert lines == ["call 1", "begin 1", "call 2", "end 1", "begin 2", "end 2"]
+
+
+async def test_the_end_of_a_server_waits_for_answers_without_a_caller(tmp_path: Path) -> None:
+    """The next server finds no work of the one before under way."""
+    ended, gate = list[str](), threading.Event()
+
+    async def answer(_: bytes) -> bytes:
+        try:
+            await to_thread.run_sync(gate.wait)
+        finally:
+            ended.append("answer")
+        return b""
+
+    path = tmp_path / "s.sock"
+    methods = {METHOD: unary_method(answer)}
+    async with anyio.create_task_group() as group:
+        async with serve_grpc(path, methods, StreamingCalls(), linger=30.0):
+            with suppress(OSError):
+                await call_raw(path, METHOD, b"1", deadline=0.1)
+
+            async def let_go() -> None:
+                await anyio.wait_all_tasks_blocked()
+                gate.set()
+
+            group.start_soon(let_go)
+        assert ended == ["answer"]

@@ -191,8 +191,7 @@ class MpsControl(msgspec.Struct, frozen=True):
             ProgramError: if the daemon does not answer, or not with numbers.
         """
         command = "get_server_list"
-        # A lost command has an empty answer too.
-        return _numbers(command, await self._send(command) or await self._send(command))
+        return _numbers(command, await self._ask(command))
 
     async def status(self, server: int) -> str:
         """Return the status of a server, such as `ACTIVE` or `FAULT`.
@@ -200,7 +199,7 @@ class MpsControl(msgspec.Struct, frozen=True):
         Raises:
             ProgramError: if the daemon does not answer.
         """
-        return await self._send(f"get_server_status {server}")
+        return await self._ask(f"get_server_status {server}")
 
     async def clients(self, server: int) -> Sequence[int]:
         """List the client processes of a server; none of one that has ended.
@@ -209,7 +208,7 @@ class MpsControl(msgspec.Struct, frozen=True):
             ProgramError: if the daemon does not answer, or not with numbers.
         """
         command = f"get_client_list {server}"
-        answer = await self._send(command)
+        answer = await self._ask(command)
         return [] if answer == f"Server {server} not found" else _numbers(command, answer)
 
     async def shut_down(self, server: int) -> None:
@@ -231,6 +230,10 @@ class MpsControl(msgspec.Struct, frozen=True):
                 that is not 0.
         """
         await self._send("quit")
+
+    async def _ask(self, command: str) -> str:
+        """Send a command, once more if the answer is empty: it may be lost."""
+        return await self._send(command) or await self._send(command)
 
     async def _send(self, command: str) -> str:
         async with self._turn:
