@@ -163,6 +163,8 @@ def start(
     options = {
         **({"--simulate": simulate} if simulate else {}),
         "--config": file,
+        # An older tree may not know this option, and has no front that would use the machine's own.
+        **({"--kubelet-root": directory} if root == HERE else {}),
         "--kubelet-dir": directory / "kubelet",
         "--pod-resources": pod_resources or directory / "none.sock",
         "--run-dir": directory / "run",

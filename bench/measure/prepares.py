@@ -179,7 +179,6 @@ async def _served(server: SimApiServer) -> AsyncIterator[tuple[daemon.Daemon, Pa
         joins = {
             "--node-name": _NODE,
             "--kubeconfig": server.kubeconfig(folder),
-            "--kubelet-root": folder,
             "--cdi-dir": folder / "cdi",
             "--dev-root": folder,
         }

@@ -85,7 +85,6 @@ async def _registering(server: SimApiServer) -> AsyncIterator[tuple[Daemon, floa
         joins = {
             "--node-name": _NODE,
             "--kubeconfig": server.kubeconfig(folder),
-            "--kubelet-root": folder,
             "--cdi-dir": folder / "cdi",
         }
         start = partial(daemon.start, folder, config=_CONFIG, simulate=_SIMULATED, further=joins)
