@@ -214,7 +214,7 @@ async def test_the_next_daemon_adopts(tmp_path: Path) -> None:
             async with shared(tmp_path, node=node, kubelet=kubelet) as it:
                 await it.until(12, 12, SHARED)
                 assert await control(tmp_path, device).process() == process
-                assert len(await control(tmp_path, device).control.servers()) == 1
+                assert len(await control(tmp_path, device).servers()) == 1
 
 
 async def test_an_unused_server_is_no_program_on_its_instance(tmp_path: Path) -> None:
@@ -227,13 +227,13 @@ async def test_an_unused_server_is_no_program_on_its_instance(tmp_path: Path) ->
         await it.wait_holders()
         beside = control(tmp_path, device)
         with beside.client():
-            [server] = await beside.control.servers()
+            [server] = await beside.servers()
             [(instance, compute)] = it.node.gpus[0].mig.compute_instances
             on = SimProcess(server, None, instance.number, compute.number)
             it.node.start_process(it.node.gpus[0], on)
             await it.kubelet.delete(last)
             await it.until(2, 0, name)
-            assert await beside.control.servers() == [server]
+            assert await beside.servers() == [server]
 
         async def ended() -> bool:
             return await beside.control.servers() == []

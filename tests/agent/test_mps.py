@@ -147,7 +147,7 @@ async def test_control_daemons_of_a_killed_daemon_are_adopted(tmp_path: Path) ->
                 async with await anyio.open_process(command_line(tmp_path)) as again:
                     await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
                     assert await control.process() == process
-                    assert len(await control.control.servers()) == 1
+                    assert len(await control.servers()) == 1
                     again.terminate()
                     assert await again.wait() == 0
 

@@ -1,7 +1,7 @@
 """An MPS control daemon's stand-in for tests: real processes that end with the test."""
 
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,18 @@ class StandIn:
             return await self.process() != process
 
         await until(has_ended, 30)
+
+    async def servers(self) -> Sequence[int]:
+        """Return the servers, once there is one: a command beside metagpu's may be lost."""
+        found: Sequence[int] = ()
+
+        async def is_there() -> bool:
+            nonlocal found
+            found = await self.control.servers()
+            return bool(found)
+
+        await until(is_there, 30)
+        return found
 
     async def answers(self) -> None:
         """Wait for the stand-in's first answer."""
