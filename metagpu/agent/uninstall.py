@@ -40,7 +40,9 @@ _RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)
 """A control daemon that stays keeps them all: `mps` is not empty then."""
 _GPU: Final = "GPU-"
 """The prefix of our shares' ids."""
-_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET_NAME)
+_NEW_SOCKET: Final = f"{POD_SOCKET_NAME}.new"
+"""Left by a relay that was killed as it began to listen."""
+_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET_NAME, _NEW_SOCKET)
 
 
 class Report:

@@ -224,12 +224,14 @@ class NvmlDriver:
         known = self._known(gpu)
         return await known.worker.call(partial(read_processes, known.handle), self._deadline)
 
-    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:
-        """Read the processes of one GPU and their utilization, and its sensors if wanted."""
+    async def activity(
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False
+    ) -> GpuActivity:
+        """Read one GPU's utilization, and its processes and sensors if wanted."""
         known = self._known(gpu)
         answers = known.sensor_answers if sensors else None
         return await known.worker.call(
-            partial(read_activity, known.handle, answers), self._deadline
+            partial(read_activity, known.handle, answers, processes=processes), self._deadline
         )
 
     async def sensors(self, gpu: GpuId) -> DetailedSensors:

@@ -24,17 +24,20 @@ _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 """NVML's codes for no samples; pynvml raises a success that fills no sample."""
 
 
-def read_activity(handle: Handle, sensor_answers: NvmlAnswers | None = None) -> GpuActivity:
+def read_activity(
+    handle: Handle, sensor_answers: NvmlAnswers | None = None, *, processes: bool = True
+) -> GpuActivity:
     """Read the processes on a GPU, their shares of its time, and its sensors.
 
     Sensors that cannot be read cost nothing else: the health watch reports a GPU that is lost.
     """
-    processes, utilization = read_processes(handle), read_utilization(handle)
+    listed = read_processes(handle) if processes else ()
+    utilization = read_utilization(handle)
     sensors = None
     if sensor_answers is not None:
         with suppress(Exception):
             sensors = read_sensors(handle, sensor_answers)
-    return GpuActivity(processes, utilization, sensors)
+    return GpuActivity(listed, utilization, sensors)
 
 
 def read_utilization(handle: Handle) -> Mapping[int, int] | None:

@@ -92,6 +92,7 @@ async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
         await it.kubelet.admit(held)
         it.process.kill()
         await it.process.wait()
+        (tmp_path / "pod" / "mgctl.sock.new").touch()  # a relay that was about to listen
 
         async def run(*more: str) -> tuple[int, dict[str, str]]:
             config = ("--config", str(tmp_path / "metagpu.yaml"), "--simulate", "a100-40gb:2")

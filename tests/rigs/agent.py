@@ -99,7 +99,7 @@ class Scene:
         raise AssertionError
 
 
-QUICK_USAGE = UsageTiming(idle_period=0.02)
+QUICK_USAGE = UsageTiming(idle_period=0.02, recent=0)
 """Timing of the usage service without rests that only spare the processor."""
 
 

@@ -92,7 +92,7 @@ class GpuActivity(msgspec.Struct, frozen=True):
     """The processes on a GPU, and how busy they keep it.
 
     Attributes:
-        processes: those with memory on the GPU.
+        processes: those with memory on the GPU; none where nobody has asked for them.
         utilization: their recent shares of the multiprocessors, in percent, by pid. A process that
             is missing was idle; `None` where the driver does not report it, as in MIG mode.
         sensors: `None` where nobody has asked for them.
@@ -318,10 +318,12 @@ class Driver(Protocol):
         """
         ...
 
-    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:
+    async def activity(
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False
+    ) -> GpuActivity:
         """Read the processes of one GPU and their utilization, in one job of its thread.
 
-        Its sensors come with the same job where they are wanted.
+        Processes may be left out; its sensors come with the same job where they are wanted.
         """
         ...
 

@@ -80,6 +80,7 @@ class UsageCollector:
         self._timing = timing
         self._listed: dict[GpuId, Mapping[int, int]] = {}
         self._unknown: dict[GpuId, set[Container]] = {}
+        self._checked: dict[GpuId, tuple[float, GpuUsage]] = {}
 
     async def collect_gpu(self, gpu: GpuId) -> GpuUsage:
         """Return the present usage of one GPU.
@@ -88,31 +89,37 @@ class UsageCollector:
             DriverError: NVML cannot read the processes.
         """
         listing = self._list(gpu, await self._driver.processes(gpu))
-        return (await self._attribute({gpu: listing}))[gpu]
+        usage = (await self._attribute({gpu: listing}))[gpu]
+        self._checked[gpu] = anyio.current_time(), usage
+        return usage
 
     async def collect(self, *, sensors: bool = False) -> NodeUsage:
         """Collect the usage of all GPUs, and their sensors where they are wanted.
 
-        The GPUs are read in turn, and one that does not answer soon delays no other.
+        The GPUs are read in turn, and one that does not answer soon delays no other. With sensors,
+        which are for scrapes, the processes of a GPU are those of its last check, if it is recent.
         """
         gpus = tuple(self._registry.snapshot.gpus)
         usage = NodeUsage(at=time(), sensors={} if sensors else None)
-        gpu_usages = {gpu: GpuUsage(gpu) for gpu in gpus}
+        since = anyio.current_time() - (self._timing.recent if sensors else 0)
+        recent = {gpu: found for gpu, (at, found) in self._checked.items() if at > since}
+        gpu_usages = {gpu: recent.get(gpu) or GpuUsage(gpu) for gpu in gpus}
         listings: dict[GpuId, _Listing] = {}
         late = False
 
         async def read(gpu: GpuId) -> None:
             try:
-                activity = await self._driver.activity(gpu, sensors=sensors)
+                activity = await self._driver.activity(
+                    gpu, processes=gpu not in recent, sensors=sensors
+                )
             except DriverError as error:
                 usage.failures[gpu] = str(error)
                 if (state := self._registry.snapshot.gpus.get(gpu)) is not None:
                     gpu_usages[gpu] = attribute_processes(state, (), {}, {})
-                if usage.sensors is not None:
-                    with suppress(DriverError):  # a GPU that has no list of processes may have some
-                        usage.sensors[gpu] = await self._driver.sensors(gpu)
+                await self._read_sensors(gpu, usage)
                 return
-            listings[gpu] = self._list(gpu, activity.processes)
+            if gpu not in recent:
+                listings[gpu] = self._list(gpu, activity.processes)
             if activity.utilization is not None:
                 usage.utilization[gpu] = activity.utilization
             if usage.sensors is not None and activity.sensors is not None:
@@ -127,7 +134,8 @@ class UsageCollector:
             """
             found = dict(listings)
             listings.clear()
-            gpu_usages.update(await self._attribute(found))
+            if found:
+                gpu_usages.update(await self._attribute(found))
 
         async with anyio.create_task_group() as group:
             await start_in_turn(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
@@ -136,6 +144,12 @@ class UsageCollector:
 
         usage.gpus = gpu_usages
         return usage
+
+    async def _read_sensors(self, gpu: GpuId, usage: NodeUsage) -> None:
+        """Read the sensors alone, if they are wanted: a GPU without a list may have some."""
+        if usage.sensors is not None:
+            with suppress(DriverError):
+                usage.sensors[gpu] = await self._driver.sensors(gpu)
 
     async def _attribute(self, listings: Mapping[GpuId, _Listing]) -> Mapping[GpuId, GpuUsage]:
         """Attribute the processes of some GPUs: all are identified at once."""

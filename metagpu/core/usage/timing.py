@@ -27,6 +27,8 @@ class UsageTiming(msgspec.Struct, frozen=True):
             5 min at most before it starts a container that fails.
         mixed_period: between two checks for containers that hold shares of several resources.
         cache_age: for which callers share one collection of all GPUs.
+        recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
+            little more than the enforcer's period.
         turn: after which a collection reads the next GPU, if one has not answered.
     """
 
@@ -42,6 +44,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     absent_after: float = 600.0
     mixed_period: float = 5.0
     cache_age: float = 0.9
+    recent: float = 0.6
     turn: float = 0.02
 
 

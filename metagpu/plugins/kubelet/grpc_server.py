@@ -192,8 +192,6 @@ async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
         raise asyncio.CancelledError
 
     task = asyncio.create_task(run())
-    _answers.add(task)
-    task.add_done_callback(_answers.discard)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -204,10 +202,6 @@ async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
         if not task.cancelled():
             task.exception()  # nobody else asks for it
         raise
-
-
-_answers: Final = set[asyncio.Task[bytes]]()
-"""The answers under way: the event loop itself would let go of them."""
 
 
 def unary_method(answer: Callable[[bytes], Coroutine[Any, Any, bytes]]) -> Method:

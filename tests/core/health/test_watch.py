@@ -99,7 +99,13 @@ class ScriptedDriver:
         """Return no processes."""
         return ()
 
-    async def activity(self, gpu: GpuId, *, sensors: bool = False) -> GpuActivity:  # noqa: ARG002
+    async def activity(
+        self,
+        gpu: GpuId,  # noqa: ARG002
+        *,
+        processes: bool = True,  # noqa: ARG002
+        sensors: bool = False,  # noqa: ARG002
+    ) -> GpuActivity:
         """Return no processes, and no utilization."""
         return GpuActivity((), None)
 
