@@ -124,14 +124,6 @@ def list_instances(handle: Handle) -> tuple[MigInstance, ...]:
     return tuple(sorted(found, key=lambda instance: instance.number))
 
 
-def read_capacity(handle: Handle) -> Mapping[int, int]:
-    """Return how many more instances of each profile fit, by the profile's number."""
-    return {
-        kind.number: pynvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, kind.number)
-        for kind in _kinds(handle)
-    }
-
-
 def create_instance(handle: Handle, profile: int, placement: Placement) -> MigInstance:
     """Create a GPU instance and one compute instance on all of it: both or neither."""
     place = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)

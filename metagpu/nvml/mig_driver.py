@@ -1,6 +1,6 @@
 """The `MigDriver` on NVML: every call in the GPU's worker, with a deadline."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
@@ -60,13 +60,6 @@ class NvmlMigDriver:
         """Read the memory of the instances that have a MIG device."""
         known = self._known(gpu)
         return await known.worker.call(partial(read_instance_sensors, known.handle), self._deadline)
-
-    async def capacity(self, gpu: GpuId) -> Mapping[int, int]:
-        """Return how many more instances of each profile fit, by the profile's number."""
-        known = self._known(gpu)
-        return await known.worker.call(
-            partial(mig_calls.read_capacity, known.handle), self._deadline
-        )
 
     async def create(
         self, gpu: GpuId, profile: int, placement: Placement, deadline: float

@@ -64,19 +64,6 @@ async def test_instances_are_where_a_profile_may_be(driver: Driver) -> None:
                 assert set(one.placement.slices).isdisjoint(other.placement.slices)
 
 
-async def test_capacity_is_known_in_mig_mode_only(driver: Driver) -> None:
-    """In MIG mode NVML counts each profile's free capacity; otherwise it is unknown."""
-    async with driver.session():
-        for gpu in (await driver.survey()).gpus:
-            if not gpu.mig_enabled:
-                if gpu.mig_profiles:
-                    with pytest.raises(Unsupported):
-                        await driver.mig.capacity(gpu.id)
-                continue
-            capacity = await driver.mig.capacity(gpu.id)
-            assert all(capacity[it.number] <= it.max_instances for it in gpu.mig_profiles)
-
-
 @asynccontextmanager
 async def mig_session(board: str) -> AsyncIterator[tuple[Driver, SimNode, Gpu]]:
     """Open a session on a simulated GPU in MIG mode."""
@@ -113,10 +100,8 @@ async def test_an_empty_gpu_takes_as_many_as_its_maximum(board: str) -> None:
     """`most` instances of each profile are created side by side, and the next one fails."""
     async with mig_session(board) as (driver, _, gpu):
         for profile in gpu.mig_profiles:
-            assert (await driver.mig.capacity(gpu.id))[profile.number] == profile.max_instances
             for place in profile.placements[: profile.max_instances]:
                 await driver.mig.create(gpu.id, profile.number, place, 5)
-            assert (await driver.mig.capacity(gpu.id))[profile.number] == 0
             with pytest.raises(InsufficientResources):
                 await driver.mig.create(gpu.id, profile.number, profile.placements[-1], 5)
             for made in await driver.mig.instances(gpu.id):

@@ -42,8 +42,11 @@ ARCHIVED = {f"archive {driver}": driver for driver in DRIVERS}
 class Scene:
     """A running control daemon and its client."""
 
-    def __init__(self, daemons: HostDaemons, gpu: GpuId, folder: Path) -> None:
+    def __init__(
+        self, daemons: HostDaemons, gpu: GpuId, folder: Path, *, is_real: bool = False
+    ) -> None:
         self.daemons = daemons
+        self.is_real = is_real
         self.folders = MpsDirectories(folder / "mps" / gpu)
         self.daemon: DaemonSpec = control_daemon_spec(gpu, self.folders, SHARED_MEMORY)
         self.control = MpsControl(daemons, self.daemon, ANSWER)
@@ -87,7 +90,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     else:
         daemons = sim_daemons(STAND_INS[request.param])
 
-    made = Scene(daemons, gpu, tmp_path)
+    made = Scene(daemons, gpu, tmp_path, is_real=request.param == "real")
     await to_thread.run_sync(made.folders.create)
     yield made
     if (left := await daemons.find(made.daemon)) is not None:
@@ -240,7 +243,8 @@ async def test_a_command_beside_that_of_another_program_is_lost(scene: Scene) ->
 
 async def test_two_daemons_run_side_by_side(scene: Scene, tmp_path: Path) -> None:
     """Each daemon of a MIG device has folders of its own; one ends, and the other answers."""
-    other = Scene(scene.daemons, GpuId("MIG-1"), tmp_path)
+    # With the driver of a GPU the name has to be one of CUDA's: the number of the GPU is another.
+    other = Scene(scene.daemons, GpuId("0" if scene.is_real else "MIG-1"), tmp_path)
     await to_thread.run_sync(other.folders.create)
     async with running(scene) as process:
         try:

@@ -196,10 +196,6 @@ class MigDriver(Protocol):
         """Read the memory of the instances that have a MIG device; none while MIG is off."""
         ...
 
-    async def capacity(self, gpu: GpuId) -> Mapping[int, int]:
-        """Return the number of further instances that would fit, by the profile's number."""
-        ...
-
     async def create(
         self, gpu: GpuId, profile: int, placement: Placement, deadline: float
     ) -> MigInstance:

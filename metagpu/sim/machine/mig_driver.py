@@ -74,13 +74,6 @@ def check_enabled(gpu: SimGpu) -> None:
         raise MigDriverError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def remaining_capacity(gpu: SimGpu, profile: SimProfile) -> int:
-    """Return the number of further instances of a profile that fit."""
-    places = sum(gpu.mig.is_free(profile, start) for start in profile.starts)
-
-    return min(places, gpu.mig.count_by_engines(profile))
-
-
 def create_gpu_instance(
     node: SimNode, gpu: SimGpu, number: int, start: int, size: int
 ) -> SimGpuInstance:

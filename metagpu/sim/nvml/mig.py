@@ -109,19 +109,6 @@ class MigFunctions(SimLibraryBase):
             dereference(info).name = f"MIG {gpu.model.profile_name(found)}".encode()
 
     @c_function
-    def nvmlDeviceGetGpuInstanceRemainingCapacity(
-        self, device: Argument, profile: Argument, count: Argument
-    ) -> None:
-        """Return the number of further GPU instances of a profile that fit."""
-        with self._mig(device, enabled=True) as gpu:
-            write_number(
-                count,
-                mig_driver.remaining_capacity(
-                    gpu, mig_driver.find_profile(gpu, read_number(profile))
-                ),
-            )
-
-    @c_function
     def nvmlDeviceGetGpuInstancePossiblePlacements_v2(
         self, device: Argument, profile: Argument, placements: Argument, count: Argument
     ) -> None:

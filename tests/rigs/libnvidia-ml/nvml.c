@@ -515,14 +515,6 @@ int nvmlDeviceGetGpuInstancePossiblePlacements_v2(gpu_t *gpu, unsigned id, unsig
     return SUCCESS;
 }
 
-int nvmlDeviceGetGpuInstanceRemainingCapacity(gpu_t *gpu, unsigned id, unsigned *count)
-{
-    ANSWER_GPU(gpu);
-    (void)id;
-    *count = 7;
-    return SUCCESS;
-}
-
 int nvmlDeviceGetGpuInstances(gpu_t *gpu, unsigned id, void **to, unsigned *count)
 {
     ANSWER_GPU(gpu);
