@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 from uuid import UUID
 
@@ -33,7 +34,7 @@ pools:
     backends: [{backend: fraction, sharesPerGpu: 100}]
 """
 _TIMEOUT: Final = 60.0
-_WARM_UP: Final = 3
+_MEMORY: Final = "/dev/shm"  # noqa: S108 - a file system in memory, as that of `/var/run/cdi`
 
 
 def prepares(plan: Plan) -> list[Figure]:
@@ -51,12 +52,15 @@ async def _prepares(plan: Plan) -> list[Figure]:
         with grpc.insecure_channel(f"unix://{endpoint}") as channel:
             prepare = channel.unary_unary(f"{_SERVICE}/NodePrepareResources")
             unprepare = channel.unary_unary(f"{_SERVICE}/NodeUnprepareResources")
-            gets = await to_thread.run_sync(_gets, server, claims[:count])
-            singles = Samples()
-            for number, claim in enumerate(claims[:count]):
-                if number % 50 == 0:
-                    plan.report(f"prepares: {number}")
-                singles.seconds.append(await to_thread.run_sync(_timed, prepare, [claim]))
+            singles, gets = Samples(), Samples()
+            with closing(HTTPConnection("127.0.0.1", server.port, timeout=_TIMEOUT)) as connection:
+                get = partial(_get, connection, server.token)
+                for number, claim in enumerate(claims[:count]):
+                    if number % 50 == 0:
+                        plan.report(f"prepares: {number}")
+                    # In turns: both find the processors and the API server as rested as the other.
+                    gets.seconds.append(await to_thread.run_sync(get, claim))
+                    singles.seconds.append(await to_thread.run_sync(_timed, prepare, [claim]))
             at_once = await to_thread.run_sync(_timed, prepare, claims[count:])
             resident = machine.resident(subject.pid)
             await to_thread.run_sync(unprepare, _request(claims))
@@ -152,26 +156,20 @@ def _timed(call: grpc.UnaryUnaryMultiCallable, claims: Sequence[v1.Claim]) -> fl
     return took
 
 
-def _gets(server: SimApiServer, claims: Sequence[v1.Claim]) -> Samples:
-    """Return the durations of a GET of each claim, on one connection as the daemon has it."""
-    samples = Samples()
-    headers = {"Authorization": f"Bearer {server.token}"}
-    with closing(HTTPConnection("127.0.0.1", server.port, timeout=_TIMEOUT)) as connection:
-        for number, claim in enumerate(claims):
-            collection = f"namespaces/{claim.namespace}/resourceclaims"
-            began = time.perf_counter()
-            path = f"/apis/resource.k8s.io/v1/{collection}/{claim.name}"
-            connection.request("GET", path, headers=headers)
-            connection.getresponse().read()
-            if number >= _WARM_UP:
-                samples.seconds.append(time.perf_counter() - began)
-    return samples
+def _get(connection: HTTPConnection, token: str, claim: v1.Claim) -> float:
+    """Return the seconds of a GET of a claim, on one connection as the daemon has it."""
+    collection = f"namespaces/{claim.namespace}/resourceclaims"
+    began = time.perf_counter()
+    path = f"/apis/resource.k8s.io/v1/{collection}/{claim.name}"
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    connection.getresponse().read()
+    return time.perf_counter() - began
 
 
 @asynccontextmanager
 async def _served(server: SimApiServer) -> AsyncIterator[tuple[daemon.Daemon, Path]]:
     """Run a daemon with the front dra; yield it and the socket of its service."""
-    with daemon.folder() as folder:
+    with daemon.folder() as folder, TemporaryDirectory(dir=_MEMORY) as cdi:
         nodes = folder / "dev"
         nodes.mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(_GPUS))):
@@ -179,7 +177,7 @@ async def _served(server: SimApiServer) -> AsyncIterator[tuple[daemon.Daemon, Pa
         joins = {
             "--node-name": _NODE,
             "--kubeconfig": server.kubeconfig(folder),
-            "--cdi-dir": folder / "cdi",
+            "--cdi-dir": cdi,
             "--dev-root": folder,
         }
         endpoint = folder / "plugins" / _DRIVER / "dra.sock"
