@@ -101,7 +101,7 @@ def build_exporter(
         instance_sensors=driver.mig.sensors,
         configuration=config_loader.to_metrics,
         driver=lambda: NvmlStatus(health.unusable, len(driver.unanswered_calls)),
-        lease_differences=lambda: usage_service.lease_differences,
+        lease_differences=lambda: usage_service.difference_counts,
         driver_limits=lambda: usage_service.driver_limits,
         cluster=lambda: cluster.report() if cluster else None,
         ended=lambda: main_tasks.problems,

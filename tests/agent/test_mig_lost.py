@@ -10,9 +10,11 @@ from metagpu.core.usage import lost_devices
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.machine.node import SimNode
+from tests.agent.test_metrics import page_of
 from tests.rigs.agent import Scene, agent_at_work
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.mig import a_node, hurry, mig_pool, on_demand_pool, pod, until
@@ -67,15 +69,24 @@ async def test_a_pod_with_a_device_lost_in_a_reboot_is_reported(
     with capture_module_logs(lost_devices) as lines:
         async with (
             kubelet.running(),
-            agent_at_work(tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK) as it,
+            agent_at_work(
+                tmp_path,
+                node,
+                config,
+                kubelet=kubelet,
+                usage_timing=QUICK,
+                metrics=ListenAddress("127.0.0.1", 0),
+            ) as it,
         ):
             await until(lambda: bool(it.agent.usage_service.lost_devices))
             [found] = await lost_devices_of(it)
+            page = await page_of(it)
             await kubelet.delete(train)
             await until(lambda: not it.agent.usage_service.lost_devices)
 
     assert (found["holder"], found["devices"]) == ("default/train (main)", [device])
     assert found["podUid"] == train.uid
+    assert page.value("metagpu_lease_differences", difference="lease_without_device") == 1
     fix = "kubectl delete pod -n default train"
     assert [(line["devices"], line["fix"]) for line in lines] == [(device, fix)]
     assert found["reason"].endswith(fix)

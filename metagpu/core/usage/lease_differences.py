@@ -17,6 +17,7 @@ class LeaseDifferenceKind(StrEnum):
 
     USE_WITHOUT_LEASE = "use_without_lease"
     LEASE_WITHOUT_CONTAINER = "lease_without_container"
+    LEASE_WITHOUT_DEVICE = "lease_without_device"
 
 
 class LeaseDifference(msgspec.Struct, frozen=True):

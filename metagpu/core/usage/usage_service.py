@@ -1,5 +1,6 @@
 """The usage service: collection, enforcement and reports of GPU usage."""
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +21,11 @@ from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
 from metagpu.core.usage.enforcement_stats import enforcement_report
 from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer
-from metagpu.core.usage.lease_differences import LeaseDifference, difference_of
+from metagpu.core.usage.lease_differences import (
+    LeaseDifference,
+    LeaseDifferenceKind,
+    difference_of,
+)
 from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
 from metagpu.core.usage.mixed_requests import MixedRequestWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
@@ -107,6 +112,13 @@ class UsageService:
         snapshot = self._registry.snapshot
         found = [difference_of(it, snapshot) for it in self._unauthorized.found.values()]
         return found + [difference_of(it, snapshot) for it in self._absent.found.values()]
+
+    @property
+    def difference_counts(self) -> Mapping[LeaseDifferenceKind, int]:
+        """The number of containers with a difference, those with lost MIG devices too."""
+        found = Counter(it.kind for it in self.lease_differences)
+        found[LeaseDifferenceKind.LEASE_WITHOUT_DEVICE] = len(self.lost_devices)
+        return {kind: found[kind] for kind in LeaseDifferenceKind}
 
     @property
     def lost_devices(self) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from metagpu.core.state.call_stats import (
     KubeletCallStats,
     ResourceCallStats,
 )
-from metagpu.core.usage.lease_differences import LeaseDifference, LeaseDifferenceKind
 from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.event_counters import EventCounters
@@ -46,19 +45,13 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
         Sample(d.BUS_EVENTS_LOST, (), sources.registry.events.lost),
         Sample(d.LAG, (), lag),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
-        *_lease_differences(sources.lease_differences()),
+        *(Sample(f.LEASE_DIFFERENCES, (it,), n) for it, n in sources.lease_differences().items()),
         *_driver(sources.driver(), snapshot),
         *_configuration(sources.configuration()),
         *_cluster(sources.cluster()),
         *_kubelet(sources.kubelet, snapshot),
         *_counted(counts, snapshot),
     ]
-
-
-def _lease_differences(differences: Sequence[LeaseDifference]) -> Iterator[Sample]:
-    found = Counter(it.kind for it in differences)
-    for kind in LeaseDifferenceKind:
-        yield Sample(f.LEASE_DIFFERENCES, (kind,), found[kind])
 
 
 def _driver(driver: NvmlStatus, snapshot: Snapshot) -> Iterator[Sample]:

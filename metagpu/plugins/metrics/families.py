@@ -228,7 +228,8 @@ GPU_UTILIZATION: Final = _gpu_gauge(
 )
 LEASE_DIFFERENCES: Final = _gauge(
     "lease_differences",
-    "Containers that use a GPU without a lease, or hold leases and do not run.",
+    "Containers that use a GPU without a lease, hold leases and do not run, or hold MIG devices "
+    "that are gone.",
     "difference",
 )
 GPU_UNAUTHORIZED: Final = _gpu_gauge(

@@ -1,7 +1,7 @@
 """Shares, memory and time of namespaces, for showback."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 import anyio
@@ -41,6 +41,7 @@ class NamespaceMeter:
         self._share_seconds: dict[tuple[str, ResourceName], float] = {}
         self._gpu_seconds: dict[str, float] = {}
         self._held_at: dict[str, float] = {}
+        self._published: Collection[tuple[str, tuple[str, ...]]] = ()
         self._at = 0.0
 
     async def run(self, registry: Registry) -> None:
@@ -76,10 +77,15 @@ class NamespaceMeter:
                 del self._share_seconds[key]
 
     def samples(self) -> list[Sample]:
-        """Return the counters, those of new namespaces from 0."""
+        """Return the counters for a page; a new one is 0 on its first page.
+
+        Prometheus counts what is added to the first value that it sees.
+        """
         shares = (Sample(f.NAMESPACE_SHARE_SECONDS, k, v) for k, v in self._share_seconds.items())
         gpus = (Sample(f.NAMESPACE_GPU_SECONDS, (k,), v) for k, v in self._gpu_seconds.items())
-        return [*shares, *gpus]
+        present = {(it.family.name, it.labels): it for it in (*shares, *gpus)}
+        before, self._published = self._published, present.keys()
+        return [it if key in before else it._replace(value=0) for key, it in present.items()]
 
 
 def _held_of(state: GpuState) -> _Held:

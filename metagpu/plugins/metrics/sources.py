@@ -13,7 +13,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.core.usage.lease_differences import LeaseDifference
+from metagpu.core.usage.lease_differences import LeaseDifferenceKind
 from metagpu.core.usage.report import ReportRules
 
 ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[DetailedSensors]]
@@ -51,7 +51,7 @@ class MetricSources(msgspec.Struct, frozen=True):
             collection.
         sensors: all sensors of a GPU; `instance_sensors` those of its MIG instances.
         driver_limits: the number of memory limits that the driver enforces.
-        lease_differences: between the leases and what processes and cgroups show.
+        lease_differences: containers whose leases differ from processes, cgroups or MIG devices.
         cluster: the report of `Cluster`, `None` where no API server is used.
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
@@ -68,6 +68,6 @@ class MetricSources(msgspec.Struct, frozen=True):
     configuration: Callable[[], ConfigStatus]
     driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]
-    lease_differences: Callable[[], Sequence[LeaseDifference]]
+    lease_differences: Callable[[], Mapping[LeaseDifferenceKind, int]]
     cluster: Callable[[], Mapping[str, Any] | None]
     ended: Callable[[], Mapping[str, str]]

@@ -82,7 +82,7 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
         configuration=lambda: GOOD,
         driver=lambda: NvmlStatus("", 0),
         driver_limits=lambda: 2,
-        lease_differences=list,
+        lease_differences=dict,
         cluster=lambda: None,
         ended=dict,
     )

@@ -30,7 +30,7 @@ def test_time_counts_from_lease_to_lease() -> None:
     meter = NamespaceMeter()
     meter.observe(snapshot, now=100.0)
     assert counted(meter) == {}
-    meter.advance(100.0)
+    meter.advance(105.0)
     assert counted(meter) == {SHARE_SECONDS: 0, GPU_SECONDS: 0}
 
     meter.advance(110.0)
@@ -39,6 +39,26 @@ def test_time_counts_from_lease_to_lease() -> None:
     meter.advance(200.0)
     assert counted(meter)[SHARE_SECONDS] == shares * 12
     assert counted(meter)[GPU_SECONDS] == pytest.approx(shares * 12 / 10)
+
+
+def test_a_pod_between_two_pages_counts_in_full() -> None:
+    """The first value of a series is 0, as `increase` counts from the first one on."""
+    snapshot, _ = node()
+    shares = sum(len(state.leases) for state in snapshot.gpus.values())
+    meter = NamespaceMeter()
+    meter.observe(snapshot, now=100.0)
+    meter.observe(replace(snapshot, gpus={}), now=120.0)
+    meter.advance(130.0)
+    first, second = counted(meter), counted(meter)
+    assert (first[SHARE_SECONDS], second[SHARE_SECONDS]) == (0, shares * 20)
+    assert first[GPU_SECONDS] == 0
+    assert second[GPU_SECONDS] == pytest.approx(shares * 2)
+
+    meter.advance(121.0 + KEPT)
+    assert counted(meter) == {}
+    meter.observe(snapshot, now=122.0 + KEPT)
+    meter.advance(132.0 + KEPT)
+    assert counted(meter)[SHARE_SECONDS] == 0
 
 
 def test_a_namespace_of_the_past_is_forgotten() -> None:
