@@ -99,14 +99,15 @@ def _contents(
     for device in devices:
         attributes = attributes_of(device, state.gpu, snapshot.versions, pcie_root)
         part: dict[str, Any] = {"name": device.name, "attributes": attributes}
-        if capacity := _capacity(device, snapshot, state, busy):
+        free = _free_shares(device, snapshot, state, busy)
+        if capacity := _capacity(device, state, len(free)):
             part["capacity"] = capacity
         if device.capacity_name is not None:
             part["allowMultipleAllocations"] = True
         if counters:
             consumed = _slots(device) if device.type == MIG_TYPE else counters
             part["consumesCounters"] = [{"counterSet": _COUNTER_SET, "counters": _ones(consumed)}]
-        if taints := _taints(device, state, busy):
+        if taints := _taints(device, state, held=not free):
             part["taints"] = taints
         rendered.append(part)
     looking = monitor_device(state.gpu.id)
@@ -161,17 +162,25 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     return (state.unavailable_shares - counted) | of_others
 
 
-def _capacity(
+def _free_shares(
     device: Device, snapshot: Snapshot, state: GpuState, busy: frozenset[ShareId]
-) -> dict[str, Any]:
-    """Return the capacity of a device, and of a shared one how it is consumed."""
-    if device.capacity_name is None:
-        return fixed_capacity(device, state.gpu)
-
+) -> list[Share]:
+    """Return the shares of a device that claims have or may have."""
     free = [share for share in device.shares if share.id not in busy]
     if _is_full(device, snapshot, state):
         free = [share for share in free if share.id in state.leases]
-    count, unit = len(free) or len(device.shares), quantity(device.unit)
+    return free
+
+
+def _capacity(device: Device, state: GpuState, free: int) -> dict[str, Any]:
+    """Return the capacity of a device, and of a shared one how it is consumed.
+
+    Without a free share it is that of all: a taint keeps claims away, and zero is no capacity.
+    """
+    if device.capacity_name is None:
+        return fixed_capacity(device, state.gpu)
+
+    count, unit = free or len(device.shares), quantity(device.unit)
     # A range needs place for two steps.
     ranged = {"validRange": {"min": unit, "step": unit}} if count > 1 else {"validValues": [unit]}
     capacity = {
@@ -189,7 +198,7 @@ def _is_full(device: Device, snapshot: Snapshot, state: GpuState) -> bool:
     return most is not None and count_containers(leases) >= most
 
 
-def _taints(device: Device, state: GpuState, busy: frozenset[ShareId]) -> list[Mapping[str, str]]:
+def _taints(device: Device, state: GpuState, *, held: bool) -> list[Mapping[str, str]]:
     """Return the reasons to allocate nothing of a device for now."""
     found = {}
     if not state.verdict.healthy:
@@ -200,7 +209,7 @@ def _taints(device: Device, state: GpuState, busy: frozenset[ShareId]) -> list[M
         found[CORDONED] = ""
     if device.backend in state.suspended or _all_in(device.shares, state.paused_shares):
         found[SUSPENDED] = device.backend
-    if _all_in(device.shares, busy):
+    if held:
         found[HELD] = state.owner or ""
     elif not state.open_to_claims:
         found[OUT_OF_TURN] = str(Front.DEVICE_PLUGIN)

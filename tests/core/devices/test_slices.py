@@ -272,6 +272,21 @@ def test_a_full_gpu_offers_what_is_consumed() -> None:
     assert _value(_devices(_after(*claims, text=text))["mps"]) == "2"
 
 
+def test_a_gpu_that_is_full_of_pods_is_tainted() -> None:
+    """Once MPS serves pods of the other front alone, a claim would find no share."""
+    text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
+    text = text.replace("fronts: [dra]", "fronts: [device-plugin, dra]")
+    first, second, *_ = _shares("mps", 3)
+    pods = [SharesClaimed((it,), at=n) for n, it in enumerate((first, second))]
+    claim = SharesClaimed((second,), at=1, resource_claim=CLAIM)
+
+    one = _devices(_after(pods[0], text=text))["mps"]
+    assert (_value(one), HELD in _taints(one)) == ("9", False)
+    assert _taints(_devices(_after(*pods, text=text))["mps"])[HELD] == "mps"
+    mixed = _devices(_after(pods[0], claim, text=text))["mps"]
+    assert (_value(mixed), HELD in _taints(mixed)) == ("1", False)
+
+
 def test_taints_say_why_nothing_is_allocated() -> None:
     """A fault and a cordon taint every device but the monitor's, a suspended backend its own."""
     uuid = gpu(0).id
