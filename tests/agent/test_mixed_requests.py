@@ -99,6 +99,24 @@ async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) ->
         assert await mixed_of(it) == []
 
 
+async def test_pools_with_the_front_dra_give_both_gpus(tmp_path: Path) -> None:
+    """They use CDI whatever the strategy is: there is neither a status line nor an Event."""
+    fronts = ", offer: all, fronts: [device-plugin, dra], backends"
+    text = TWO.replace("STRATEGY", "envvar").replace(", backends", fronts)
+    host(tmp_path, gpus=2)
+    async with agent_at_work(
+        tmp_path, config=text, usage_timing=TIMING, cdi_dir=tmp_path / "cdi"
+    ) as it:
+        await it.until(10, 10)
+        await it.until(4, 4, SLICED)
+        options = (await it.kubelet.admit(SimPod.single("train", BOTH)))["main"]
+        await it.wait_holders()
+        it.agent.usage_service._mixed._check()
+
+        assert len(options.cdi_devices) == 2
+        assert await mixed_of(it) == []
+
+
 async def test_containers_of_one_resource_each_are_no_mixed_request(tmp_path: Path) -> None:
     """Two containers of a pod, each with its own resource, see their GPUs."""
     text = TWO.replace("STRATEGY", "envvar")

@@ -13,6 +13,7 @@ import anyio
 import structlog
 
 from metagpu.core.model.mig import is_mig, slot_of
+from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import MixedRequestFound
@@ -38,6 +39,17 @@ def find_mixed_requests(snapshot: Snapshot) -> Mapping[Holder, Mapping[ResourceN
     }
 
 
+def _holders_by_variable(snapshot: Snapshot) -> set[Holder]:
+    """Return the containers with shares of pools whose GPUs CDI does not name anyway."""
+    return {
+        lease.holder
+        for state in snapshot.gpus.values()
+        if Front.DRA not in state.fronts
+        for lease in state.leases.values()
+        if lease.holder is not None and lease.resource_claim is None
+    }
+
+
 def _device(share: Share, index: int) -> str:
     return f"{slot_of(share.id)} of GPU {index}" if is_mig(share.id) else f"GPU {index}"
 
@@ -60,7 +72,8 @@ class MixedRequestWatch:
         found: these containers, as they were reported.
 
     Args:
-        hides: returns whether a container sees one of several answers now.
+        hides: returns whether a container sees one of several answers now, in a pool without the
+            front DRA.
     """
 
     def __init__(
@@ -99,7 +112,8 @@ class MixedRequestWatch:
             for it, event in self.found.items()
             if it in mixed and claims[it] == before.get(it)
         }
-        for holder in mixed.keys() - self.found.keys() if self._hides() else ():
+        hidden = _holders_by_variable(snapshot) if self._hides() else set()
+        for holder in (mixed.keys() - self.found.keys()) & hidden:
             pod = snapshot.pods.find(holder, None)
             event = MixedRequestFound(holder, pod.uid if pod else None, mixed[holder], at=time())
             self.found[holder] = event
