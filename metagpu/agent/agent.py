@@ -206,6 +206,9 @@ class Agent:
             run_child,
             self.timing.pod_api,
         )
+        self.resource_claims = ResourceClaims(
+            self.layout_manager, self._node, self.cluster_settings, self.call_stats.prepares
+        )
         self.exporter = build_exporter(
             self.metrics,
             self.layout_manager,
@@ -216,12 +219,10 @@ class Agent:
             call_stats=self.call_stats,
             main_tasks=self.main_tasks,
             cluster=self.cluster,
+            claims=self.resource_claims.report,
             node=self.cluster_settings.node if self.cluster_settings else "",
             timing=self.timing.metrics,
             http_timing=self.timing.http,
-        )
-        self.resource_claims = ResourceClaims(
-            self.layout_manager, self._node, self.cluster_settings
         )
         if self.cluster is not None:
             self.cluster.wait_registered = self.resource_claims.wait_registered

@@ -76,6 +76,7 @@ def build_exporter(
     call_stats: KubeletCallStats,
     main_tasks: MainTasks,
     cluster: "Cluster | None",
+    claims: Callable[[], Mapping[str, Any] | None],
     node: str,
     timing: MetricsTiming,
     http_timing: HttpTiming,
@@ -104,6 +105,7 @@ def build_exporter(
         lease_differences=lambda: usage_service.difference_counts,
         driver_limits=lambda: usage_service.driver_limits,
         cluster=lambda: cluster.report() if cluster else None,
+        claims=claims,
         ended=lambda: main_tasks.problems,
     )
     return Exporter(address, sources, timing, http_timing)

@@ -15,6 +15,7 @@ from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
+from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.settings import ClusterSettings
@@ -44,14 +45,20 @@ class ResourceClaims:
         layout_manager: has the configuration, the registry and the paths.
         node: this node's name.
         settings: how to reach the API server, `None` without one.
+        stats: counts the preparations.
     """
 
     def __init__(
-        self, layout_manager: LayoutManager, node: str, settings: ClusterSettings | None
+        self,
+        layout_manager: LayoutManager,
+        node: str,
+        settings: ClusterSettings | None,
+        stats: CallStats,
     ) -> None:
         self.layout_manager = layout_manager
         self.node = node
         self.settings = settings
+        self._stats = stats
         self._front: DraFront | None = None
         self._client: KubeClient | None = None
         self._held = False
@@ -142,6 +149,7 @@ class ResourceClaims:
             apply_status=self._apply_status,
             annotate_pod=self._annotate_pod,
             read_pending=self._read_pending,
+            stats=self._stats,
             read_sharing=nvidia_claims.read_sharing if driver == nvidia_claims.DRIVER else None,
         )
 

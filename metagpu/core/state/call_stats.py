@@ -27,6 +27,10 @@ class KubeletCall(StrEnum):
     PRE_START = "PreStartContainer"
 
 
+PREPARE: Final = "NodePrepareResources"
+"""The kubelet's call for ResourceClaims, each of which counts once."""
+
+
 class CallOutcome(StrEnum):
     """The outcome of a call.
 
@@ -40,6 +44,13 @@ class CallOutcome(StrEnum):
     REFUSED = "refused"
     FAILED = "failed"
     ABANDONED = "abandoned"
+
+
+def outcome_of(error: BaseException) -> CallOutcome:
+    """Return the outcome of a call that ended with an error."""
+    if isinstance(error, RequestError):
+        return CallOutcome.REFUSED
+    return CallOutcome.FAILED if isinstance(error, Exception) else CallOutcome.ABANDONED
 
 
 class CallStats(msgspec.Struct):
@@ -86,21 +97,20 @@ class ResourceCallStats(msgspec.Struct):
         """Count a call that ended with an error."""
         if isinstance(error, RequestError):
             self.refusals[type(error)] += 1
-            outcome = CallOutcome.REFUSED
-        else:
-            outcome = CallOutcome.FAILED if isinstance(error, Exception) else CallOutcome.ABANDONED
-        self.calls[call].record(outcome, seconds)
+        self.calls[call].record(outcome_of(error), seconds)
 
 
 class KubeletCallStats(msgspec.Struct):
     """Counters of all resources, former ones included: a counter never falls.
 
     Attributes:
+        prepares: the preparations of ResourceClaims.
         restarts: the restarts of the kubelet that were seen.
         accepted: set once a kubelet has accepted a resource.
     """
 
     resources: dict[ResourceName, ResourceCallStats] = msgspec.field(default_factory=dict)
+    prepares: CallStats = msgspec.field(default_factory=CallStats)
     restarts: int = 0
     accepted: anyio.Event = msgspec.field(default_factory=anyio.Event)
     _kubelet: object = None

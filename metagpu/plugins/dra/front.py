@@ -12,6 +12,7 @@ from grpclib.const import Handler as Method
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.account_follower import AccountFollower
 from metagpu.plugins.dra.admin_access import EnsureMonitored, all_monitored
@@ -48,6 +49,7 @@ class DraFront:
         annotate_pod: annotates a pod at the API server.
         read_pending: reads the node's pods that wait.
         read_sharing: reads the driver's opaque parameters, `None` where it has none.
+        stats: counts the preparations.
         timing: of the registration.
         account_period: seconds between two looks at the kubelet's account.
         status_timing: of the status of claims' devices.
@@ -66,6 +68,7 @@ class DraFront:
     annotate_pod: AnnotatePod
     read_pending: ReadPendingPods
     read_sharing: ReadSharing | None = None
+    stats: CallStats = field(default_factory=CallStats)
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
     account_period: float = 60.0
     status_timing: ClaimStatusTiming = field(default_factory=ClaimStatusTiming)
@@ -141,5 +144,5 @@ class DraFront:
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
         streams = HealthStream(self.registry, self.node).methods(calls)
-        service = DraService(self.preparer, self.registry.events, self.statuses.note)
+        service = DraService(self.preparer, self.registry.events, self.statuses.note, self.stats)
         return {**service.methods(), **streams}

@@ -14,6 +14,7 @@ from grpclib.const import Handler as Method
 from metagpu.core.errors import MetagpuError, RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.event_bus import EventBus
+from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of
 from metagpu.core.state.events import Event, ResourceClaimRefused
 from metagpu.plugins.dra.prepare_codec import PrepareAnswer, encode_prepare_response
 from metagpu.plugins.dra.preparer import ClaimPreparer
@@ -34,6 +35,7 @@ class DraService:
         preparer: prepares and unprepares claims.
         events: carries what was refused.
         on_prepared: gets each claim that was prepared.
+        stats: counts the preparations.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class DraService:
         preparer: ClaimPreparer,
         events: EventBus[Event],
         on_prepared: Callable[[ResourceClaimRef], None] = lambda _: None,
+        stats: CallStats | None = None,
     ) -> None:
         self._preparer = preparer
         self._events = events
         self._on_prepared = on_prepared
+        self._stats = stats or CallStats()
 
     def methods(self) -> Mapping[str, Method]:
         """Return the service's methods by path."""
@@ -58,20 +62,24 @@ class DraService:
         answers: dict[str, PrepareAnswer] = {}
 
         async def prepare(claim: ResourceClaimRef) -> None:
-            began, problem = perf_counter(), ""
+            began, outcome = perf_counter(), CallOutcome.ABANDONED
             try:
                 devices = await self._preparer.prepare(claim)
             except Exception as error:  # noqa: BLE001 - one claim's error is its own
+                outcome = outcome_of(error)
                 problem = _describe(error)
                 if isinstance(error, RequestError):
                     self._events.publish(ResourceClaimRefused(claim, type(error)))
                 answers[claim.uid] = problem
                 log.warning("resource claim refused", claim=str(claim), error=problem)
             else:
+                outcome = CallOutcome.ANSWERED
                 answers[claim.uid] = devices
                 self._on_prepared(claim)
                 lasted = f"{perf_counter() - began:.3f}s"
                 log.info("resource claim prepared", claim=str(claim), after=lasted)
+            finally:
+                self._stats.record(outcome, perf_counter() - began)
 
         await _for_each(v1.NodePrepareResourcesRequest.parse(request).claims, prepare)
         return encode_prepare_response(answers)

@@ -16,6 +16,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid import Severity, rule_for
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
+    PREPARE,
     CallStats,
     KubeletCall,
     KubeletCallStats,
@@ -50,6 +51,7 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
         *_configuration(sources.configuration()),
         *_cluster(sources.cluster()),
         *_kubelet(sources.kubelet, snapshot),
+        *_claims(sources.claims(), sources.kubelet.prepares, sources.cluster()),
         *_counted(counts, snapshot),
     ]
 
@@ -102,6 +104,23 @@ def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
         yield from _durations(call, [it.calls[call] for it in kubelet.resources.values()])
 
 
+def _claims(
+    front: Mapping[str, Any] | None, prepares: CallStats, cluster: Mapping[str, Any] | None
+) -> Iterator[Sample]:
+    """Yield the samples of the front DRA; its driver stands for a resource."""
+    if front is None:
+        return
+    driver = front["driver"]
+    yield Sample(f.RESOURCE_REGISTERED, (driver,), front["registered"])
+    yield Sample(d.PREPARED_CLAIMS, (), front["claims"])
+    for outcome, count in prepares.outcomes.items():
+        yield Sample(d.CALLS, (driver, PREPARE, outcome), count)
+    yield from _durations(PREPARE, [prepares])
+    if slices := (cluster or {}).get("resourceSlices"):
+        is_expected = slices["problem"] == slices["dropped"]  # an earlier Kubernetes
+        yield Sample(d.API_FEATURE, ("resource-slices",), is_expected or not slices["problem"])
+
+
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
     for call, it in stats.calls.items():
         if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
@@ -111,7 +130,7 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
         yield Sample(d.REFUSALS, (resource, reason_of(kind)), count)
 
 
-def _durations(call: KubeletCall, stats: Sequence[CallStats]) -> Iterator[Sample]:
+def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
     """Yield the histogram of a call; by resource, the kubelet itself has one."""
     if seconds := sum(it.seconds for it in stats):
         counts = tuple(map(sum, zip(*(it.buckets for it in stats), strict=True)))

@@ -25,6 +25,7 @@ CLAIM_REFUSALS: Final = _counter(
     "Calls for ResourceClaims that metagpu refused, by reason.",
     "reason",
 )
+PREPARED_CLAIMS: Final = _gauge("prepared_claims", "ResourceClaims that are prepared on this node.")
 REGISTRATIONS: Final = _resource_counter(
     "kubelet_registrations_total", "Registrations of the resource that the kubelet accepted."
 )

@@ -160,9 +160,8 @@ class Exporter:
         return _probe_response(liveness_problems(self._lag_probe.lag, self._sources.ended(), late))
 
     async def _readyz(self, _: HttpRequest) -> HttpResponse:
-        return _probe_response(
-            readiness_problems(self._sources.registry.snapshot, self._sources.kubelet)
-        )
+        it = self._sources
+        return _probe_response(readiness_problems(it.registry.snapshot, it.kubelet, it.claims()))
 
     async def _waits(self, _: HttpRequest) -> HttpResponse:
         return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, _WAITS.encode())

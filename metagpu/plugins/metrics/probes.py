@@ -1,7 +1,7 @@
 """The kubelet's probes: liveness and readiness of the daemon."""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
@@ -47,8 +47,13 @@ def liveness_problems(lag: float, ended: Mapping[str, str], late: float) -> list
     return found
 
 
-def readiness_problems(snapshot: Snapshot, kubelet: KubeletCallStats) -> list[str]:
-    """Return the resources that the kubelet does not have from metagpu."""
+def readiness_problems(
+    snapshot: Snapshot, kubelet: KubeletCallStats, claims: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return the resources that the kubelet lacks, and the DRA driver likewise.
+
+    The report of the front DRA is `None` while the front does not run.
+    """
     if not snapshot.offers:
         return ["no resource is offered yet"]
 
@@ -60,4 +65,15 @@ def readiness_problems(snapshot: Snapshot, kubelet: KubeletCallStats) -> list[st
             found.append(f"{resource} is not registered with the kubelet")
         elif problem := snapshot.registration_problems.get(resource):
             found.append(f"{resource}: {problem}")
+    if snapshot.offers_of(Front.DRA):
+        found += _driver_problems(claims)
     return found
+
+
+def _driver_problems(claims: Mapping[str, Any] | None) -> list[str]:
+    if claims is None:
+        return ["the DRA driver does not run yet"]
+    if claims["registered"]:
+        return []
+    why = f": {claims['problem']}" if claims["problem"] else ""
+    return [f"the DRA driver {claims['driver']} is not registered with the kubelet{why}"]

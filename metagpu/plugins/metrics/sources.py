@@ -53,6 +53,7 @@ class MetricSources(msgspec.Struct, frozen=True):
         driver_limits: the number of memory limits that the driver enforces.
         lease_differences: containers whose leases differ from processes, cgroups or MIG devices.
         cluster: the report of `Cluster`, `None` where no API server is used.
+        claims: the report of the front DRA, `None` where no pool has it.
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
 
@@ -70,4 +71,5 @@ class MetricSources(msgspec.Struct, frozen=True):
     driver_limits: Callable[[], int]
     lease_differences: Callable[[], Mapping[LeaseDifferenceKind, int]]
     cluster: Callable[[], Mapping[str, Any] | None]
+    claims: Callable[[], Mapping[str, Any] | None]
     ended: Callable[[], Mapping[str, str]]

@@ -47,6 +47,15 @@ GOOD = ConfigStatus(
 )
 
 
+QUIET_CLUSTER = {
+    "connected": True,
+    "nodeDifferences": {},
+    "features": {},
+    "eventsDropped": 0,
+    "podEventsDropped": 0,
+}
+
+
 async def find_no_usage() -> NodeUsage:
     """Return the usage of no container."""
     return NodeUsage()
@@ -84,6 +93,7 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
         driver_limits=lambda: 2,
         lease_differences=dict,
         cluster=lambda: None,
+        claims=lambda: None,
         ended=dict,
     )
     return replace(quiet, **changes)
@@ -94,6 +104,28 @@ def measured(
 ) -> Mapping[tuple[str, ...], float]:
     """Collect the metrics of these sources."""
     return valued(daemon_samples(it or sources(), counts or EventCounters(), 0.25))
+
+
+def test_the_front_dra_is_measured_like_a_resource() -> None:
+    """The driver's registration, its claims, its calls and slices; none without a pool of it."""
+    report = {"driver": "gpu.metagpu.io", "registered": False, "claims": 3}
+    slices: dict[str, str | None] = {"problem": "slices are forbidden", "dropped": None}
+    cluster = {**QUIET_CLUSTER, "resourceSlices": slices}
+    it = sources(claims=lambda: report, cluster=lambda: cluster)
+    it.kubelet.prepares.record(CallOutcome.REFUSED, 0.002)
+    values = measured(it)
+
+    assert values["metagpu_resource_registered", "gpu.metagpu.io"] == 0
+    assert values["metagpu_prepared_claims",] == 3
+    call = "metagpu_kubelet_calls_total", "gpu.metagpu.io", "NodePrepareResources"
+    assert [values[*call, it] for it in CallOutcome] == [0, 1, 0, 0]
+    durations = [s for s in daemon_samples(it, EventCounters(), 0) if s.family is d.DURATION]
+    assert [it.labels for it in durations] == [("NodePrepareResources",)]
+    assert values["metagpu_api_server_feature_healthy", "resource-slices"] == 0
+
+    slices["dropped"] = slices["problem"]  # an earlier Kubernetes: no fault
+    assert measured(it)["metagpu_api_server_feature_healthy", "resource-slices"] == 1
+    assert ("metagpu_prepared_claims",) not in measured()
 
 
 def test_every_counter_begins_at_zero() -> None:
@@ -215,15 +247,7 @@ def test_a_driver_upgrade_counts_the_pods_in_its_way(
     upgrade: Mapping[str, object], value: int | None
 ) -> None:
     """The pods that hold the driver are counted where upgrades are followed."""
-    report = {
-        "connected": True,
-        "nodeDifferences": {},
-        "features": {},
-        "eventsDropped": 0,
-        "podEventsDropped": 0,
-        **upgrade,
-    }
-    values = measured(sources(cluster=lambda: report))
+    values = measured(sources(cluster=lambda: {**QUIET_CLUSTER, **upgrade}))
     assert values.get(("metagpu_driver_upgrade_holding_pods",)) == value
 
 

@@ -12,7 +12,9 @@ from metagpu.core.state.facts import (
     RegistrationProblemGone,
 )
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
-from tests.rigs.build import METAGPU, after, gpu, offered
+from tests.rigs.build import METAGPU, after, gpu, offered, pool
+
+DRA = pool("sharesPerGpu: 10").replace("- name: all\n", "- name: all\n    fronts: [dra]\n")
 
 
 def test_a_daemon_with_running_tasks_is_live() -> None:
@@ -50,6 +52,19 @@ def test_a_registration_problem_is_named() -> None:
     assert readiness_problems(problem, record) == [f"{METAGPU}: it counts 0"]
     solved = after(RegistrationProblemGone(METAGPU), since=problem)
     assert readiness_problems(solved, record) == []
+
+
+def test_a_driver_that_the_kubelet_lacks_is_named() -> None:
+    """The kubelet has to have the driver where a pool has the front dra."""
+    _, snapshot = offered(gpu(0), text=DRA)
+    record = KubeletCallStats()
+    driver = {"driver": "gpu.metagpu.io", "registered": False, "problem": "pod x answers there"}
+
+    assert readiness_problems(snapshot, record, None) == ["the DRA driver does not run yet"]
+    assert readiness_problems(snapshot, record, driver) == [
+        "the DRA driver gpu.metagpu.io is not registered with the kubelet: pod x answers there"
+    ]
+    assert readiness_problems(snapshot, record, {**driver, "registered": True}) == []
 
 
 def test_a_competing_plugin_is_named() -> None:
