@@ -386,7 +386,7 @@ def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> Non
         "--agent-namespace",
         metavar="NAME",
         default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
-        help="the namespace that metagpu is installed in (default: all are searched)",
+        help="the namespace that metagpu is installed in (default: the only one with daemons)",
     )
     if timeout:
         it.add_argument(

@@ -11,13 +11,13 @@ from anyio import to_thread
 
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.reasons import iso_time
+from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.claim_reader import read_claims
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.placement import cluster_nodes
 from metagpu.kubectl.viewer import (
     STATUS,
     USAGE,
-    AgentPod,
     ClusterViewer,
     NodeAnswer,
     in_parallel,

@@ -9,7 +9,8 @@ import anyio
 from metagpu.cli.live import print_text
 from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.backoff import Backoff
-from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer
+from metagpu.kubectl.agent_pods import AgentPod
+from metagpu.kubectl.viewer import STATUS, ClusterViewer
 from metagpu.plugins.cluster.settings import CORDON_PREFIX
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.display.table import render, stdout_terminal
+from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu
 from metagpu.kubectl.holders import (
     UNNAMED,
@@ -24,7 +25,7 @@ from metagpu.kubectl.holders import (
     rows_of,
 )
 from metagpu.kubectl.tables import draw_items
-from metagpu.kubectl.viewer import STATUS, USAGE, AgentPod, ClusterViewer
+from metagpu.kubectl.viewer import STATUS, USAGE, ClusterViewer
 
 _UNREACHABLE: Final = 0
 _NOT_FOUND: Final = 404
@@ -127,7 +128,7 @@ class GpuDrain:
         """Draw the containers of some pods as a table, with the memory that they use.
 
         Raises:
-            MetagpuError: the user gets no viewer's token.
+            ClusterError: the API server does not answer.
         """
         chosen = set(names)
         held = [it for it in self._holdings if it.pod in chosen]

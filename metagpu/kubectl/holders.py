@@ -89,7 +89,9 @@ def judge_pod(name: PodName, pod: Object | None, node: str, *, force: bool) -> D
     controller = f"{kind}/{owners[0]['name']}" if owners else ""
     ends = bool(metadata.get("deletionTimestamp"))
     stays = ""
-    if _MIRROR in (metadata.get("annotations") or {}):
+    if not _asks_for_devices(pod["spec"]):
+        stays = "it requests no device: the report of its node is wrong"
+    elif _MIRROR in (metadata.get("annotations") or {}):
         stays = "a static pod, which only its node ends"
     elif not force and kind == "DaemonSet":
         stays = "of a DaemonSet; --force evicts it"
@@ -130,6 +132,13 @@ def rows_of(
             }
         )
     return rows
+
+
+def _asks_for_devices(spec: Object) -> bool:
+    """Return whether a pod requests an extended resource, or has a ResourceClaim."""
+    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    limits = [(it.get("resources") or {}).get("limits") or {} for it in containers]
+    return bool(spec.get("resourceClaims")) or any("/" in name for it in limits for name in it)
 
 
 def _parse(text: str | None) -> tuple[PodName, str]:

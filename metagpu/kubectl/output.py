@@ -6,5 +6,12 @@ from metagpu.kubectl.viewer import NodeAnswer
 
 
 def silent_nodes(answers: Sequence[NodeAnswer]) -> Sequence[str]:
-    """Return a line for each node that gave no answer."""
-    return [f"{it.node}: {it.problem}" for it in answers if it.report is None]
+    """Return the nodes that gave no answer, a line for all of one problem."""
+    same: dict[str, list[str]] = {}
+    for it in answers:
+        if it.report is None:
+            same.setdefault(it.problem, []).append(it.node)
+    return [
+        f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {problem}"
+        for problem, nodes in same.items()
+    ]

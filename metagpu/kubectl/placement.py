@@ -63,7 +63,7 @@ async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
     else:
         answer = await _answer_on(viewer, pod)
     _print([answer], args.output)
-    return int(bool(answer.fix))
+    return int(bool(answer.fix) or answer.reason is PodReason.FITS_NOWHERE)
 
 
 async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:

@@ -9,17 +9,14 @@ import anyio
 import msgspec
 
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.kubectl.agent_pods import SELECTOR, AgentPod, choose_agents
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
-SELECTOR: Final = "app.kubernetes.io/name=metagpu"
-"""The label of the daemons' pods."""
 STATUS: Final = "api/v1/status"
 USAGE: Final = "api/v1/usage"
-PORT: Final = "status-api"
-"""The name of the containers' port."""
 AT_ONCE: Final = 100
 """Questions to nodes at a time, as many as the client has connections."""
 _TOKEN_LIFETIME: Final = 600
@@ -31,16 +28,6 @@ _SHOW_AFTER: Final = 0.4
 """Seconds before progress is shown."""
 
 Object = Mapping[str, Any]
-
-
-class AgentPod(msgspec.Struct, frozen=True):
-    """The pod of a daemon; `port` is that of its status, 0 without one."""
-
-    node: str
-    namespace: str
-    name: str
-    port: int
-    ready: bool
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
@@ -126,7 +113,8 @@ class ClusterViewer:
         """Find the daemon of each node, by the name of the node.
 
         Raises:
-            MetagpuError: there is none, or the user may not list pods.
+            MetagpuError: there is none, several namespaces have some, or the user may not list
+                pods.
         """
         where = f"/namespaces/{self._agent_namespace}" if self._agent_namespace else ""
         try:
@@ -139,24 +127,29 @@ class ClusterViewer:
         found = choose_agents(pods)
         if not found:
             place = f"in the namespace {self._agent_namespace}" if where else "in any namespace"
-            raise MetagpuError(f"no pod with the label {SELECTOR} runs {place}; install metagpu")
+            raise MetagpuError(
+                f"no pod with the label {SELECTOR} {place} is a daemon of metagpu: of a DaemonSet, "
+                "with the kubelet's folder; install metagpu"
+            )
         return found
 
     async def ask(self, path: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
         """Ask daemons in parallel for a report; return the answers by the node's name.
 
         Raises:
-            MetagpuError: the user gets no viewer's token.
+            ClusterError: the API server does not answer.
         """
         asked = list(agents)
         async with self._renewing:
-            for namespace in {it.namespace for it in asked}:
-                await self._renew_token(namespace)
+            problems = {it: await self._renew_token(it) for it in {it.namespace for it in asked}}
         answers: list[NodeAnswer] = []
 
         async def one(agent: AgentPod) -> None:
-            async with self._limit:
-                answers.append(await self._ask_node(path, agent))
+            if problem := problems[agent.namespace]:
+                answers.append(NodeAnswer(agent.node, problem=problem))
+            else:
+                async with self._limit:
+                    answers.append(await self._ask_node(path, agent))
             self._progress(len(answers), len(asked))
 
         async with anyio.create_task_group() as group:
@@ -180,10 +173,11 @@ class ClusterViewer:
         except ClusterError as error:
             return NodeAnswer(agent.node, problem=error.message or str(error))
 
-    async def _renew_token(self, namespace: str) -> None:
+    async def _renew_token(self, namespace: str) -> str:
+        """Get a viewer's token; return why there is none, empty where there is one."""
         known = self._tokens.get(namespace)
         if known is not None and time.monotonic() - known[1] < _TOKEN_RENEWAL:
-            return
+            return ""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{VIEWER}/token"
         spec = {"audiences": [AUDIENCE], "expirationSeconds": _TOKEN_LIFETIME}
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
@@ -192,12 +186,13 @@ class ClusterViewer:
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 fix = "set statusApi.port in metagpu's chart, or apply deploy/viewers.yaml"
-                raise MetagpuError(f"{error.message}: {fix}") from error
+                return f"{error.message}: {fix}"
             if error.status == _FORBIDDEN:
                 fix = f"ask for the roles metagpu-viewer, of the cluster and of {namespace}"
-                raise MetagpuError(f"{error.message}: {fix}") from error
+                return f"{error.message}: {fix}"
             raise
         self._tokens[namespace] = answer["status"]["token"], time.monotonic()
+        return ""
 
 
 async def in_parallel(*calls: Callable[[], Awaitable[Any]]) -> Sequence[Any]:
@@ -219,34 +214,6 @@ async def in_parallel(*calls: Callable[[], Awaitable[Any]]) -> Sequence[Any]:
         ours = [it for it in errors.exceptions if isinstance(it, MetagpuError)]
         raise (ours[0] if ours else errors) from None
     return results
-
-
-def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
-    """Return one daemon of each node: the ready one where an exchange has two."""
-    found: dict[str, AgentPod] = {}
-    for pod in pods:
-        node = pod["spec"].get("nodeName")
-        if not node or pod["metadata"].get("deletionTimestamp"):
-            continue
-        conditions = (pod.get("status") or {}).get("conditions") or ()
-        agent = AgentPod(
-            node,
-            pod["metadata"]["namespace"],
-            pod["metadata"]["name"],
-            _status_port(pod),
-            any(it["type"] == "Ready" and it["status"] == "True" for it in conditions),
-        )
-        if node not in found or agent.ready:
-            found[node] = agent
-    return sorted(found.values(), key=lambda it: it.node)
-
-
-def _status_port(pod: Object) -> int:
-    for container in pod["spec"].get("containers") or ():
-        for port in container.get("ports") or ():
-            if port.get("name") == PORT:
-                return int(port["containerPort"])
-    return 0
 
 
 class Progress:

@@ -13,10 +13,11 @@ import pytest
 from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.kubectl import drain
+from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu
 from metagpu.kubectl.drain import GpuDrain
 from metagpu.kubectl.holders import UNNAMED, Holding, holdings_of, judge_pod
-from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer
+from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer
 from metagpu.sim.apiserver.evictions import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
@@ -26,6 +27,8 @@ from tests.rigs.agent import METAGPU
 pytestmark = pytest.mark.long
 
 EVICTED = "/eviction"
+HOLDING = {"nodeName": NODE, "containers": [{"resources": {"limits": {METAGPU: "1"}}}]}
+"""The specification of a pod that may hold shares."""
 
 
 @asynccontextmanager
@@ -38,7 +41,8 @@ async def draining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncI
         server, kubelet = it.scene.server, it.scene.it.kubelet
         for name, owner in (("bob", ("ReplicaSet", "bob-1")), ("collector", ("DaemonSet", "dcgm"))):
             await kubelet.admit(SimPod.single(name, {METAGPU: 2}))
-            server.add_pod("default", name, NODE, owner=owner)["metadata"]["labels"] = {"app": name}
+            pod = server.add_pod("default", name, NODE, owner=owner, requests={METAGPU: 2})
+            pod["metadata"]["labels"] = {"app": name}
         await it.scene.it.wait_holders()
 
         async def end_pods() -> None:
@@ -179,11 +183,26 @@ def test_what_a_drain_does_with_a_pod(
 ) -> None:
     """Pods that would not come back, or come back at once, stay without force."""
     owners = [{"kind": kind, "name": "its", "controller": True}] if kind else []
-    pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}, "spec": {"nodeName": NODE}}
+    pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}, "spec": HOLDING}
     it = judge_pod(("team", "pod"), pod, NODE, force=force)
     assert (it.stays.startswith(stays), bool(it.stays), it.ends) == (True, bool(stays), ends)
     assert it.is_evicted == (not stays and not ends)
     assert judge_pod(("team", "pod"), None, NODE, force=force).ends
+
+
+@pytest.mark.parametrize(
+    ("spec", "evicted"),
+    [
+        ({"resourceClaims": [{"name": "gpu"}]}, True),
+        ({"initContainers": HOLDING["containers"]}, True),
+        ({"containers": [{"resources": {"limits": {"cpu": "1"}}}, {}]}, False),
+    ],
+)
+def test_a_pod_that_requests_no_device_stays(spec: Mapping[str, Any], *, evicted: bool) -> None:
+    """A false report of a node ends no pod that could hold none of its GPUs, with force too."""
+    pod = {"metadata": {"uid": "1"}, "spec": {"nodeName": NODE, **spec}}
+    it = judge_pod(("team", "database"), pod, NODE, force=True)
+    assert (it.is_evicted, "requests no device" in it.stays) == (evicted, not evicted)
 
 
 def test_a_pod_of_the_same_name_on_another_node_is_not_evicted() -> None:
@@ -227,7 +246,7 @@ class ScriptedViewer(ClusterViewer):
         self.lingering.discard(name)
         owner = {"kind": "Job", "name": "its", "controller": True}
         metadata = {"uid": f"{name}{self.generation}", "ownerReferences": [owner]}
-        return {"metadata": metadata, "spec": {"nodeName": NODE}}
+        return {"metadata": metadata, "spec": HOLDING}
 
     async def evict(self, _: str, name: str, uid: str) -> None:
         """Note the eviction."""

@@ -13,11 +13,12 @@ from aiohttp import web
 from metagpu.kubectl import viewer
 from metagpu.kubectl.cluster_view import ClusterView
 from metagpu.kubectl.items import gpu_items, node_items
-from metagpu.kubectl.viewer import AT_ONCE, STATUS, USAGE, ClusterViewer, NodeAnswer, choose_agents
+from metagpu.kubectl.viewer import AT_ONCE, STATUS, USAGE, ClusterViewer, NodeAnswer
 from metagpu.plugins.cluster import client as client_module
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.cli.test_mgctl import TtyText
+from tests.kubectl.test_program import AGENT, DAEMON_OWNER, DAEMON_VOLUMES
 from tests.plugins.cluster.rig import client_of
 from tests.rigs.waiting import skip
 
@@ -75,8 +76,12 @@ async def daemons(server: SimApiServer, *, silent: int) -> AsyncIterator[anyio.E
     server.store.put(("serviceaccounts", "kube-system", VIEWER), {"metadata": {}})
     for number in range(NODES):
         pod = {
-            "metadata": {"labels": {"app.kubernetes.io/name": "metagpu"}},
-            "spec": {"nodeName": f"node-{number:03}", "containers": [{"ports": [port]}]},
+            "metadata": {"labels": AGENT, "ownerReferences": [DAEMON_OWNER]},
+            "spec": {
+                "nodeName": f"node-{number:03}",
+                "containers": [{"ports": [port]}],
+                "volumes": DAEMON_VOLUMES,
+            },
             "status": {"podIP": f"127.0.{number // 250}.{number % 250 + 1}"},
         }
         server.store.put(("pods", "kube-system", f"metagpu-{number}"), pod)
@@ -116,23 +121,6 @@ async def test_500_nodes_are_asked_in_parallel(
     assert sorted(steps) == sorted(2 * [(n, NODES) for n in range(1, NODES + 1)])
     tokens = [it for it in server.requests if it.target.endswith("/token")]
     assert len(tokens) == 1
-
-
-@pytest.mark.parametrize("ready_first", [True, False])
-def test_of_two_daemons_of_a_node_the_ready_one_is_asked(*, ready_first: bool) -> None:
-    """While a node is handed over, its ready daemon answers; pods that end are asked no more."""
-
-    def pod(name: str, *, ready: bool, **metadata: str) -> dict[str, object]:
-        return {
-            "metadata": {"name": name, "namespace": "a", **metadata},
-            "spec": {"nodeName": "n"},
-            "status": {"conditions": [{"type": "Ready", "status": str(ready)}]},
-        }
-
-    pods = [pod("new", ready=True), pod("old", ready=False)]
-    ending = pod("gone", ready=True, deletionTimestamp="now")
-    [chosen] = choose_agents([*(pods if ready_first else pods[::-1]), ending])
-    assert chosen.name == "new"
 
 
 def test_progress_is_shown_once_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ FRACTION_DEVICES = (
 )
 BOTH_FRONTS = QUICK.replace("    backends", "    fronts: [device-plugin, dra]\n    backends")
 AGENT = {"app.kubernetes.io/name": "metagpu"}
+DAEMON_OWNER = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "metagpu", "controller": True}
+DAEMON_VOLUMES = [{"name": "kubelet", "hostPath": {"path": "/var/lib/kubelet/device-plugins"}}]
 
 
 @dataclass
@@ -92,8 +94,11 @@ async def cluster(
         server.store.merge(
             ("pods", SYSTEM, "agent"),
             {
-                "metadata": {"labels": AGENT},
-                "spec": {"containers": [{"name": "metagpu", "ports": [port]}]},
+                "metadata": {"labels": AGENT, "ownerReferences": [DAEMON_OWNER]},
+                "spec": {
+                    "containers": [{"name": "metagpu", "ports": [port]}],
+                    "volumes": DAEMON_VOLUMES,
+                },
             },
             status=False,
             manager="daemonset",
