@@ -16,6 +16,7 @@ from metagpu.core.errors import (
     FractionSplit,
     ProvisioningLasts,
     RequestError,
+    ResourceClaimUnusable,
 )
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
@@ -107,17 +108,26 @@ class ClaimPreparer:
         async with states.lock_of(claim):
             if (known := states.prepared.get(claim)) is not None:
                 return known
-            until = self._clock() + LONGEST
-            found = await self._read_claim(claim)
-            allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
             states.refused.pop(claim, None)
-            if allocation.admin:
-                devices = await self._look(claim, allocation)
-            else:
-                devices = await self._hold(claim, allocation, until)
+            try:
+                devices = await self._prepare(claim, self._clock() + LONGEST)
+            except ResourceClaimUnusable:
+                raise  # as it is: no further attempt helps
+            except Exception:
+                if claim not in states.refused:
+                    states.failed.note(claim)
+                raise
+            states.failed.forget(claim)
             states.prepared[claim] = devices
             states.reserved.discard(claim)
             return devices
+
+    async def _prepare(self, claim: ResourceClaimRef, until: float) -> tuple[PreparedDevice, ...]:
+        found = await self._read_claim(claim)
+        allocation = parse_allocation(claim, found, self._driver, self._read_sharing)
+        if allocation.admin:
+            return await self._look(claim, allocation)
+        return await self._hold(claim, allocation, until)
 
     async def _look(
         self, claim: ResourceClaimRef, allocation: Allocation
@@ -169,8 +179,10 @@ class ClaimPreparer:
         claim = ResourceClaimRef(namespace, name, str(found["metadata"]["uid"]))
         return claim, parse_allocation(claim, found, self._driver, self._read_sharing)
 
-    async def find_unprepared(self, namespace: str, name: str) -> ResourceClaimRef | None:
-        """Return a claim that has devices of this driver and is not prepared, else `None`.
+    async def find_unprepared(
+        self, namespace: str, name: str
+    ) -> tuple[ResourceClaimRef, Allocation] | None:
+        """Read a claim; return it if it has devices of this driver and is not prepared.
 
         Raises:
             ClusterError: the API server does not answer.
@@ -184,7 +196,7 @@ class ClaimPreparer:
         except RequestError:
             return None  # it is of no use; the kubelet's call will say why
         wanted = allocation.results or allocation.admin
-        return claim if wanted and claim not in self.states.prepared else None
+        return (claim, allocation) if wanted and claim not in self.states.prepared else None
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""
@@ -214,6 +226,7 @@ class ClaimPreparer:
             self.leases.release_all(claim)
             looked = monitored_gpus(states.prepared.pop(claim, ()))
             states.refused.pop(claim, None)
+            states.failed.forget(claim)
             states.reserved.discard(claim)
             if looked and not all_monitored(states.prepared):
                 await self._ensure_monitored(frozenset())

@@ -1,7 +1,8 @@
 """Refused ResourceClaims: the kubelet tries again once the reason has ended.
 
 By itself the kubelet repeats a refused call only after 60 to 90 s; a change of the pod makes it
-do so at once. So the pods of the claim get an annotation. The kubelet refuses by itself what comes
+do so at once. So the pods of the claim get an annotation: once the GPUs show that the reason has
+ended, and after a back-off where nothing would show it. The kubelet refuses by itself what comes
 while it has no driver: during a start of either, and while it registers the driver a second time.
 """
 
@@ -68,10 +69,11 @@ class PreparationRetries:
         self._registered.set()
 
     async def run(self) -> None:
-        """Watch GPUs, reloads and registrations until cancelled."""
+        """Watch GPUs, reloads, registrations and failed claims until cancelled."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_registrations)
             group.start_soon(self._follow_layouts)
+            group.start_soon(self._follow_failures)
             await self._follow_gpus()
 
     async def _follow_registrations(self) -> None:
@@ -108,9 +110,9 @@ class PreparationRetries:
     async def _annotate_unprepared(self, pod: Mapping[str, Any]) -> None:
         metadata = pod["metadata"]
         for name in claim_names(pod):
-            claim = await self._preparer.find_unprepared(metadata["namespace"], name)
-            if claim is not None:
-                await self._annotate_pod(claim, metadata["name"])
+            found = await self._preparer.find_unprepared(metadata["namespace"], name)
+            if found is not None:
+                await self._annotate_pod(found[0], metadata["name"])
                 return
 
     async def _follow_layouts(self) -> None:
@@ -125,6 +127,22 @@ class PreparationRetries:
         async for states in self._registry.watch(lambda now: now.gpus if refused else None):
             if states is not None and await self._retry():
                 await anyio.sleep(self._rest)
+
+    async def _follow_failures(self) -> None:
+        """Annotate the pods of claims that failed, each after its back-off."""
+        failed = self._preparer.states.failed
+        while True:
+            claim = await failed.wait_due()
+            try:
+                found = await self._preparer.find_unprepared(claim.namespace, claim.name)
+            except ClusterError:
+                failed.note(claim)
+                continue
+            if found is None or found[0] != claim:
+                failed.forget(claim)
+                continue
+            for pod in found[1].pods:
+                await self._annotate_pod(claim, pod)
 
     async def _retry(self) -> bool:
         """Annotate the pods of claims that can be prepared; return whether there are some."""
@@ -150,7 +168,7 @@ class PreparationRetries:
                     effect="the kubelet prepares its claim by itself within 90 s",
                 )
         else:
-            log.info("claim can be prepared", claim=str(claim), pod=pod)
+            log.info("pod annotated, its claim is prepared again", claim=str(claim), pod=pod)
 
 
 def claim_names(pod: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from grpclib.exceptions import StreamTerminatedError
 from structlog.testing import capture_logs
 
-from metagpu.core.errors import CdiNameMissing
+from metagpu.core.errors import CdiError, CdiNameMissing, DriverTimeout, ProvisioningFailed
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
@@ -303,6 +304,73 @@ async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
         await anyio.wait_all_tasks_blocked()
         assert node.annotated == []
         assert not node.front.preparer.states.prepared
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ProvisioningFailed("nvidia.com/gpu", "GPU-0", "the driver answers: in use"),
+        CdiNameMissing("GPU-0", "the file cannot be written"),
+        CdiError("/var/run/cdi cannot be written: no space left"),
+        DriverTimeout("nvmlDeviceGetHandleByUUID did not return"),
+    ],
+    ids=["provisioning", "names", "file", "driver"],
+)
+async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
+    node: DraNode, error: Exception
+) -> None:
+    """Nothing reports the end of such a reason: not at once, and later after each failure."""
+    claim = node.allocate("a", node.fraction(gpu(0), 10))
+    failures = 2
+
+    async def fail(names: frozenset[str]) -> None:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise error
+        await node.ensure_cdi_names(names)
+
+    node.front.preparer._ensure_cdi_names = fail
+    node.front.preparer.states.failed.first = 100
+    node.front.preparer.states.failed.longest = 1000
+    async with node.running():
+        for times in (1, 2):
+            assert str(error) in (await node.prepare(claim))[claim.uid].error
+            node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
+            await anyio.wait_all_tasks_blocked()
+            assert len(node.annotated) == times - 1
+            polling.skip(times * 100)
+            await until(partial(_is_annotated, node, times))
+        assert node.annotated == ["default/pod-of-a: metagpu.io/prepare-again"] * 2
+        assert not (await node.prepare(claim))[claim.uid].error
+        assert not node.front.preparer.states.failed
+
+
+def _is_annotated(node: DraNode, times: int) -> bool:
+    return len(node.annotated) == times
+
+
+async def test_a_claim_that_could_not_be_read_is_prepared_once_it_can(node: DraNode) -> None:
+    """Also where the API server stays away for a while; one that is gone or odd is left."""
+    failed = node.front.preparer.states.failed
+    failed.first, failed.longest = 100, 1000
+    claim = node.allocate("a", node.fraction(gpu(0), 10))
+    gone = node.allocate("gone", node.fraction(gpu(0), 10))
+    odd = node.allocate("odd", node.fraction(gpu(0), 1) | {"consumedCapacity": {"shares": "0"}})
+    async with node.running():
+        node.unanswered = 3
+        answers = await node.prepare(claim, gone, odd)
+        assert all("the API server is away" in it.error for it in answers.values())
+        del node.claims[gone.namespace, gone.name]
+        node.unanswered = 1
+        polling.skip(100)
+        await until(lambda: node.unanswered == 0)
+        polling.skip(200)
+        await until(lambda: bool(node.annotated) and len(failed) == 1)
+        assert not (await node.prepare(claim))[claim.uid].error
+        assert "consumes 0" in (await node.prepare(odd))[odd.uid].error
+        assert not failed
+    assert node.annotated == ["default/pod-of-a: metagpu.io/prepare-again"]
 
 
 async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
