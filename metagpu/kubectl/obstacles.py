@@ -81,8 +81,11 @@ def resource_obstacles(
         yield Obstacle.TOO_LARGE, reason, f"request at most {ever} in one container"
     elif total > free or not _fits_together(counts, offers[resource], gpus, resource):
         closed = _closed_gpu(resource, largest, max(0, total - free), gpus)
-        scarce = _too_few if total > free else _fragmented
-        yield closed or scarce(resource, largest, gpus, report)
+        if total <= free and largest <= offers[resource]["largestRequest"]:
+            yield closed or _no_places(resource, counts, gpus, report)
+        else:
+            scarce = _too_few if total > free else _fragmented
+            yield closed or scarce(resource, largest, gpus, report)
     elif (counted := node.allocatable.get(resource)) is not None and counted < total:
         reason = f"{free} of {resource} are free, but the Node counts {counted} in all"
         fix = "wait until the kubelet has updated its Node, about 10 s; then run mgctl doctor there"
@@ -135,11 +138,7 @@ def _closed_gpu(resource: str, largest: int, missing: int, gpus: Sequence[Report
 def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Report) -> Found:
     """Return the free parts, and the pod whose end makes one of them large enough."""
     offer = report["offers"][resource]
-    parts = ", ".join(
-        f"{gpu['shares'][resource]['free']} on GPU {gpu['index']}"
-        for gpu in gpus
-        if gpu["shares"][resource]["free"]
-    )
+    parts = _parts(resource, gpus)
     held = f"; {offer['heldBack']} of them are held back" if offer["heldBack"] else ""
     reason = (
         f"{offer['free']} of {resource} are free, but the largest part is "
@@ -163,6 +162,23 @@ def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Repor
     return Obstacle.FRAGMENTED, reason, fix
 
 
+def _no_places(
+    resource: str, counts: Sequence[int], gpus: Sequence[Report], report: Report
+) -> Found:
+    """Return the free parts, in which each request has a place, and not all together."""
+    asked = " + ".join(map(str, counts))
+    reason = (
+        f"{report['offers'][resource]['free']} of {resource} are free "
+        f"({_parts(resource, gpus)}), and {asked} in its containers do not fit together"
+    )
+    return Obstacle.FRAGMENTED, reason, "request less in one of its containers"
+
+
+def _parts(resource: str, gpus: Sequence[Report]) -> str:
+    free = [(gpu["shares"][resource]["free"], gpu["index"]) for gpu in gpus]
+    return ", ".join(f"{count} on GPU {index}" for count, index in free if count)
+
+
 def _closed(gpu: Report) -> tuple[str, str] | None:
     """Return why a GPU gives no shares although they may be free, and what to do."""
     index = gpu["index"]
@@ -183,22 +199,41 @@ def _closed(gpu: Report) -> tuple[str, str] | None:
 def _fits_together(
     counts: Sequence[int], offer: Report, gpus: Sequence[Report], resource: str
 ) -> bool:
-    """Return whether the requests of all containers find a place, the largest first."""
+    """Return whether the requests of all containers find a place, the largest first.
+
+    A request above the largest GPU takes whole GPUs, and its rest a part of one as others do.
+    """
     if max(counts) > offer["largestRequest"]:
         return False
     if _rule(offer) is RequestRule.ANY:
         return True
-    parts = sorted(gpu["shares"][resource]["free"] for gpu in gpus)
-    most = max(gpu["shares"][resource]["capacity"] for gpu in gpus)
+    amounts = [gpu["shares"][resource] for gpu in gpus]
+    parts = sorted(it["free"] for it in amounts)
+    idle = sorted((it["free"] for it in amounts if it["free"] == it["capacity"]), reverse=True)
+    most = max(it["capacity"] for it in amounts)
+    rests = []
     for count in sorted(counts, reverse=True):
-        if count > most:  # it takes whole GPUs
-            continue
+        wholes = _whole_gpus(count, idle) if count > most else ()
+        for whole in wholes:
+            idle.remove(whole)
+            parts.remove(whole)
+        rests.append(count - sum(wholes))
+    for count in sorted(filter(None, rests), reverse=True):
         place = next((n for n, part in enumerate(parts) if part >= count), None)
         if place is None:
             return False
         parts[place] -= count
         parts.sort()
     return True
+
+
+def _whole_gpus(count: int, idle: Sequence[int]) -> Sequence[int]:
+    """Return the free GPUs that a request takes whole, the largest first."""
+    taken: list[int] = []
+    for size in idle:
+        if sum(taken) + size <= count:
+            taken.append(size)
+    return taken
 
 
 def _largest_ever(offer: Report, capacities: Sequence[int]) -> int:
