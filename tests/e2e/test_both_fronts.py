@@ -51,9 +51,9 @@ pools:
 """
 CLAIMS = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims"
 STARTING, FULL, WAITING = 4, 12, 3
-MAY_LOSE = 0.1
-"""The part of arrivals that may be refused, on a machine that others keep busy: 0 to 2 of 60 were.
-The aim is 1 % of 300; the test prints what it saw, and cause by cause."""
+MAY_LOSE = {40: 0.1, 300: 0.025}
+"""The part of so many arrivals that may be refused. The aim is 1 % in the long run, and 2 of 300
+were: with 3 expected, more than 7 come once in a hundred runs."""
 REFUSED_CLAIM = "resource claim refused"
 """The daemon's event of a claim that it did not prepare."""
 SETTLED_S = 60.0
@@ -217,4 +217,4 @@ def test_pods_of_both_fronts_come_and_go(
         crowd.leave(*pods)
         crowd.await_settled(gone=True)
     wait_for("leases to end", lambda: not cluster.daemon.status()["leases"], within_s=SETTLED_S)
-    assert crowd.refused <= MAY_LOSE * arrivals, (crowd.lost, crowd.refused_claims)
+    assert crowd.refused <= MAY_LOSE[arrivals] * arrivals, (crowd.lost, crowd.refused_claims)
