@@ -252,8 +252,12 @@ def test_what_fits_is_accepted(helm: str, values: str) -> None:
 @pytest.mark.parametrize("feature", list(Feature))
 def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> None:
     """Each feature brings the rights that docs/permissions.md lists for it."""
-    needed = {Feature.PODS, Feature.POD_EVENTS} if feature.startswith("janitor") else set()
-    on = {feature, *needed}
+    needed = {
+        Feature.JANITOR: {Feature.PODS, Feature.POD_EVENTS},
+        Feature.JANITOR_DRY_RUN: {Feature.PODS, Feature.POD_EVENTS},
+        Feature.FREE_LABELS: {Feature.LABELS},
+    }
+    on = {feature, *needed.get(feature, ())}
     values = ",".join(f"features.{it}={str(it in on).lower()}" for it in Feature)
     values += ",statusApi.port=0"
     rights = {
@@ -378,6 +382,7 @@ _WRITE_EVENTS = {("events", "create"), ("events", "patch")}
 _RIGHTS: Mapping[Feature, set[tuple[str, str]]] = {
     Feature.CONFIG: {("configmaps", "list"), ("configmaps", "watch")},
     Feature.LABELS: _PATCH_NODES,
+    Feature.FREE_LABELS: set(),
     Feature.NODE_FEATURE: {("nodefeatures", verb) for verb in ("get", "create", "patch", "delete")},
     Feature.TAINT: _PATCH_NODES,
     Feature.CONDITION: _PATCH_STATUS,
@@ -420,6 +425,7 @@ def test_a_surge_takes_over(helm: str) -> None:
     [
         ("config.name=a,config.map.b=c", "set one of them"),
         ("config.map.a=b,config.default=c", 'has no profile "c"'),
+        ("features.free-labels=true,features.labels=false", "set labels too"),
         ("features.janitor=true,features.pods=false", "the janitor needs pods"),
         ("features.janitor=true,admissionPolicies=false", "the janitor needs pods"),
         ("features.janitor=true,features.janitor-dry-run=true", "set one of them"),

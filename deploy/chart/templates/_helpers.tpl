@@ -117,6 +117,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- fail "webhook.certificate: with from=secret, set secret to the name of yours and caBundle to its authority" }}
 {{- end }}
 {{- end }}
+{{- if and (index .Values.features "free-labels") (not .Values.features.labels) }}
+{{- fail "features: free-labels are some of the labels: set labels too" }}
+{{- end }}
 {{- if and .Values.features.janitor (index .Values.features "janitor-dry-run") }}
 {{- fail "features: janitor deletes pods and janitor-dry-run deletes none: set one of them" }}
 {{- end }}

@@ -42,7 +42,7 @@ from metagpu.plugins.cluster.event_recorder import (
     EventRecorder,
     ObjectReference,
 )
-from metagpu.plugins.cluster.gpu_labels import Strategies
+from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
 from metagpu.plugins.cluster.janitor import Janitor
 from metagpu.plugins.cluster.label_sync import LabelSync
 from metagpu.plugins.cluster.node_comparison import NodeComparison
@@ -214,6 +214,7 @@ class Cluster:
             self.config_follower.mig_state,
             self._strategies,
             NodeFeature(client, self._node, settings.namespace),
+            shows_free=Feature.FREE_LABELS in features,
             by_nfd=Feature.NODE_FEATURE in features,
         )
         if Feature.POD_EVENTS in features:
@@ -248,13 +249,14 @@ class Cluster:
         timing = self._settings.timing
         work = {
             Feature.CONFIG: self.config_follower.reconcile,
-            Feature.LABELS: label_sync.reconcile,
             Feature.TAINT: status.remove_taint,
             Feature.CONDITION: status.reconcile_conditions,
             Feature.CORDON: self._cordons.reconcile,
         }
         for feature, reconcile in work.items():
             yield feature, Reconciler(feature, reconcile, timing)
+        interval = timing.free_labels_interval if label_sync.shows_free else None
+        yield Feature.LABELS, Reconciler("labels", label_sync.reconcile, timing, interval)
         yield (
             Feature.ALLOCATABLE,
             Reconciler("allocatable", status.lower_allocatable, timing, timing.lower_interval),
@@ -287,6 +289,8 @@ class Cluster:
                 group.start_soon(reconciler.run)
             group.start_soon(self._trigger_amounts)
             group.start_soon(self._trigger_others)
+            if Feature.FREE_LABELS in self._settings.features:
+                group.start_soon(self._trigger_free_labels)
             if self._recorder is not None and Feature.EVENTS in self._settings.features:
                 group.start_soon(
                     record_node_events,
@@ -342,6 +346,11 @@ class Cluster:
         async for _ in self._registry.watch(watched_state):
             await anyio.sleep(self._settings.timing.others_delay)
             self._trigger()
+
+    async def _trigger_free_labels(self) -> None:
+        (labels,) = (it for feature, it in self._reconcilers if feature is Feature.LABELS)
+        async for _ in self._registry.watch(free_labels):
+            labels.trigger()
 
     def _record_competing_pod(self, pod: CompetingPod) -> None:
         log.warning("competing device plugin found", program=pod.program, pod=pod.pod)

@@ -10,8 +10,9 @@ from typing import Final, TypeAlias
 
 from metagpu.core.contracts.capabilities import SharingStrategy
 from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.offers import largest_request
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.model.snapshot import Snapshot, Versions
+from metagpu.core.model.snapshot import Snapshot, Versions, free_parts
 from metagpu.plugins.cluster.label_syntax import is_valid, sanitize
 from metagpu.plugins.cluster.mig_labels import mig_labels
 
@@ -52,6 +53,17 @@ def node_labels(snapshot: Snapshot, strategies: Strategies) -> Mapping[str, str]
         **_of_versions(snapshot.versions),
         **_of_resources(snapshot),
         **mig_labels(snapshot),
+    }
+    return {name: value for name, value in labels.items() if is_valid(name, value)}
+
+
+def free_labels(snapshot: Snapshot) -> Mapping[str, str]:
+    """Return the largest request of each resource that could be placed now."""
+    labels = {
+        f"{_prefix_of(resource)}.largest-request": str(
+            largest_request(offer.rule.requests, free_parts(snapshot, offer))
+        )
+        for resource, offer in snapshot.offers.items()
     }
     return {name: value for name, value in labels.items() if is_valid(name, value)}
 
@@ -127,7 +139,7 @@ def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
     labels: dict[str, str] = {}
 
     for resource, offer in snapshot.offers.items():
-        name = f"{METAGPU_PREFIX}{resource.replace('/', '_')}"
+        name = _prefix_of(resource)
         backends = sorted({share.backend for share in offer.shares.values()})
         if backends:
             labels[f"{name}.backend"] = "_".join(backends)
@@ -137,6 +149,10 @@ def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
             if smallest >= MIB:
                 labels[f"{name}.memory"] = str(smallest // MIB)
     return labels
+
+
+def _prefix_of(resource: ResourceName) -> str:
+    return f"{METAGPU_PREFIX}{resource.replace('/', '_')}"
 
 
 def _sharing(snapshot: Snapshot, strategies: Strategies) -> tuple[int, SharingStrategy]:

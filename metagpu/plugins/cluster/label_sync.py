@@ -9,7 +9,12 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.gpu_labels import METAGPU_PREFIX, Strategies, node_labels
+from metagpu.plugins.cluster.gpu_labels import (
+    METAGPU_PREFIX,
+    Strategies,
+    free_labels,
+    node_labels,
+)
 from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.node_object import (
     KubeObject,
@@ -36,6 +41,7 @@ class LabelSync:
         strategies: the sharing strategy of each backend, by its name.
         mig_state: returns the answer to mig-manager's label, `None` for no answer.
         node_feature: the object that may carry the labels.
+        shows_free: whether there are labels about what is free.
         by_nfd: whether that object carries the labels, where NFD runs.
         missing: the labels that NFD has not put on the Node yet.
     """
@@ -45,6 +51,7 @@ class LabelSync:
     mig_state: Callable[[], str | None]
     strategies: Strategies
     node_feature: NodeFeature
+    shows_free: bool = False
     by_nfd: bool = True
     missing: frozenset[str] = frozenset()
     _conflicting: frozenset[str] = frozenset()
@@ -56,7 +63,10 @@ class LabelSync:
         node = self.patcher.node.object
         if node is None:
             return None
-        wanted, state = node_labels(self.registry.snapshot, self.strategies), self.mig_state()
+        snapshot, state = self.registry.snapshot, self.mig_state()
+        wanted = node_labels(snapshot, self.strategies)
+        if wanted and self.shows_free:
+            wanted = {**wanted, **free_labels(snapshot)}
         self._has_labels |= bool(wanted)
         recheck, former = None, _former_nfd_labels(node)
         if self._has_labels:

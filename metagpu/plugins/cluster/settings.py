@@ -32,6 +32,7 @@ class Feature(StrEnum):
 
     CONFIG = "config"
     LABELS = "labels"
+    FREE_LABELS = "free-labels"
     NODE_FEATURE = "nodefeature"
     TAINT = "taint"
     CONDITION = "condition"
@@ -46,8 +47,9 @@ class Feature(StrEnum):
 
 
 JANITORS: Final = frozenset((Feature.JANITOR, Feature.JANITOR_DRY_RUN))
-"""Features that `all` does not include: they delete."""
-ALL_FEATURES: Final = frozenset(Feature) - JANITORS
+"""The features that delete pods."""
+ALL_FEATURES: Final = frozenset(Feature) - JANITORS - {Feature.FREE_LABELS}
+"""Those of `all`: without the janitor, and without labels that change with nearly each pod."""
 
 
 class ClusterTiming(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
         backoff_first: the delay after a first failure.
         backoff_longest: the limit of that delay, which doubles with each failure.
         reconcile_interval: between two runs of a reconciler; one run covers all changes meanwhile.
+        free_labels_interval: likewise for the labels, where they follow what is free.
         lower_interval: likewise for allocatable numbers that fall: until the Node has the new
             number, the scheduler sends pods by the old one.
         others_delay: from a change to labels, conditions and whatever else may wait until these
@@ -80,6 +83,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
     backoff_first: float = 0.2
     backoff_longest: float = 60.0
     reconcile_interval: float = 0.1
+    free_labels_interval: float = 1.0
     lower_interval: float = 0.02
     others_delay: float = 0.02
     raise_delay: float = 0.1
@@ -151,6 +155,8 @@ def parse_features(text: str) -> frozenset[Feature]:
     if chosen & JANITORS and not {Feature.PODS, Feature.POD_EVENTS} <= chosen:
         problem = "the janitor watches pods and reports by Events; add pods,pod-events"
         raise ConfigError(problem, file="--cluster")
+    if Feature.FREE_LABELS in chosen and Feature.LABELS not in chosen:
+        raise ConfigError("free-labels are some of the labels; add labels", file="--cluster")
     return frozenset(chosen)
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from metagpu.core.state.facts import GpuFaulted, GpusFound, SharesOffered
-from metagpu.plugins.cluster.settings import Feature
+from metagpu.core.state.facts import GpuFaulted, GpusFound, SharesClaimed, SharesOffered
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, cluster_at_work
 from tests.rigs.build import gpu
@@ -23,6 +23,22 @@ async def test_labels_are_written_and_follow_what_is_on_offer(tmp_path: Path) ->
         it.offer(SIDE_BY_SIDE, count=3)
         await it.has_labels(nvidia_com__gpu_count="3")
         assert it.server.labels(NODE)["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
+
+
+async def test_the_largest_request_is_a_label_where_it_is_wanted(tmp_path: Path) -> None:
+    """With `free-labels` a label has what one pod can get now; without, there is none."""
+    name = "metagpu.io/cnvrg.io_metagpu.largest-request"
+    quick = ClusterTiming(free_labels_interval=0.02)
+    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.FREE_LABELS, timing=quick) as it:
+        it.offer()
+        await it.server.until(lambda: it.server.labels(NODE).get(name) == "20")
+        for gpu_state, count in zip(it.registry.snapshot.gpus.values(), (3, 7), strict=True):
+            it.registry.apply(SharesClaimed(gpu_state.shares[:count], 0))
+        await it.server.until(lambda: it.server.labels(NODE).get(name) == "7")
+
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=it.server) as it:
+        it.offer()
+        await it.server.until(lambda: name not in it.server.labels(NODE))
 
 
 async def test_labels_that_are_true_are_not_written_again(tmp_path: Path) -> None:

@@ -44,9 +44,17 @@ def test_unknown_feature_is_named() -> None:
         parse_features("all,-taints")
     assert str(refusal.value) == (
         "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
-        "nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins, "
+        "free-labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins, "
         "cordon, janitor, janitor-dry-run"
     )
+
+
+def test_labels_of_the_free_are_some_of_the_labels() -> None:
+    """They are not in `all`, as each pod changes them, and need the others."""
+    assert Feature.FREE_LABELS not in ALL_FEATURES
+    assert Feature.FREE_LABELS in parse_features("all,free-labels")
+    with pytest.raises(ConfigError, match="add labels"):
+        parse_features("events,free-labels")
 
 
 def test_a_janitor_either_deletes_or_does_not() -> None:
