@@ -44,8 +44,8 @@ def test_unknown_feature_is_named() -> None:
         parse_features("all,-taints")
     assert str(refusal.value) == (
         "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
-        "free-labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, competing-plugins, "
-        "cordon, janitor, janitor-dry-run"
+        "free-labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
+        "competing-plugins, cordon, janitor, janitor-dry-run"
     )
 
 
