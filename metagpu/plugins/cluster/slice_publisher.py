@@ -6,6 +6,7 @@ publisher watches its own slices. Loaded only where a pool has the front DRA.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -44,6 +45,8 @@ _CONFLICT: Final = 409
 _INVALID: Final = 422
 _NEEDED: Final = frozenset(("sharedCounters", "consumesCounters", "allowMultipleAllocations"))
 """Fields without which the scheduler would allocate devices that exclude each other."""
+_PROBE: Final = "-probe"
+"""The end of the names of slices that are sent by a dry run, and never stored."""
 
 log = structlog.get_logger()
 
@@ -60,12 +63,14 @@ class SliceTiming(msgspec.Struct, frozen=True):
         burst: how often as many slices may be written at once as the node has.
         rate: writes of slices of the node a second, after these.
         turns: further ones for each GPU of both fronts, whose turns are taints.
+        probe: between two questions whether the API server still drops fields.
     """
 
     edited: float = 30.0
     burst: int = 2
     rate: float = 2.0
     turns: float = 0.5
+    probe: float = 600.0
 
     def writes_of(self, states: Iterable[GpuState]) -> float:
         """Return the writes a second of a node with these GPUs."""
@@ -87,7 +92,7 @@ class SlicePublisher:
         node: the Node, which owns the slices.
         driver: returns the name of the DRA driver.
         pcie_root: returns the PCIe root complex of a GPU, `None` if unknown; blocks.
-        note_dropped: gets what the API server dropped, in words, whenever that changes.
+        note_dropped: gets what the API server dropped, in words, whenever that is something else.
         dropped: the fields that the API server dropped from what it was sent.
     """
 
@@ -104,6 +109,7 @@ class SlicePublisher:
     _roots: dict[GpuId, str | None] = field(default_factory=dict)
     _rendered: _Rendered = field(default_factory=dict)
     _written: dict[str, float] = field(default_factory=dict)
+    _probe_at: float = inf
 
     def __post_init__(self) -> None:
         self._bucket = TokenBucket(0, self.timing.rate)
@@ -143,6 +149,9 @@ class SlicePublisher:
         snapshot, node = self.registry.snapshot, self.node.object
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
+        if self.dropped and anyio.current_time() >= self._probe_at:
+            self._probe_at = anyio.current_time() + self.timing.probe
+            await self._probe_dropped(snapshot, node)
         wanted = await self._wanted(snapshot)
         self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
         self._bucket.rate = self.timing.writes_of(snapshot.gpus.values())
@@ -160,6 +169,8 @@ class SlicePublisher:
             await self._delete_leftovers(wanted.values())
         if refused:
             raise refused[0]
+        if self.dropped:
+            waits.append(self._probe_at - anyio.current_time())
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _last_written(self, specs: tuple[SliceSpec, ...]) -> float:
@@ -172,7 +183,7 @@ class SlicePublisher:
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
 
-        driver, plain = self.driver(), not _NEEDED.isdisjoint(self._dropped_names)
+        driver, plain = self.driver(), self._is_plain
         rendered = {}
         for gpu, state in snapshot.gpus.items():
             parts = (state, snapshot.offers, snapshot.versions, driver, plain)
@@ -295,23 +306,49 @@ class SlicePublisher:
                 await self._delete(name)
                 self._published.pop(pool_of(it), None)
 
+    async def _probe_dropped(self, snapshot: Snapshot, node: KubeObject) -> None:
+        """Ask by a dry run which fields are dropped now, and write again if others were.
+
+        An upgrade of the control plane turns features on. Written in earnest, devices would be
+        published for a moment that exclude each other.
+        """
+        driver, found = self.driver(), list[str]()
+        for gpu in snapshot.gpus:
+            specs = gpu_slices(snapshot, gpu, self.node.name, driver, self._roots.get(gpu))
+            for number, spec in enumerate(specs):
+                sent = slice_object(spec, number, 1, node)
+                sent["metadata"]["name"] += _PROBE
+                query = {"dryRun": "All"}
+                answer = await self.client.call("POST", SLICES, query=query, body=sent)
+                found += dropped_fields(sent["spec"], answer["spec"])
+                if not _NEEDED.isdisjoint(_last_names(found)):
+                    return
+        if set(found) != set(self.dropped):
+            self._published.clear()
+            self._set_dropped(tuple(dict.fromkeys(found)))
+
     def _set_dropped(self, dropped: tuple[str, ...]) -> None:
         if dropped == self.dropped:
             return
         self.dropped = dropped
+        self._probe_at = anyio.current_time() + self.timing.probe
+        self.reconciler.trigger()
+        if not dropped:
+            log.info("api server takes all fields of resource slices")
+            return
         log.warning("api server dropped fields of resource slices", problem=self._dropped_problem)
         self.note_dropped(self._dropped_problem)
-        self.reconciler.trigger()
 
     @property
-    def _dropped_names(self) -> frozenset[str]:
-        return frozenset(path.rpartition(".")[2] for path in self.dropped)
+    def _is_plain(self) -> bool:
+        """True if whole GPUs alone may be published."""
+        return not _NEEDED.isdisjoint(_last_names(self.dropped))
 
     @property
     def _dropped_problem(self) -> str:
         if not self.dropped:
             return ""
-        alone = "; whole GPUs alone are published" if _NEEDED & self._dropped_names else ""
+        alone = "; whole GPUs alone are published" if self._is_plain else ""
         return (
             f"the API server dropped {', '.join(self.dropped)} from ResourceSlices{alone}: use "
             "Kubernetes 1.36 or newer, with the feature gates DRAPartitionableDevices, "
@@ -328,6 +365,10 @@ class SlicePublisher:
         with self.registry.events.subscribe(LayoutApplied) as events:
             async for _ in events:
                 self.reconciler.trigger()
+
+
+def _last_names(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(path.rpartition(".")[2] for path in paths)
 
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:

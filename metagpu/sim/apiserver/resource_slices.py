@@ -31,8 +31,8 @@ class SimResourceSlices:
     dropped: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
-    def put(self, name: str, body: Object) -> Object:
-        """Create or replace a slice.
+    def put(self, name: str, body: Object, *, dry_run: bool = False) -> Object:
+        """Create or replace a slice, or return what it would be.
 
         Raises:
             ApiError: the slice is not valid, or changes what cannot be changed.
@@ -50,7 +50,7 @@ class SimResourceSlices:
             ]
             if fixed[0] != fixed[1]:
                 raise ApiError(422, "Invalid", "spec: driver, nodeName and pool.name are immutable")
-        return self.store.put(key, content)
+        return content if dry_run else self.store.put(key, content)
 
     def add_routes(self, app: web.Application) -> None:
         """Add the routes of writes and deletions."""
@@ -63,7 +63,8 @@ class SimResourceSlices:
         name = body["metadata"]["name"]
         if (_KIND, "", name) in self.store.objects:
             raise ApiError(409, "AlreadyExists", f'resourceslices "{name}" already exists')
-        return web.json_response(self.put(name, body), status=201)
+        dry_run = request.query.get("dryRun") == "All"
+        return web.json_response(self.put(name, body, dry_run=dry_run), status=201)
 
     async def _replace(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

@@ -307,6 +307,32 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
         assert len(writes(server)) == count
 
 
+async def test_an_api_server_that_gets_the_features_gets_all_devices(tmp_path: Path) -> None:
+    """A dry run asks every 10 minutes, and publishes nothing."""
+    server = SimApiServer()
+    server.resource_slices.dropped = {"sharedCounters", "taints"}
+    async with publishing(tmp_path, server=server) as it:
+        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
+        await becomes(lambda: "devices[].taints from" in _problem(it))
+        before = writes(server)
+
+        skip(601)
+        await becomes(lambda: len(writes(server)) > len(before))
+        assert writes(server)[len(before) :] == ["POST resourceslices"]
+        assert [len(slices(server, n)) for n in (0, 1)] == [1, 1]
+        assert "sharedCounters" in _problem(it)
+
+        server.resource_slices.dropped = {"taints"}
+        skip(601)
+        await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [2, 2])
+        assert "dropped devices[].taints from" in _problem(it)
+        server.resource_slices.dropped = set()
+        skip(601)
+        await server.until(lambda: taints(server, 0) == {"metagpu.io/cordoned"})
+        await becomes(lambda: not _problem(it))
+
+
 async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path: Path) -> None:
     """The pools of other GPUs are published, and the problem is reported."""
     server = SimApiServer()
