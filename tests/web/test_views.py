@@ -72,7 +72,7 @@ async def _cpu_ms(chromium: "CDPSession") -> float:
 
 
 async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
-    """Changes of a crowded node cost no long frame, and move neither focus nor scrolling."""
+    """Changes of a crowded node cost little CPU, and move neither focus nor scrolling."""
     async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
         await it.live()
         await it.page.locator("#gpu-9 button.cut").nth(4).focus()
