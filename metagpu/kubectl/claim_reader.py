@@ -51,5 +51,5 @@ async def _read_spec(viewer: ClusterViewer, ref: ClaimRef) -> Object | None:
     if found is None:
         return None
     spec: Object = found["spec"]
-    inner: Object = spec["spec"] if ref.collection == "resourceclaimtemplates" else spec
+    inner: Object = spec["spec"] if ref.is_template else spec
     return inner

@@ -31,9 +31,14 @@ class ClaimRef(msgspec.Struct, frozen=True):
     used_as: str
 
     @property
+    def is_template(self) -> bool:
+        """Return whether the claim is made for the pod, from a template."""
+        return self.collection == "resourceclaimtemplates"
+
+    @property
     def kind(self) -> str:
         """The kind of the object."""
-        return "ResourceClaim" if self.collection == "resourceclaims" else "ResourceClaimTemplate"
+        return "ResourceClaimTemplate" if self.is_template else "ResourceClaim"
 
     @property
     def path(self) -> str:

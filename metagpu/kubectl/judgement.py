@@ -1,5 +1,6 @@
 """The judgement of nodes for a pod: a pure decision over what the nodes report."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,9 @@ CLAIMS_NOT_COMPARED: Final = (
     "selectors and constraints of its claims are not compared here: read what the scheduler says"
 )
 """The advice where that pod asks by ResourceClaims."""
+_REQUESTS: Final = "requests."
+_DEVICES: Final = ".deviceclass.resource.k8s.io/devices"
+"""The names of quotas: before a resource, and behind a DeviceClass."""
 _UNSCHEDULABLE: Final = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
@@ -81,26 +85,58 @@ def what_else(demand: PodDemand) -> str:
     return CLAIMS_NOT_COMPARED if demand.claims else NOT_OUR_OBSTACLE
 
 
-def exceeded_quota(demand: PodDemand, quotas: Iterable[Report]) -> Conclusion | None:
-    """Return the quota that refuses a pod, and what to change; `None` if none does."""
+def exceeded_quota(
+    demand: PodDemand, quotas: Iterable[Report], *, is_new: bool
+) -> Conclusion | None:
+    """Return the quota that refuses a pod or its claims, `None` if none does.
+
+    Args:
+        demand: of the pod.
+        quotas: the ResourceQuotas of its namespace.
+        is_new: the pod does not exist. The shares of one that does are counted already, and its
+            claims once they are made.
+    """
+    counts = _counts(demand, is_new=is_new)
     for quota in quotas:
         status = quota.get("status") or {}
-        for resource, count in demand.totals.items():
-            key = f"requests.{resource}"
+        for key, count in counts.items():
             hard = (status.get("hard") or {}).get(key)
             used = (status.get("used") or {}).get(key, "0")
             if hard is None or not (str(hard).isdecimal() and str(used).isdecimal()):
                 continue
             if int(used) + count > int(hard):
                 name = quota["metadata"]["name"]
-                reason = (
-                    f"the quota {name} of the namespace allows {hard} of {resource}; "
-                    f"{used} are used, and the pod requests {count}"
-                )
-                left = max(0, int(hard) - int(used))
-                fix = f"request at most {left}, end pods of the namespace, or raise it"
-                return PodReason.QUOTA_EXCEEDED, reason, fix
+                return _refusal(name, key, count, hard=int(hard), used=int(used))
     return None
+
+
+def _refusal(name: str, key: str, count: int, *, hard: int, used: int) -> Conclusion:
+    """Return the sentence of a quota, of shares or of devices."""
+    what, who, end = f"of {key.removeprefix(_REQUESTS)}", "the pod requests", "end pods"
+    if key.endswith(_DEVICES):
+        what, end = f"devices of {key.removesuffix(_DEVICES)}", "delete ResourceClaims"
+        who = "claims of the pod request"
+    reason = (
+        f"the quota {name} of the namespace allows {hard} {what}; {used} are used, "
+        f"and {who} {count}"
+    )
+    fix = f"request at most {max(0, hard - used)}, {end} of the namespace, or raise it"
+    return PodReason.QUOTA_EXCEEDED, reason, fix
+
+
+def _counts(demand: PodDemand, *, is_new: bool) -> Mapping[str, int]:
+    """Return the amounts of a pod and of its new claims, by their names in a quota."""
+    counts = Counter[str]()
+    if is_new:
+        counts.update({f"{_REQUESTS}{name}": count for name, count in demand.totals.items()})
+    for request in demand.devices:
+        if request.claim in demand.new_claims:
+            # A request counts for each class of its alternatives, with the most that it may get.
+            most: dict[str, int] = {}
+            for it in request.options:
+                most[it.device_class] = max(it.count, most.get(it.device_class, 0))
+            counts.update({f"{name}{_DEVICES}": count for name, count in most.items()})
+    return counts
 
 
 def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:

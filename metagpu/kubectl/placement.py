@@ -78,7 +78,7 @@ async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
     answers = []
     for demand in demands:
         quotas = await _quotas(viewer, demand.namespace)
-        answers.append(await _judged(viewer, demand, nodes, quotas))
+        answers.append(await _judged(viewer, demand, nodes, quotas, is_new=True))
     _print(answers, args.output)
     return int(any(it.fix or _fits_nowhere(it) for it in answers))
 
@@ -98,10 +98,11 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
         sentence = f"it is bound to {demand.node}, whose kubelet has not started it yet"
         return PodAnswer(name, PodReason.STARTING, sentence, notes=_waiting(status))
 
-    answer = await _judged(viewer, demand, await _nodes(viewer), ())
+    quotas = await _quotas(viewer, demand.namespace) if demand.new_claims else ()
+    answer = await _judged(viewer, demand, await _nodes(viewer), quotas)
     if said := scheduler_says(pod):
         answer.notes.append(f"the scheduler says: {said}")
-    if answer.nodes and answer.nodes[0].obstacle is Obstacle.NONE:
+    if answer.reason is PodReason.FITS:
         answer.notes.append(what_else(demand))
     return answer
 
@@ -150,13 +151,17 @@ async def _judged(
     demand: PodDemand,
     nodes: Sequence[ClusterNode],
     quotas: Sequence[Object],
+    *,
+    is_new: bool = False,
 ) -> PodAnswer:
     claims = await read_claims(viewer, demand.claims)
     classes = claims.our_classes(it.report for it in nodes if it.report)
     demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
     judged = judge_all(demand, nodes) if demand.asks else ()
     reason, sentence, fix = (
-        claims.problem(demand.claims) or exceeded_quota(demand, quotas) or conclude(demand, judged)
+        claims.problem(demand.claims)
+        or exceeded_quota(demand, quotas, is_new=is_new)
+        or conclude(demand, judged)
     )
     return PodAnswer(f"{demand.namespace}/{demand.name}", reason, sentence, fix, nodes=judged)
 
@@ -227,7 +232,8 @@ def _read_manifest(name: str) -> Sequence[Object]:
 
 def _in_namespace(pod: Object, default: str) -> Object:
     metadata = pod.get("metadata") or {}
-    return {**pod, "metadata": {**metadata, "namespace": metadata.get("namespace") or default}}
+    namespace = metadata.get("namespace") or default
+    return {**pod, "metadata": {**metadata, "namespace": namespace}, "status": {}}
 
 
 def _fits_nowhere(answer: PodAnswer) -> bool:

@@ -9,7 +9,7 @@ class PodReason(StrEnum):
 
     - fits: a node can take the pod now.
     - fits_nowhere: each node has an obstacle; the answer has that of the nearest node.
-    - quota_exceeded: a ResourceQuota of the namespace allows fewer shares.
+    - quota_exceeded: a ResourceQuota of the namespace allows fewer shares or devices.
     - controller_refused: the API server refuses the pods of a controller, as for a quota.
     - claim_missing: a ResourceClaim of the pod, or its template, does not exist.
     - claims_unreadable: the user may not read ResourceClaims.

@@ -36,6 +36,7 @@ class PodDemand(msgspec.Struct, frozen=True):
         terms: of the required node affinity: one of them must hold; empty without an affinity.
         tolerations: as in the pod's specification.
         claims: its ResourceClaims.
+        new_claims: the names, in the pod, of those that are still to be made from a template.
         devices: what these ask metagpu for.
     """
 
@@ -47,6 +48,7 @@ class PodDemand(msgspec.Struct, frozen=True):
     terms: tuple[Object, ...] = ()
     tolerations: tuple[Object, ...] = ()
     claims: tuple[ClaimRef, ...] = ()
+    new_claims: tuple[str, ...] = ()
     devices: tuple[ClaimRequest, ...] = ()
 
     @property
@@ -70,6 +72,8 @@ def demand_of(pod: Object) -> PodDemand:
         MetagpuError: an amount is no whole number.
     """
     spec, metadata = pod.get("spec") or {}, pod.get("metadata") or {}
+    claims = claim_refs(metadata.get("namespace") or "", spec)
+    made = {it["name"] for it in (pod.get("status") or {}).get("resourceClaimStatuses") or ()}
     return PodDemand(
         metadata.get("namespace") or "",
         metadata.get("name") or metadata.get("generateName") or "",
@@ -78,7 +82,8 @@ def demand_of(pod: Object) -> PodDemand:
         spec.get("nodeSelector") or {},
         tuple(affinity.required_terms(spec)),
         tuple(spec.get("tolerations") or ()),
-        claim_refs(metadata.get("namespace") or "", spec),
+        claims,
+        tuple(it.used_as for it in claims if it.is_template and it.used_as not in made),
     )
 
 

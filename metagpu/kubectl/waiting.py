@@ -37,7 +37,7 @@ def waiting_pods(
             continue
         # The pods of a controller are alike, and of 500 nodes each is judged.
         shape = msgspec.json.encode(
-            msgspec.structs.replace(demand, namespace="", name="", claims=())
+            msgspec.structs.replace(demand, namespace="", name="", claims=(), new_claims=())
         )
         if shape not in answers:
             answers[shape] = _answer(demand, nodes)

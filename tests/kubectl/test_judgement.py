@@ -367,13 +367,56 @@ def test_quotas() -> None:
     """A quota that is used up has its sentence; one of another resource has none."""
     status = {"hard": {f"requests.{SHARES}": "50"}, "used": {f"requests.{SHARES}": "30"}}
     quota = {"metadata": {"name": "gpus"}, "status": status}
-    assert exceeded_quota(demand(20), [quota]) is None
-    found = exceeded_quota(demand(21), [quota])
+    assert exceeded_quota(demand(20), [quota], is_new=True) is None
+    assert exceeded_quota(demand(21), [quota], is_new=False) is None  # it is counted already
+    found = exceeded_quota(demand(21), [quota], is_new=True)
     assert found is not None
     reason, sentence, fix = found
     assert reason is PodReason.QUOTA_EXCEEDED
     assert "allows 50" in sentence
     assert "request at most 20" in fix
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize(
+    ("wanted", "left", "exceeded"),
+    [
+        ({"exactly": of_class("fraction", 2)}, 2, False),
+        ({"exactly": of_class("fraction", 2)}, 1, True),
+        ({"firstAvailable": [of_class("mig", 4), of_class("fraction", 2)]}, 2, False),
+        ({"firstAvailable": [of_class("mig", 4), of_class("fraction", 2)]}, 1, True),
+        ({"firstAvailable": [of_class("fraction", 1), of_class("fraction", 3)]}, 2, True),
+    ],
+)
+def test_quotas_of_devices(
+    wanted: Mapping[str, Any], left: int, *, exceeded: bool, is_new: bool
+) -> None:
+    """Devices of claims are counted by their class, once their claim is created."""
+    key = "fraction.metagpu.io.deviceclass.resource.k8s.io/devices"
+    status = {"hard": {key: "4"}, "used": {key: str(4 - left)}}
+    quota = {"metadata": {"name": "devices"}, "status": status}
+    pod = claiming(wanted)
+    assert exceeded_quota(pod, [quota], is_new=is_new) is None  # a claim by name exists
+    found = exceeded_quota(replace(pod, new_claims=("gpu",)), [quota], is_new=is_new)
+    assert (found is not None) == exceeded
+    if found is not None:
+        reason, sentence, fix = found
+        assert reason is PodReason.QUOTA_EXCEEDED
+        assert f"allows 4 devices of fraction.metagpu.io; {4 - left} are used" in sentence
+        assert f"request at most {left}, delete ResourceClaims" in fix
+
+
+def test_claims_are_new_until_the_pod_has_them() -> None:
+    """A template's claim is counted until it exists; one that the pod names is another's."""
+    claims = [
+        {"name": "a", "resourceClaimTemplateName": "t"},
+        {"name": "b", "resourceClaimTemplateName": "t"},
+        {"name": "c", "resourceClaimName": "shared"},
+    ]
+    pod = {"spec": {"resourceClaims": claims}}
+    assert demand_of(pod).new_claims == ("a", "b")
+    status = {"resourceClaimStatuses": [{"name": "a", "resourceClaimName": "pod-a-x"}]}
+    assert demand_of({**pod, "status": status}).new_claims == ("b",)
 
 
 @pytest.mark.parametrize(

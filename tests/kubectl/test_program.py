@@ -193,6 +193,17 @@ async def test_why_a_pod_with_resource_claims_waits(
         assert (status, "the largest free part" in out, "is 7 shares" in out) == (1, True, True)
 
         store = it.scene.server.store
+        key = f"{FRACTION}.deviceclass.resource.k8s.io/devices"
+        quota = {"hard": {key: "2"}, "used": {key: "2"}}
+        store.put(("resourcequotas", "default", "devices"), {"metadata": {}, "status": quota})
+        status, out, _ = await it.run("why", "small")
+        text = f"the quota devices of the namespace allows 2 devices of {FRACTION}; 2 are used"
+        assert (status, text in out) == (1, True)
+        claims = {"resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "small-gpu"}]}
+        store.merge(("pods", "default", "small"), {"status": claims}, status=True, manager="test")
+        status, out, _ = await it.run("why", "small")
+        assert (status, "quota" in out) == (1, False)
+
         store.delete(("resourceclaimtemplates", "default", "small"))
         status, out, _ = await it.run("why", "small")
         assert (status, "there is no ResourceClaimTemplate small" in out) == (1, True)
