@@ -1,18 +1,23 @@
 """`doctor` and `explain`: daemons of other nodes, by their own status."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.model.quantities import whole_number
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
 from metagpu.display.encoding import encode
 from metagpu.display.status import show_explanation
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer
+from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, Object
 
+_FORBIDDEN: Final = 403
+_GPU_LABELS: Final = ("nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present")
+"""The labels of Nodes with GPUs, by which the chart chooses its nodes."""
 _STYLES: Final[Mapping[CheckResult, str]] = {
     CheckResult.OK: "green",
     CheckResult.WARNING: "yellow",
@@ -22,13 +27,14 @@ _STYLES: Final[Mapping[CheckResult, str]] = {
 
 async def doctor(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     """Check the daemons of nodes; return 1 if a node has an error, or gives no answer."""
-    agents = await viewer.agents()
+    agents, nodes = await viewer.agents(), await _nodes(viewer, args.selector)
     if args.selector:
-        chosen = await viewer.items("/api/v1/nodes", labelSelector=args.selector)
-        names = {it["metadata"]["name"] for it in chosen}
+        names = {it["metadata"]["name"] for it in nodes}
         agents = [it for it in agents if it.node in names]
     answers = await viewer.ask(STATUS, agents)
-    found = {it.node: _checks(it) for it in answers}
+    offered = {name for it in answers if it.report for name in it.report["offers"]}
+    checked = {it.node: _checks(it) for it in answers}
+    found = dict(sorted({**checked, **_without_daemon(nodes, checked, offered)}.items()))
     if args.output in ("json", "yaml"):
         print_text(encode(_plain(found), args.output))
     else:
@@ -54,6 +60,48 @@ async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     else:
         show_explanation(answer.report, topology=args.topology)
     return 0
+
+
+async def _nodes(viewer: ClusterViewer, selector: str) -> Sequence[Object]:
+    """List Nodes; without the right to, none where no labels choose them.
+
+    Raises:
+        ClusterError: the API server refuses, or does not answer.
+    """
+    try:
+        return await viewer.items(
+            "/api/v1/nodes", **({"labelSelector": selector} if selector else {})
+        )
+    except ClusterError as error:
+        if error.status != _FORBIDDEN or selector:
+            raise
+        text = f"kubectl metagpu: nodes without a daemon are not looked for: {error.message}"
+        print(text, file=sys.stderr)  # noqa: T201 - a command line speaks so
+        return ()
+
+
+def _without_daemon(
+    nodes: Iterable[Object], checked: Collection[str], offered: Collection[str]
+) -> Mapping[str, Sequence[Diagnosis]]:
+    """Return a finding for each Node with GPUs, by labels or amounts, and no daemon."""
+    fix = (
+        "compare the node's labels and taints with the node selector, affinity and tolerations of "
+        "the DaemonSet; a daemon that is a service of the host has no pod"
+    )
+    found = {}
+    for it in nodes:
+        name, labels = it["metadata"]["name"], it["metadata"].get("labels") or {}
+        amounts = (it.get("status") or {}).get("capacity") or {}
+        signs = [f"has the label {label}" for label in _GPU_LABELS if labels.get(label) == "true"]
+        signs += [
+            f"counts {amount} of {resource}"
+            for resource, amount in amounts.items()
+            if resource in offered and whole_number(amount)
+        ]
+        if signs and name not in checked:
+            finding = f"the Node {' and '.join(signs)}, and no pod of a daemon runs there"
+            found[name] = [Diagnosis("-", CheckResult.WARNING, finding, fix)]
+    return found
 
 
 def _checks(answer: NodeAnswer) -> Sequence[Diagnosis]:

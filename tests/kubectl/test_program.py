@@ -260,6 +260,37 @@ async def test_all_daemons_are_checked_and_one_explained(
         assert (status, "does not run on a node nowhere" in err) == (1, True)
 
 
+async def test_gpu_nodes_without_a_daemon_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor` warns of Nodes with a GPU's label, or our amounts, where no daemon runs."""
+    async with cluster(tmp_path, capsys) as it:
+        server = it.scene.server
+        for name, labels, capacity in (
+            ("labelled", {"nvidia.com/gpu.present": "true", "zone": "a"}, {}),
+            ("found-by-nfd", {"feature.node.kubernetes.io/pci-10de.present": "true"}, {}),
+            ("counted", {}, {METAGPU: "20", "cpu": "64"}),
+            ("was-counted", {}, {METAGPU: "0"}),
+            ("plain", {"nvidia.com/gpu.present": "false"}, {"intel.com/qat": "1"}),
+        ):
+            content = {"metadata": {"labels": labels}, "status": {"capacity": capacity}}
+            server.store.put(("nodes", "", name), content)
+        status, out, _ = await it.run("doctor", "-o", "json")
+        found = {row["node"]: row["checks"] for row in json.loads(out[out.index("[\n") :])}
+        assert (status, set(found)) == (0, {NODE, "counted", "found-by-nfd", "labelled"})
+        [check] = found["counted"]
+        assert (check["result"], f"counts 20 of {METAGPU}" in check["finding"]) == ("warning", True)
+        assert "nvidia.com/gpu.present" in found["labelled"][0]["finding"]
+        assert "tolerations of the DaemonSet" in check["fix"]
+        status, out, _ = await it.run("doctor", "-l", "zone=a")
+        assert (status, "labelled" in out, "counted" in out) == (0, True, False)
+
+        server.denied.append(("GET", "/api/v1/nodes"))
+        status, out, err = await it.run("doctor")
+        assert (status, "1 of 1 nodes have no finding" in out) == (0, True)
+        assert "nodes without a daemon are not looked for: " in err
+
+
 async def test_a_gpu_is_cordoned_from_afar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
