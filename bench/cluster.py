@@ -8,7 +8,8 @@ from typing import Final
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from metagpu.kubectl.viewer import PORT, SELECTOR, USAGE
+from metagpu.kubectl.agent_pods import KUBELET_FOLDER, PORT, SELECTOR
+from metagpu.kubectl.viewer import USAGE
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
 
@@ -51,12 +52,18 @@ def _fill(server: SimApiServer, nodes: int, port: int) -> None:
     """Add the pod of each node's daemon, with an address of its own."""
     label, _, name = SELECTOR.partition("=")
     ports = [{"name": PORT, "containerPort": port}]
+    owner = {"kind": "DaemonSet", "name": "metagpu", "controller": True}
+    volume = {"name": "kubelet", "hostPath": {"path": KUBELET_FOLDER}}
     server.store.put(("serviceaccounts", _NAMESPACE, VIEWER), {"metadata": {}})
     for number in range(nodes):
         network, host = divmod(number, _PER_NETWORK)
         pod = {
-            "metadata": {"labels": {label: name}},
-            "spec": {"nodeName": f"node-{number:03}", "containers": [{"ports": ports}]},
+            "metadata": {"labels": {label: name}, "ownerReferences": [owner]},
+            "spec": {
+                "nodeName": f"node-{number:03}",
+                "containers": [{"ports": ports}],
+                "volumes": [volume],
+            },
             "status": {"podIP": f"127.0.{network}.{host + 1}"},
         }
         server.store.put(("pods", _NAMESPACE, f"metagpu-{number}"), pod)

@@ -13,7 +13,7 @@ SELECTOR: Final = "app.kubernetes.io/name=metagpu"
 """The label of the daemons' pods. Every user of a namespace may write it to a pod."""
 PORT: Final = "status-api"
 """The name of the containers' port."""
-_KUBELET_FOLDER: Final = "/var/lib/kubelet/device-plugins"
+KUBELET_FOLDER: Final = "/var/lib/kubelet/device-plugins"
 """The folder that every daemon mounts from its node: a constant of the kubelet's API."""
 
 
@@ -69,7 +69,7 @@ def _is_daemon(pod: Object) -> bool:
     volumes = pod["spec"].get("volumes") or ()
     paths = [(it.get("hostPath") or {}).get("path", "") for it in volumes]
     return any(it.get("controller") and it.get("kind") == "DaemonSet" for it in owners) and any(
-        it.rstrip("/") == _KUBELET_FOLDER for it in paths
+        it.rstrip("/") == KUBELET_FOLDER for it in paths
     )
 
 

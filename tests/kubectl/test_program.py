@@ -11,6 +11,7 @@ import pytest
 import yaml
 from anyio import to_thread
 
+from metagpu.kubectl.agent_pods import KUBELET_FOLDER
 from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.kubelet.kubelet import SimPod
@@ -24,7 +25,7 @@ FRACTION_DEVICES = (
 BOTH_FRONTS = QUICK.replace("    backends", "    fronts: [device-plugin, dra]\n    backends")
 AGENT = {"app.kubernetes.io/name": "metagpu"}
 DAEMON_OWNER = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "metagpu", "controller": True}
-DAEMON_VOLUMES = [{"name": "kubelet", "hostPath": {"path": "/var/lib/kubelet/device-plugins"}}]
+DAEMON_VOLUMES = [{"name": "kubelet", "hostPath": {"path": KUBELET_FOLDER}}]
 
 
 @dataclass
