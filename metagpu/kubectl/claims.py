@@ -14,6 +14,8 @@ Object = Mapping[str, Any]
 
 DRIVER: Final = "gpu.metagpu.io"
 """The driver where no daemon names another."""
+_MOST: Final = 32
+"""Devices of one claim: `AllocationResultsMaxSize` of resource.k8s.io/v1."""
 _TYPE: Final = re.compile(r"""\.type\s*==\s*['"]([\w-]+)['"]""")
 
 
@@ -51,12 +53,14 @@ class DeviceOption(msgspec.Struct, frozen=True):
 
     Attributes:
         types: the types of devices that its class selects; empty for any.
+        charged: the devices that a quota counts, which for all of a node are the most.
         amounts: what it asks for of each capacity.
     """
 
     device_class: str
     types: tuple[str, ...]
     count: int
+    charged: int
     amounts: Mapping[str, int]
 
 
@@ -140,10 +144,12 @@ def _options(request: Object, ours: Mapping[str, str]) -> Iterator[DeviceOption]
             continue  # who only looks at a GPU waits for none
         name = it["deviceClassName"]
         amounts = (it.get("capacity") or {}).get("requests") or {}
+        count = it.get("count") or 1
         yield DeviceOption(
             name,
             tuple(_TYPE.findall(f"{ours[name]}\n{_expressions(it)}")),
-            it.get("count") or 1,
+            count,
+            _MOST if it.get("allocationMode") == "All" else count,
             {each: read for each, it in amounts.items() if (read := _amount(it)) is not None},
         )
 

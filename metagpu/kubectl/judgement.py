@@ -134,7 +134,7 @@ def _counts(demand: PodDemand, *, is_new: bool) -> Mapping[str, int]:
             # A request counts for each class of its alternatives, with the most that it may get.
             most: dict[str, int] = {}
             for it in request.options:
-                most[it.device_class] = max(it.count, most.get(it.device_class, 0))
+                most[it.device_class] = max(it.charged, most.get(it.device_class, 0))
             counts.update({f"{name}{_DEVICES}": count for name, count in most.items()})
     return counts
 

@@ -383,6 +383,8 @@ def test_quotas() -> None:
     [
         ({"exactly": of_class("fraction", 2)}, 2, False),
         ({"exactly": of_class("fraction", 2)}, 1, True),
+        ({"exactly": {**of_class("fraction", 1), "allocationMode": "All"}}, 31, True),
+        ({"exactly": {**of_class("fraction", 1), "allocationMode": "All"}}, 32, False),
         ({"firstAvailable": [of_class("mig", 4), of_class("fraction", 2)]}, 2, False),
         ({"firstAvailable": [of_class("mig", 4), of_class("fraction", 2)]}, 1, True),
         ({"firstAvailable": [of_class("fraction", 1), of_class("fraction", 3)]}, 2, True),
@@ -393,7 +395,7 @@ def test_quotas_of_devices(
 ) -> None:
     """Devices of claims are counted by their class, once their claim is created."""
     key = "fraction.metagpu.io.deviceclass.resource.k8s.io/devices"
-    status = {"hard": {key: "4"}, "used": {key: str(4 - left)}}
+    status = {"hard": {key: "40"}, "used": {key: str(40 - left)}}
     quota = {"metadata": {"name": "devices"}, "status": status}
     pod = claiming(wanted)
     assert exceeded_quota(pod, [quota], is_new=is_new) is None  # a claim by name exists
@@ -402,7 +404,7 @@ def test_quotas_of_devices(
     if found is not None:
         reason, sentence, fix = found
         assert reason is PodReason.QUOTA_EXCEEDED
-        assert f"allows 4 devices of fraction.metagpu.io; {4 - left} are used" in sentence
+        assert f"allows 40 devices of fraction.metagpu.io; {40 - left} are used" in sentence
         assert f"request at most {left}, delete ResourceClaims" in fix
 
 
