@@ -180,10 +180,12 @@ class ResourceClaimRefused(msgspec.Struct, frozen=True):
 
     Attributes:
         cause: the class of the error.
+        reason: the sentence that the kubelet shows at the pods.
     """
 
     claim: ResourceClaimRef
     cause: type[RequestError]
+    reason: str = ""
 
 
 class DevicesLost(msgspec.Struct, frozen=True):

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.state.events import AllocationRefused
+from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.event_recorder import EventRecorder, ObjectReference
 from metagpu.plugins.cluster.held_gpus import Troubles, gpu_events_between, troubles_of
 from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of, standing_problems
 from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
-from metagpu.plugins.cluster.refusals import RefusalMatcher, pod_refusal_events
+from metagpu.plugins.cluster.refusals import (
+    RefusalMatcher,
+    claim_refusal_event,
+    pod_refusal_events,
+)
 
 
 async def record_node_events(
@@ -41,12 +45,16 @@ async def record_pod_events(registry: Registry, recorder: EventRecorder) -> None
 async def record_refusals(
     registry: Registry, recorder: EventRecorder, matcher: RefusalMatcher, node: str
 ) -> None:
-    """Record Events of pods that Allocate refused, and of their controllers."""
-    with registry.events.subscribe(AllocationRefused, PodsListed) as events:
+    """Record Events of refused pods, their controllers, and pods of refused claims."""
+    kinds = AllocationRefused, ResourceClaimRefused, PodsListed
+    with registry.events.subscribe(*kinds) as events:
         async for event in events:
             match event:
                 case AllocationRefused():
                     matcher.remember(event)
+                case ResourceClaimRefused():
+                    for pod in matcher.match_claim(event, registry.snapshot.pods.by_uid.values()):
+                        recorder.record(claim_refusal_event(pod, event))
                 case PodsListed(pods):
                     for pod, refusal in matcher.match(pods):
                         for data in pod_refusal_events(pod, refusal, node):

@@ -15,6 +15,7 @@ class EventReason(StrEnum):
     CONFIG_REJECTED = "ConfigRejected"
     DRIVER_UPGRADE_ENDED = "DriverUpgradeEnded"
     DRIVER_UPGRADE_UNDER_WAY = "DriverUpgradeUnderWay"
+    GPU_CLAIM_REFUSED = "GPUClaimRefused"
     GPU_CORDONED = "GPUCordoned"
     GPU_DEVICE_LOST = "GPUDeviceLost"
     GPU_DRIVER_UPGRADE = "GPUDriverUpgrade"

@@ -1,7 +1,7 @@
 """Kubernetes Events of refused requests: of the pod, its controller and the Node.
 
 Allocate names no pod. The kubelet copies the reason of a refusal into the status of the pod that it
-rejects, so the pod is found by it.
+rejects, so the pod is found by it. A ResourceClaim is named by its pods.
 """
 
 from collections import defaultdict
@@ -12,8 +12,8 @@ from typing import Final
 import anyio
 
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import ResourceName
-from metagpu.core.state.events import AllocationRefused
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName
+from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
 from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
 
@@ -21,6 +21,10 @@ REMEMBERED: Final = 16
 """Sentences of one resource and cause: the storm of another hides none of them."""
 EXPIRES: Final = 60.0
 """Seconds that a refusal waits for the status of its pod, which follows within a second or so."""
+CLAIM_LASTS: Final = 60.0
+"""Seconds after which pods hear what would help: the kubelet's own Event of a claim is at once."""
+CLAIM_FORGOTTEN: Final = 180.0
+"""Seconds without a call after which a claim counts as prepared: the kubelet repeats in 90 s."""
 
 
 def node_refusal_event(refusal: AllocationRefused, node: ObjectReference) -> EventData:
@@ -44,6 +48,20 @@ def pod_refusal_events(
         return (of_pod,)
     note = f"pod {pod.name} on node {node}: {_note(refusal)}"
     return of_pod, _event(refusal, controller, note, key)
+
+
+def claim_refusal_event(pod: KnownPod, refusal: ResourceClaimRefused) -> EventData:
+    """Return the Event of a pod that waits for a refused ResourceClaim."""
+    claim, remedy = refusal.claim.name, refusal.cause.remedy
+    return EventData(
+        ObjectReference("Pod", pod.name, pod.uid, pod.namespace),
+        EventReason.GPU_CLAIM_REFUSED,
+        f"the pod waits for ResourceClaim {claim}: " + _join(refusal.reason, remedy),
+        "Prepare",
+        warning=True,
+        key=f"{claim} {refusal.cause.__name__}",
+        minor=True,
+    )
 
 
 def controller_of(pod: KnownPod) -> ObjectReference | None:
@@ -70,6 +88,7 @@ class RefusalMatcher:
         default_factory=lambda: defaultdict(dict)
     )
     _examined: frozenset[str] | None = None
+    _claims: dict[ResourceClaimRef, tuple[float, float]] = field(default_factory=dict)
 
     def remember(self, refusal: AllocationRefused) -> None:
         """Remember a refusal until its pod is known."""
@@ -89,12 +108,28 @@ class RefusalMatcher:
         recent = self._recent() if new else []
         return [(pod, it) for pod in new if (it := _refusal_of(pod, recent)) is not None]
 
+    def match_claim(
+        self, refusal: ResourceClaimRefused, pods: Iterable[KnownPod]
+    ) -> list[KnownPod]:
+        """Return the pods of a claim that has been refused for a minute."""
+        now, claim = self.clock(), refusal.claim
+        live = {it: (a, b) for it, (a, b) in self._claims.items() if now - b <= CLAIM_FORGOTTEN}
+        since, _ = live.get(claim, (now, now))
+        self._claims = {**live, claim: (since, now)}
+        return [] if now - since < CLAIM_LASTS else [it for it in pods if _names(it, claim)]
+
     def _recent(self) -> list[AllocationRefused]:
         """Return the refusals that have not expired, the latest first."""
         since = self.clock() - EXPIRES
         found = [(at, it) for alike in self._refusals.values() for it, at in alike.items()]
         recent = sorted((each for each in found if each[0] >= since), key=lambda each: -each[0])
         return [refusal for _, refusal in recent]
+
+
+def _names(pod: KnownPod, claim: ResourceClaimRef) -> bool:
+    """Return whether a container of a pod that has not ended names a claim."""
+    named = {name for requests in pod.claims.values() for name, _ in requests}
+    return pod.namespace == claim.namespace and not pod.ended and claim.name in named
 
 
 def _refusal_of(pod: KnownPod, refusals: Iterable[AllocationRefused]) -> AllocationRefused | None:
@@ -117,4 +152,8 @@ def _event(
 
 
 def _note(refusal: AllocationRefused) -> str:
-    return "; ".join(filter(None, (refusal.reason, refusal.remedy)))
+    return _join(refusal.reason, refusal.remedy)
+
+
+def _join(reason: str, remedy: str) -> str:
+    return "; ".join(filter(None, (reason, remedy)))

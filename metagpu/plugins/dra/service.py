@@ -69,7 +69,7 @@ class DraService:
                 outcome = outcome_of(error)
                 problem = _describe(error)
                 if isinstance(error, RequestError):
-                    self._events.publish(ResourceClaimRefused(claim, type(error)))
+                    self._events.publish(ResourceClaimRefused(claim, type(error), problem))
                 answers[claim.uid] = problem
                 log.warning("resource claim refused", claim=str(claim), error=problem)
             else:

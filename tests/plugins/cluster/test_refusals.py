@@ -5,19 +5,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import pytest
 
-from metagpu.core.errors import FractionSplit, GpuUnhealthy, RequestError, TooManyReplicas
+from metagpu.core.errors import (
+    DeviceOccupied,
+    FractionSplit,
+    GpuUnhealthy,
+    RequestError,
+    TooManyReplicas,
+)
 from metagpu.core.model.pods import KnownPod, Rejection
-from metagpu.core.state.events import AllocationRefused
+from metagpu.core.model.shares import ResourceClaimRef
+from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
+from metagpu.core.state.facts import PodsListed
 from metagpu.plugins.cluster import event_recorder
 from metagpu.plugins.cluster.pods import PODS
-from metagpu.plugins.cluster.refusals import EXPIRES, RefusalMatcher, pod_refusal_events
+from metagpu.plugins.cluster.refusals import (
+    CLAIM_FORGOTTEN,
+    CLAIM_LASTS,
+    EXPIRES,
+    RefusalMatcher,
+    pod_refusal_events,
+)
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
 from tests.rigs.build import METAGPU
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 REPLICA_SET: Final = ("ReplicaSet", "train-7d9f")
 SPLIT: Final = FractionSplit(METAGPU, 60, "GPU 0: 50, GPU 1: 10", "GPU 0: 50, GPU 1: 10")
@@ -220,3 +235,60 @@ def test_examined_pods_cost_no_comparison() -> None:
     assert len(compared) == 200
     matcher.match(pods)
     assert len(compared) == 200
+
+
+CLAIM: Final = ResourceClaimRef("team", "half", "uid-1")
+OCCUPIED: Final = ResourceClaimRefused(
+    CLAIM, DeviceOccupied, str(DeviceOccupied("0", "gpu-0-fraction", 50, 40))
+)
+
+
+def naming(uid: str, namespace: str = "team", claim: str = "half", **more: Any) -> KnownPod:  # noqa: ANN401 - any field
+    """Return a pod whose container names a ResourceClaim."""
+    claims = {"main": frozenset({(claim, "gpu")})}
+    return KnownPod(uid, namespace, f"pod-{uid}", claims=claims, **more)
+
+
+async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path) -> None:
+    """Each pod that names it gets one, with what would help; the kubelet's own came at once."""
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
+        publish = it.registry.events.publish
+        it.registry.apply(
+            PodsListed(
+                (
+                    *(naming("a"), naming("b"), naming("c", claim="other"), naming("d", "alice")),
+                    naming("e", phase="Succeeded"),
+                )
+            )
+        )
+        await becomes(lambda: it.cluster.report()["connected"])
+        for _ in range(3):
+            publish(OCCUPIED)
+            await anyio.wait_all_tasks_blocked()
+            skip(CLAIM_LASTS / 2)
+        await it.server.until(lambda: len(it.server.events()) == 2)
+
+        assert sorted(seen(it.server)) == [("Pod", "pod-a", 1), ("Pod", "pod-b", 1)]
+        event = it.server.events()[0]
+        assert (event["reason"], event["type"]) == ("GPUClaimRefused", "Warning")
+        assert event["note"] == (
+            "the pod waits for ResourceClaim half: GPU 0: device gpu-0-fraction has 40 free "
+            "shares of 50 needed; it is prepared as soon as enough of them are free"
+        )
+
+
+def test_a_claim_that_was_prepared_meanwhile_is_refused_for_the_first_time() -> None:
+    """The kubelet repeats a refused call within 90 s: a longer gap is the end of a refusal."""
+    now = [0.0]
+    matcher = matcher_at_work(lambda: now[0])
+    pods = [naming("a")]
+
+    def refused_at(at: float) -> bool:
+        now[0] = at
+        return bool(matcher.match_claim(OCCUPIED, pods))
+
+    assert not refused_at(0)
+    assert refused_at(CLAIM_LASTS)
+    later = CLAIM_LASTS + CLAIM_FORGOTTEN + 1
+    assert not refused_at(later)
+    assert refused_at(later + CLAIM_LASTS)

@@ -16,6 +16,7 @@ from metagpu.core.errors import CdiError, CdiNameMissing, DriverTimeout, Provisi
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
+from metagpu.core.state.events import ResourceClaimRefused
 from metagpu.core.state.facts import (
     GpuFaulted,
     GpuRecovered,
@@ -494,7 +495,13 @@ async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) ->
     slices = node.allocate("slices", node.result(gpu(0), "timeslice"))
     async with node.running():
         assert not (await node.prepare(first))[first.uid].error
-        answers = await node.prepare(second, slices)
+        with node.registry.events.subscribe(ResourceClaimRefused) as refused:
+            answers = await node.prepare(second, slices)
+            events = aiter(refused)
+            heard = [await anext(events), await anext(events)]
+        assert {str(it.reason) for it in heard if isinstance(it, ResourceClaimRefused)} == {
+            it.error for it in answers.values()
+        }
         assert "40 free shares of 50" in answers[second.uid].error
         assert "in use by fraction" in answers[slices.uid].error
 
