@@ -299,6 +299,7 @@ async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
         raise CdiNameMissing(", ".join(gpus), "it has no device node on this machine")
 
     node.front.preparer._ensure_monitored = refuse
+    node.front.preparer.states.failed.first = 100  # it is tried again after a back-off
     async with node.running():
         assert "no device node" in (await node.prepare(claim))[claim.uid].error
         node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
