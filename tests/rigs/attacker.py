@@ -2,6 +2,7 @@
 
 python attacker.py linger SOCKET COUNT     sends COUNT descriptors whose close takes a day
 python attacker.py crowd SOCKET COUNT      calls COUNT times, and hangs up each time
+python attacker.py siege SOCKET 0          calls until it is killed, and hangs up each time
 
 It attacks once standard input has a line, prints `sent`, or `refused` where the kernel refuses, and
 stays until it is killed.
@@ -52,6 +53,15 @@ def crowd(path: str, count: int) -> None:
     signal.pause()
 
 
+def siege(path: str, _: int) -> None:
+    """Call without an end."""
+    sys.stdin.readline()
+    _report("sent")
+    while True:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(path)
+
+
 def _report(outcome: str) -> None:
     print(outcome, flush=True)  # noqa: T201
 
@@ -81,4 +91,4 @@ if __name__ == "__main__":
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    {"linger": linger, "crowd": crowd}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    {"linger": linger, "crowd": crowd, "siege": siege}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
