@@ -30,7 +30,7 @@ def _get(args: argparse.Namespace) -> int:
         if not args.watch:
             shown, answers = rows.read()
             print_text(_format(args, shown, answers, stdout_terminal()))
-            return _report_silence(answers)
+            return report_silence(answers)
         if args.output in ("json", "yaml"):
             return repeat(lambda: print_text(_format(args, *rows.read(), PLAIN, compact=True)))
         return show_live(lambda screen: _format(args, *rows.read(), screen))
@@ -51,7 +51,7 @@ def _top(args: argparse.Namespace) -> int:
             return render([*draw_top(args.kind, shown, wide=wide), *notes], screen)
 
         status = show_live(draw)
-        return _report_silence(answers) if stdout_terminal() is PLAIN else status
+        return report_silence(answers) if stdout_terminal() is PLAIN else status
 
 
 def _why(args: argparse.Namespace) -> int:
@@ -274,9 +274,8 @@ def _format(
     return render(draw_items(args.kind, rows, wide=args.output == "wide"), terminal)
 
 
-def _report_silence(answers: Sequence[NodeAnswer]) -> int:
-    """Print a line for each node without an answer; return 1 if no node answered."""
-    lines = silent_nodes(answers)
-    for line in lines:
+def report_silence(answers: Sequence[NodeAnswer]) -> int:
+    """Print the nodes without an answer, and why; return 1 if no node answered."""
+    for line in silent_nodes(answers):
         print(f"kubectl metagpu: {line}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-    return int(bool(lines) and len(lines) == len(answers))
+    return int(bool(answers) and all(it.report is None for it in answers))

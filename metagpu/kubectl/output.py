@@ -1,8 +1,12 @@
 """Output that the commands share."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from metagpu.kubectl.viewer import NodeAnswer
+
+_NAMED: Final = 5
+"""Nodes that a line names; all are in `-o json`."""
 
 
 def silent_nodes(answers: Sequence[NodeAnswer]) -> Sequence[str]:
@@ -11,7 +15,9 @@ def silent_nodes(answers: Sequence[NodeAnswer]) -> Sequence[str]:
     for it in answers:
         if it.report is None:
             same.setdefault(it.problem, []).append(it.node)
-    return [
-        f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {problem}"
-        for problem, nodes in same.items()
-    ]
+    return [f"{_named(nodes)}: {problem}" for problem, nodes in same.items()]
+
+
+def _named(nodes: Sequence[str]) -> str:
+    more = len(nodes) - _NAMED
+    return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")

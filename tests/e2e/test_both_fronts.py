@@ -51,9 +51,9 @@ pools:
 """
 CLAIMS = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims"
 STARTING, FULL, WAITING = 4, 12, 3
-MAY_LOSE = {40: 0.1, 300: 0.025}
-"""The part of so many arrivals that may be refused. The aim is 1 % in the long run, and 2 of 300
-were: with 3 expected, more than 7 come once in a hundred runs."""
+MAY_LOSE = {40: 0.1, 300: 0.04}
+"""The part of so many arrivals that may be refused, on a machine that others keep busy. The aim is
+1 % in the long run, and 2 of 300 were: with 3 expected, more than 12 come once in 50,000 runs."""
 REFUSED_CLAIM = "resource claim refused"
 """The daemon's event of a claim that it did not prepare."""
 SETTLED_S = 60.0

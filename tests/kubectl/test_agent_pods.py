@@ -10,6 +10,9 @@ import yaml
 
 from metagpu.core.errors import MetagpuError
 from metagpu.kubectl.agent_pods import SELECTOR, choose_agents
+from metagpu.kubectl.commands import report_silence
+from metagpu.kubectl.output import silent_nodes
+from metagpu.kubectl.viewer import NodeAnswer
 from metagpu.plugins.cluster.settings import VIEWER
 from tests.agent.test_status_api import NODE, SYSTEM
 from tests.kubectl.test_program import AGENT, DAEMON_OWNER, DAEMON_VOLUMES, Cluster, cluster
@@ -73,6 +76,16 @@ def test_the_manifests_pods_are_daemons() -> None:
     assert chosen.port > 0
     key, _, value = SELECTOR.partition("=")
     assert template["metadata"]["labels"][key] == value
+
+
+def test_silent_nodes_are_named() -> None:
+    """Nodes of one problem have one line with their names, of which a long list is cut."""
+    silent = [NodeAnswer(f"n{number}", None, "timed out") for number in range(9)]
+    assert list(silent_nodes([*silent[:2], NodeAnswer("good", {})])) == ["n0, n1: timed out"]
+    assert list(silent_nodes(silent)) == ["n0, n1, n2, n3, n4 and 4 more: timed out"]
+    assert report_silence(silent) == 1
+    assert report_silence([*silent, NodeAnswer("good", {})]) == 0
+    assert report_silence([]) == 0
 
 
 def test_daemons_of_several_namespaces_are_refused() -> None:

@@ -106,10 +106,12 @@ class NodeFeature:
             ClusterError: the API server does not answer, or answers something else.
         """
         same, now = labels == self.labels, anyio.current_time()
+        # Values may change with each pod; what NFD is late with are names.
+        named = self.labels is not None and labels.keys() == self.labels.keys()
         timeout = self.client.timing.nfd_timeout
-        if same and missing and self.overdue:
+        if named and missing and self.overdue:
             self.problem = self._overdue_problem(missing)
-        elif same and not missing:
+        elif named and not missing:
             self.problem = ""
         if same and (not missing or now < self._written_at + timeout):
             return True
@@ -137,7 +139,7 @@ class NodeFeature:
         except ClusterError as error:
             self._suspend(error)
             return False
-        self._changed_at, self._written_at = self._changed_at if same else now, now
+        self._changed_at, self._written_at = self._changed_at if named else now, now
         self.labels = dict(labels)
         return True
 

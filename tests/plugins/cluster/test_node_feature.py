@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu.core.state.facts import SharesOffered
+from metagpu.core.state.facts import SharesClaimed, SharesOffered, SharesReleased
 from metagpu.plugins.cluster.cluster import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -215,6 +215,24 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
         it.offer(count=3)
         await server.until(lambda: not owned(server))
         await reports(it, lambda report: not trouble(report))
+
+
+async def test_labels_that_change_all_the_time_are_patched_too(tmp_path: Path) -> None:
+    """A value that changes with each pod does not begin NFD's time again."""
+    timing = ClusterTiming(nfd_timeout=0.5, free_labels_interval=0.02)
+    features = (*BOTH, Feature.FREE_LABELS)
+    server = with_nfd(works=False)
+
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
+        it.offer()
+        shares = next(iter(it.registry.snapshot.gpus.values())).shares[:1]
+        with anyio.fail_after(30):
+            while COUNT not in owned(server):
+                it.registry.apply(SharesClaimed(shares, 0))
+                await anyio.sleep(0.05)
+                it.registry.apply(SharesReleased(shares, 0))
+                await anyio.sleep(0.05)
+        await reports(it, trouble)
 
 
 async def test_a_deleted_object_is_written_again(tmp_path: Path) -> None:
