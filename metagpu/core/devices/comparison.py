@@ -29,6 +29,22 @@ def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[s
     return list(dict.fromkeys(_missing(sent, answer, "")))
 
 
+def sent_fields(sent: Mapping[str, Any]) -> frozenset[str]:
+    """Return the paths of all fields that `dropped_fields` could name."""
+    return frozenset(_fields(sent, ""))
+
+
+def _fields(sent: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    if isinstance(sent, Mapping):
+        for key, it in sent.items():
+            if it:
+                yield (place := f"{path}.{key}" if path else key)
+                yield from _fields(it, place)
+    elif isinstance(sent, list | tuple):
+        for it in sent:
+            yield from _fields(it, f"{path}[]")
+
+
 def _missing(sent: Any, answer: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
     if isinstance(sent, Mapping) and isinstance(answer, Mapping):
         for key, it in sent.items():

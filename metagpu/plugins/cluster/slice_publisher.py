@@ -35,6 +35,7 @@ from metagpu.plugins.cluster.resource_slices import (
     slice_name,
     slice_object,
 )
+from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed
 from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
@@ -43,10 +44,6 @@ if TYPE_CHECKING:
 _NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
 _INVALID: Final = 422
-_NEEDED: Final = frozenset(("sharedCounters", "consumesCounters", "allowMultipleAllocations"))
-"""Fields without which the scheduler would allocate devices that exclude each other."""
-_PROBE: Final = "-probe"
-"""The end of the names of slices that are sent by a dry run, and never stored."""
 
 log = structlog.get_logger()
 
@@ -149,9 +146,6 @@ class SlicePublisher:
         snapshot, node = self.registry.snapshot, self.node.object
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
-        if self.dropped and anyio.current_time() >= self._probe_at:
-            self._probe_at = anyio.current_time() + self.timing.probe
-            await self._probe_dropped(snapshot, node)
         wanted = await self._wanted(snapshot)
         self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
         self._bucket.rate = self.timing.writes_of(snapshot.gpus.values())
@@ -170,6 +164,9 @@ class SlicePublisher:
         if refused:
             raise refused[0]
         if self.dropped:
+            if anyio.current_time() >= self._probe_at:
+                self._probe_at = anyio.current_time() + self.timing.probe
+                await self._probe_dropped(snapshot, node)
             waits.append(self._probe_at - anyio.current_time())
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -307,25 +304,27 @@ class SlicePublisher:
                 self._published.pop(pool_of(it), None)
 
     async def _probe_dropped(self, snapshot: Snapshot, node: KubeObject) -> None:
-        """Ask by a dry run which fields are dropped now, and write again if others were.
+        """Ask by a dry run which fields are still dropped; write again if fewer are.
 
         An upgrade of the control plane turns features on. Written in earnest, devices would be
         published for a moment that exclude each other.
         """
-        driver, found = self.driver(), list[str]()
-        for gpu in snapshot.gpus:
-            specs = gpu_slices(snapshot, gpu, self.node.name, driver, self._roots.get(gpu))
-            for number, spec in enumerate(specs):
-                sent = slice_object(spec, number, 1, node)
-                sent["metadata"]["name"] += _PROBE
-                query = {"dryRun": "All"}
-                answer = await self.client.call("POST", SLICES, query=query, body=sent)
-                found += dropped_fields(sent["spec"], answer["spec"])
-                if not _NEEDED.isdisjoint(_last_names(found)):
-                    return
-        if set(found) != set(self.dropped):
+        driver, name = self.driver(), self.node.name
+        slices = (
+            slice_object(spec, number, 1, node)
+            for gpu in snapshot.gpus
+            for number, spec in enumerate(
+                gpu_slices(snapshot, gpu, name, driver, self._roots.get(gpu))
+            )
+        )
+        try:
+            still = await find_still_dropped(self.client, slices, self.dropped)
+        except ClusterError as error:  # the slices themselves are published
+            log.info("resource slices not sent by a dry run", error=str(error))
+            return
+        if still != self.dropped:
             self._published.clear()
-            self._set_dropped(tuple(dict.fromkeys(found)))
+            self._set_dropped(still)
 
     def _set_dropped(self, dropped: tuple[str, ...]) -> None:
         if dropped == self.dropped:
@@ -342,7 +341,7 @@ class SlicePublisher:
     @property
     def _is_plain(self) -> bool:
         """True if whole GPUs alone may be published."""
-        return not _NEEDED.isdisjoint(_last_names(self.dropped))
+        return has_needed(self.dropped)
 
     @property
     def _dropped_problem(self) -> str:
@@ -365,10 +364,6 @@ class SlicePublisher:
         with self.registry.events.subscribe(LayoutApplied) as events:
             async for _ in events:
                 self.reconciler.trigger()
-
-
-def _last_names(paths: Iterable[str]) -> frozenset[str]:
-    return frozenset(path.rpartition(".")[2] for path in paths)
 
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:

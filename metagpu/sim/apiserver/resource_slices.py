@@ -25,11 +25,13 @@ class SimResourceSlices:
     Attributes:
         dropped: the fields of features that are off, as `consumesCounters`.
         refused: the pools whose slices are not valid.
+        dry_runs: whether every webhook of slices supports dry runs.
     """
 
     store: ObjectStore
     dropped: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
+    dry_runs: bool = True
 
     def put(self, name: str, body: Object, *, dry_run: bool = False) -> Object:
         """Create or replace a slice, or return what it would be.
@@ -64,6 +66,8 @@ class SimResourceSlices:
         if (_KIND, "", name) in self.store.objects:
             raise ApiError(409, "AlreadyExists", f'resourceslices "{name}" already exists')
         dry_run = request.query.get("dryRun") == "All"
+        if dry_run and not self.dry_runs:
+            raise ApiError(400, "BadRequest", 'admission webhook "a" does not support dry run')
         return web.json_response(self.put(name, body, dry_run=dry_run), status=201)
 
     async def _replace(self, request: web.Request) -> web.StreamResponse:

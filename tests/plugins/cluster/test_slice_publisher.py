@@ -333,6 +333,42 @@ async def test_an_api_server_that_gets_the_features_gets_all_devices(tmp_path: P
         await becomes(lambda: not _problem(it))
 
 
+async def test_a_field_that_no_slice_has_now_is_still_dropped(tmp_path: Path) -> None:
+    """A dry run has each field that was dropped: an uncordoned GPU shows nothing about taints."""
+    server = SimApiServer()
+    server.resource_slices.dropped = {"taints"}
+    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as it:
+        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await becomes(lambda: "devices[].taints from" in _problem(it))
+        it.registry.apply(GpuUncordoned(UUIDS[0], 1))
+        before = writes(server)
+
+        skip(601)
+        await becomes(lambda: len(writes(server)) >= len(before) + 2)
+        it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
+        await becomes(lambda: writes(server)[-1].endswith(f"{UUIDS[1].lower()}-01"))
+        assert "devices[].taints from" in it.cluster.report()["resourceSlices"]["dropped"]
+        assert writes(server)[len(before) : -1] == ["POST resourceslices"] * 2
+
+
+async def test_an_api_server_without_dry_runs_gets_slices(tmp_path: Path) -> None:
+    """A webhook may refuse every dry run: that is no fault of the slices, which come first."""
+    server = SimApiServer()
+    server.resource_slices.dropped, server.resource_slices.dry_runs = {"taints"}, False
+    async with publishing(tmp_path, server=server) as it:
+        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await becomes(lambda: "devices[].taints from" in _problem(it))
+        before = writes(server)
+        skip(601)
+        it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
+        await becomes(lambda: len(writes(server)) >= len(before) + 2)
+        first, second = writes(server)[len(before) :]
+        assert first.startswith("PUT ")
+        assert second == "POST resourceslices"
+        await anyio.wait_all_tasks_blocked()
+        assert "devices[].taints from" in it.cluster.report()["resourceSlices"]["dropped"]
+
+
 async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path: Path) -> None:
     """The pools of other GPUs are published, and the problem is reported."""
     server = SimApiServer()
