@@ -2,16 +2,17 @@
 
 The account is the node's: which containers run, and with which shares. The kubelet of this test
 keeps nothing but what a kubelet keeps, and forgets it as one does. The daemon is the real registry,
-service and follower of leases, on a clock that the test turns.
+service and follower of leases, with the real backend `mig` on a GPU that has the account too: it
+knows which MIG devices are used when one is destroyed. All are on a clock that the test turns.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, count
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import pytest
 from anyio import to_thread
@@ -26,10 +27,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from metagpu.backends.common.mps_daemon.control import leftover_devices
 from metagpu.core.errors import RequestError
+from metagpu.core.grants.injection import VISIBLE_DEVICES
+from metagpu.core.layout.backend_runner import BackendRunner
+from metagpu.core.model.mig import is_mig, slot_of
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
+from metagpu.core.runtime.files import file_identity
 from metagpu.core.state.events import CheckpointRequested
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
@@ -42,19 +48,36 @@ from metagpu.plugins.kubelet.pb import v1, v1beta1
 from metagpu.plugins.kubelet.pod_list import parse_leases
 from metagpu.plugins.kubelet.pod_resources import LeaseFollower
 from metagpu.plugins.kubelet.timing import TIMING
+from metagpu.sim.machine.programs import sim_daemons
+from metagpu.testing.node import RecordedPrograms
+from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import gpu, layout_of
+from tests.rigs.mig_board import BoardDriver, MigBoard
 
-GPUS: Final = (gpu(0), gpu(1))
+if TYPE_CHECKING:
+    from metagpu.core.contracts.driver import Driver
+
+TaskT = TypeVar("TaskT")
+
+KEEP_WARM: Final = 10
+"""The seconds after which an idle MIG instance is removed."""
+MIG_GPU: Final = mig_gpu(2)
+GPUS: Final = (gpu(0), gpu(1), MIG_GPU)
 LAYOUT: Final = layout_of(
     *GPUS,
-    text="""
+    text=f"""
 version: metagpu/v1
 pools:
   - name: all
+    gpus: {{index: "0-1"}}
     backends:
-      - {backend: fraction, sharesPerGpu: 3}
-      - {backend: timeslice, replicas: 2, resource: x.y/slices}
-      - {backend: whole}
+      - {{backend: fraction, sharesPerGpu: 3}}
+      - {{backend: timeslice, replicas: 2, resource: x.y/slices}}
+      - {{backend: whole}}
+  - name: mig
+    gpus: {{index: 2}}
+    backends:
+      - {{backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb], keepWarm: {KEEP_WARM}s}}
 """,
 )
 SHARES: Final = {share.id: share for share in LAYOUT.shares}
@@ -69,10 +92,11 @@ UNREADABLE: Final = {
 
 @dataclass(eq=False)
 class Pod:
-    """A pod of the node, and the shares that each of its containers got."""
+    """A pod of the node, and the shares and MIG devices that its containers got."""
 
     uid: str
     containers: dict[str, tuple[ResourceName, tuple[ShareId, ...]]] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
 
     @property
     def shares(self) -> list[Share]:
@@ -144,6 +168,51 @@ class Kubelet:
         return v1.PodResources(name=uid, namespace="team", containers=containers)
 
 
+class Admission(NamedTuple):
+    """An admission of a pod.
+
+    Attributes:
+        resources: the resource of each container.
+        size: the number of shares of each.
+        wait: seconds after each answer of the daemon.
+        how: how PodResources answers meanwhile.
+        restart: how the daemon ends and starts again meanwhile: while it creates a MIG instance,
+            or else after its first answer.
+        blind: the first of the free shares that a kubelet takes which has neither the newest list
+            nor a preference.
+        pause: seconds before each request.
+        turns: the turns of the event loop after the pause, and before a restart: the daemon is in
+            the middle of its work then.
+    """
+
+    resources: list[ResourceName]
+    size: int
+    wait: float
+    how: str
+    restart: str
+    blind: int | None
+    pause: float
+    turns: int
+
+
+MIG_RESOURCES: Final = [it for it in LAYOUT.backends if "mig" in it]
+
+
+def admissions_of(resources: Collection[ResourceName]) -> st.SearchStrategy[Admission]:
+    """Return admissions of pods that want some of these resources."""
+    return st.builds(
+        Admission,
+        resources=st.lists(st.sampled_from(list(resources)), min_size=1, max_size=2),
+        size=st.sampled_from((1, 1, 2)),
+        wait=st.sampled_from((0.0, 0.0, 6.0, 60.0)),
+        how=st.sampled_from(("", "", *UNREADABLE)),
+        restart=st.sampled_from(("", "", "", "", "stop", "kill")),
+        blind=st.sampled_from((None, None, None, 0, 3, 8, 13)),
+        pause=st.sampled_from((0.0, 0.0, KEEP_WARM)),
+        turns=st.integers(0, 40),
+    )
+
+
 def _ids(held: Mapping[str, tuple[ResourceName, tuple[ShareId, ...]]]) -> Iterator[ShareId]:
     for _, ids in held.values():
         yield from ids
@@ -165,6 +234,7 @@ class Schedules(RuleBasedStateMachine):
         self.pods: dict[str, Pod] = {}
         self.pods["a-proxy"] = Pod("a-proxy")  # every node has such pods
         self.kubelet = Kubelet(self.pods)
+        self.board = MigBoard(MIG_GPU, self.used_devices)
         self.answer: bytes | None = None
         self.readable = True
         self.follows_api = False
@@ -173,6 +243,7 @@ class Schedules(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Close the loop, and set the time of day right."""
+        self.stop_daemon(kill=True)
         self.runner.close()
         type(self).wall = 0.0
 
@@ -181,36 +252,42 @@ class Schedules(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         """Start a kubelet, and the daemon."""
-        self.start_daemon("")
+        self.start_daemon("", kill=True, backends_first=True)
 
-    @rule(
-        resources=st.lists(st.sampled_from(list(LAYOUT.backends)), min_size=1, max_size=2),
-        size=st.sampled_from((1, 1, 2)),
-        wait=st.sampled_from((0.0, 0.0, 6.0, 60.0)),
-    )
-    def admit(self, resources: list[ResourceName], size: int, wait: float) -> None:
+    @rule(its=admissions_of(LAYOUT.backends))
+    def admit(self, its: Admission) -> None:
         """Admit a pod, whose containers wait for each other's devices."""
+        self.restart = its.restart
         self.readmit()
         pod = Pod(next(self.names))
         self.list_pods(pod.uid)  # the kubelet knows it from there
         self.kubelet.pending = pod.uid
-        for number, resource in enumerate(resources):
+        self.kubelet.release_ended()  # of the pod of the last admission too
+        for number, resource in enumerate(its.resources):
             name = f"c{number}"
-            ids = self.allocate(resource, size)
-            if ids is None:  # the pod has failed
+            granted = self.allocate(resource, its)
+            if granted is None:  # the pod has failed
                 self.pods_in_admission = None
                 self.unreported.append(pod.uid)
                 return
+            ids, devices = granted
             pod.containers[name] = resource, ids
+            pod.devices += devices
             self.kubelet.memory.setdefault(pod.uid, {})[name] = resource, ids
             self.kubelet.write()
             # From here on the pod keeps these shares, though nobody lists it yet.
             self.pods_in_admission = pod
-            for _ in range(int(wait / 2)):
-                self.look("", 2)
+            self.restart_if_due(its.how)
+            for _ in range(int(its.wait / 2)):
+                self.look(its.how, 2)
         self.pods_in_admission = None
         self.pods[pod.uid] = pod
         self.kubelet.admitted.add(pod.uid)
+
+    @rule(its=admissions_of(MIG_RESOURCES))
+    def admit_with_instances(self, its: Admission) -> None:
+        """Admit a pod with MIG instances."""
+        self.admit(its)
 
     @precondition(lambda self: len(self.pods) > 1)
     @rule(data=st.data())
@@ -232,6 +309,11 @@ class Schedules(RuleBasedStateMachine):
         """Turn the clock while the daemon looks at the kubelet, which answers or does not."""
         for _ in range(times):
             self.look(how, 2)
+
+    @rule(seconds=st.sampled_from((0.0, 3.0, 20.0)))
+    def slow_down(self, seconds: float) -> None:
+        """Slow the driver down; a creation of 20 s misses its deadline."""
+        self.board.delay = seconds
 
     @rule(seconds=st.sampled_from((3600.0, -3600.0)))
     def step_clock(self, seconds: float) -> None:
@@ -258,12 +340,20 @@ class Schedules(RuleBasedStateMachine):
         self.kubelet.pending = uid
 
     @precondition(lambda self: self.knows_all)
-    @rule(how=st.sampled_from(("", *UNREADABLE)))
-    def start_daemon(self, how: str) -> None:
-        """Start the daemon, again or for the first time; it looks before it offers."""
+    @rule(how=st.sampled_from(("", *UNREADABLE)), kill=st.booleans(), backends_first=st.booleans())
+    def start_daemon(self, how: str, *, kill: bool, backends_first: bool) -> None:
+        """Start the daemon, again or for the first time; it looks before it offers.
+
+        Its backends may read the GPUs before it has looked.
+        """
+        self.stop_daemon(kill=kill)
         self.registry = Registry()
         self.registry.apply(GpusFound(GPUS, at=0))
-        self.registry.apply(LAYOUT.offer_fact)
+        self.driver = BoardDriver(self.board)
+        backends = BackendRunner(
+            self.registry, cast("Driver", self.driver), RecordedPrograms(), sim_daemons()
+        )
+        backends.apply(LAYOUT)
         self.services = {
             name: DevicePluginService(name, self.registry, LAYOUT.backends.__getitem__)
             for name in LAYOUT.backends
@@ -272,20 +362,27 @@ class Schedules(RuleBasedStateMachine):
             self.registry, Path("socket"), directory=Path("folder"), node="node-1"
         )
         self.list_pods()
+        if backends_first:
+            self.running = self.run_beside(backends.run())
         self.look(how, 0)
+        if not backends_first:
+            self.running = self.run_beside(backends.run())
         self.register()
 
     @rule()
     def settle(self) -> None:
-        """Repair everything: within some minutes nothing is held but what is used."""
+        """Repair everything: within some minutes nothing is held or exists but what is used."""
         self.readmit()
+        self.board.delay = 0
         self.kubelet.pending = ""  # a pod without devices was admitted
         used = {it.id for pod in self.pods.values() for it in pod.shares}
         for _ in range(100):
             self.look("", 2)
-            if self.leases.keys() == used:
+            devices, there = self.used_devices(), self.board.devices
+            whole = len(self.board.instances) == len(there)
+            if self.leases.keys() == used and set(there) == set(devices) and whole:
                 return
-        raise AssertionError(self.leases.keys() ^ used)
+        raise AssertionError(self.leases.keys() ^ used, self.board.instances, self.used_devices())
 
     # --- what must be true -----------------------------------------------------------------------
 
@@ -302,10 +399,26 @@ class Schedules(RuleBasedStateMachine):
         used = {share.id for pod in self.pods.values() for share in pod.shares}
         assert used <= self.leases.keys()
 
+    @invariant()
+    def no_mig_device_is_taken_from_a_pod(self) -> None:
+        """Check that each device of a running pod exists, where its share says, for it alone."""
+        assert not self.board.taken
+        devices, there = self.used_devices(), self.board.devices
+        assert len(devices) == len(set(devices))
+        shares = [share.id for pod in self.pods.values() for share in pod.shares]
+        assert sorted(there[it] for it in devices) == sorted(map(slot_of, filter(is_mig, shares)))
+
     # --- the node --------------------------------------------------------------------------------
 
     pods_in_admission: Pod | None = None
     started: float = 0.0
+    restart: str = ""
+    running: asyncio.Task[None] | None = None
+
+    def used_devices(self) -> list[str]:
+        """Return the MIG devices that running pods and the one in admission have got."""
+        pods = (*self.pods.values(), self.pods_in_admission)
+        return [it for pod in pods if pod is not None for it in pod.devices]
 
     @property
     def leases(self) -> dict[ShareId, object]:
@@ -368,29 +481,78 @@ class Schedules(RuleBasedStateMachine):
         assert pod is None or {it.id for it in pod.shares} <= self.leases.keys()
 
     async def _look(self) -> None:
+        await _until_all_wait()
         with self.registry.events.subscribe(CheckpointRequested, depth=1) as requests:
             await self.follower.look()
             self.registry.events.publish(CheckpointRequested())  # it displaces an earlier one
             if requests.lost:
                 self.kubelet.write()
+        await _until_all_wait()
 
-    def allocate(self, resource: ResourceName, size: int) -> tuple[ShareId, ...] | None:
-        """Choose shares as the kubelet does, and ask for them; `None` if that fails."""
+    def run_beside(self, work: Coroutine[Any, Any, TaskT]) -> asyncio.Task[TaskT]:
+        """Start a task of the daemon, which goes on whenever the loop runs."""
+        task = self.runner.get_loop().create_task(work)
+        self.runner.run(_until_all_wait())
+        return task
+
+    def stop_daemon(self, *, kill: bool) -> None:
+        """End the daemon, if there is one, in the middle of its work or in good order."""
+        if self.running is None:
+            return
+        if kill:
+            self.driver.kill()
+        self.running.cancel()
+        self.runner.run(_until_all_wait())
+        while not self.running.done():
+            self.now += 1
+            self.runner.run(_until_all_wait())
+
+    def restart_if_due(self, how: str) -> bool:
+        """Start the daemon again if the present admission has that; return whether it had."""
+        due, self.restart = self.restart if self.knows_all else "", ""
+        if due:
+            self.start_daemon(how, kill=due == "kill", backends_first=True)
+        return bool(due)
+
+    def allocate(
+        self, resource: ResourceName, its: Admission
+    ) -> tuple[tuple[ShareId, ...], list[str]] | None:
+        """Choose shares as the kubelet does, and ask for them; `None` if that fails.
+
+        Returns the shares, and the MIG devices that the answer names.
+        """
+        self.now += its.pause
+        self.runner.run(_run_turns(its.turns))
         service = self.services[resource]
         view = wire.DeviceList(resource)
         listed = v1beta1.ListAndWatchResponse.parse(view.encode(view.view(self.registry.snapshot)))
         healthy = {device.id for device in listed.devices if device.health == "Healthy"}
-        free = [i for i in self.kubelet.free(resource) if i in healthy]
-        if len(free) < size:
+        free = self.kubelet.free(resource)
+        if its.blind is None:
+            free = [i for i in free if i in healthy]
+        if len(free) < its.size:
             return None
-        chosen = tuple(map(ShareId, service.chooser.choose(PreferredAllocation(free, (), size))))
+        if its.blind is None:
+            preferred = service.chooser.choose(PreferredAllocation(free, (), its.size))
+        else:
+            preferred = [free[(its.blind + number) % len(free)] for number in range(its.size)]
+        chosen = tuple(map(ShareId, preferred))
         container = v1beta1.ContainerAllocateRequest(devices_ids=list(chosen))
         request = bytes(v1beta1.AllocateRequest(container_requests=[container]))
+        call = self.runner.get_loop().create_task(service._allocate(request))
+        self.runner.run(_run_turns(its.turns))
+        while not call.done():
+            if self.restart_if_due(its.how):
+                call.cancel()
+                self.runner.run(_until_all_wait())
+                return None
+            self.look(its.how, 0.5)
         try:
-            self.runner.run(service._allocate(request))
+            answer = v1beta1.AllocateResponse.parse(call.result())
         except RequestError:
             return None
-        return chosen
+        names = answer.container_responses[0].envs.get(VISIBLE_DEVICES, "").split(",")
+        return chosen, [it for it in names if it.startswith("MIG-")]
 
     # --- what the daemon reads -------------------------------------------------------------------
 
@@ -403,6 +565,20 @@ class Schedules(RuleBasedStateMachine):
         return parse_leases(self.kubelet.list_pods(), asked)
 
 
+async def _run_turns(turns: int) -> None:
+    """Run as many turns of the loop."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def _until_all_wait() -> None:
+    """Run all tasks until each waits, for an event or for the clock."""
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(0)
+    while loop._ready:  # type: ignore[attr-defined]  # noqa: ASYNC110 - the loop has no event of it
+        await asyncio.sleep(0)
+
+
 @pytest.fixture
 def on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what the follower of leases reads by the present schedule's kubelet."""
@@ -412,8 +588,12 @@ def on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run_sync(work: Callable[..., object], *_: object) -> object:
         kubelet = Schedules.present.kubelet
-        is_file = work is read_allocated_ids
-        return kubelet.file if is_file else (0, 0, kubelet.process)
+        answers = {
+            read_allocated_ids: kubelet.file,
+            file_identity: (0, 0, kubelet.process),
+            leftover_devices: (),
+        }
+        return answers[work]
 
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + Schedules.wall)
@@ -428,7 +608,7 @@ def test_no_schedule_gives_a_held_share_away() -> None:
     run_state_machine_as_test(
         Schedules,
         settings=settings(
-            max_examples=settings().max_examples // 4,
+            max_examples=settings().max_examples // 2,
             stateful_step_count=40,
             report_multiple_bugs=False,
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
