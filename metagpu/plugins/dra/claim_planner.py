@@ -1,15 +1,16 @@
 """The choice of shares for the devices that a ResourceClaim was allocated. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, shared_device
-from metagpu.core.errors import DeviceOccupied, RequestError
+from metagpu.core.errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.plugins.dra.parts import Part, is_shared
+from metagpu.plugins.dra.parts import Part, by_request, is_shared
 from metagpu.plugins.dra.resource_claim import AllocatedDevice
 from metagpu.plugins.dra.waiting import becomes_free_soon
 from metagpu.plugins.kubelet.availability import refuse_unavailable
@@ -43,13 +44,14 @@ class ClaimPlanner:
         """Choose shares for all results; return those that the claim has already too.
 
         Raises:
-            RequestError: some of them cannot be had now.
+            RequestError: some of them cannot be had now, or not by one container together.
         """
         own = {share.id: share for share in leased_shares(claim.uid, snapshot)}
         parts: list[Part] = []
         for result in results:
             taken = {share.id for part in parts for share in part.shares}
             parts.append(self._choose(result, snapshot, own, taken))
+        self._check_together(parts, snapshot)
         return parts, own
 
     def _device(self, result: AllocatedDevice, snapshot: Snapshot) -> Device:
@@ -93,6 +95,17 @@ class ClaimPlanner:
         elif isinstance(backend, SharesClaims):
             backend.check_settings(result.sharing.settings, result.sharing.field)
         return Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
+
+    def _check_together(self, parts: Iterable[Part], snapshot: Snapshot) -> None:
+        """Refuse devices of one request that one container cannot have together.
+
+        A fraction of several GPUs is no mistake here: the claim asked for several devices.
+        """
+        for (_, resource), together in by_request(parts).items():
+            if len(together) > 1 and not together[0].is_shared:
+                shares = [share for part in together for share in part.shares]
+                with suppress(FractionSplit):
+                    self._backend(resource).check(shares, snapshot)
 
     def ends_soon(
         self, claim: ResourceClaimRef, results: Sequence[AllocatedDevice], now: Snapshot

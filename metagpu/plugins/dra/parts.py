@@ -4,6 +4,9 @@ The claim's parameters may ask for a whole GPU to be shared; then a part has all
 backend of this way of sharing has of the GPU.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
 import msgspec
 
 from metagpu.core.contracts.backend import Backend
@@ -11,7 +14,7 @@ from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.claim_device import ClaimDevice
-from metagpu.core.model.shares import Share
+from metagpu.core.model.shares import ResourceName, Share
 from metagpu.plugins.dra.resource_claim import AllocatedDevice
 
 
@@ -41,6 +44,16 @@ class Part(msgspec.Struct, frozen=True):
 def is_shared(result: AllocatedDevice, device: Device) -> bool:
     """Return whether a device is of the backend that the parameters of its claim name."""
     return result.sharing is not None and result.sharing.backend == device.backend
+
+
+def by_request(
+    parts: Iterable[Part],
+) -> Mapping[tuple[str, ResourceName], Sequence[Part]]:
+    """Return parts by their request and resource: a container gets those together."""
+    found = defaultdict[tuple[str, ResourceName], list[Part]](list)
+    for part in parts:
+        found[part.result.main_request, part.device.resource].append(part)
+    return found
 
 
 def with_settings(grant: Grant, backend: Backend, settings: str) -> Grant:

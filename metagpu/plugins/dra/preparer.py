@@ -3,7 +3,6 @@
 A claim that is prepared has its leases until it is unprepared, whatever its containers do.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -13,13 +12,12 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.errors import (
     ClusterError,
-    FractionSplit,
     ProvisioningLasts,
     RequestError,
     ResourceClaimUnusable,
 )
 from metagpu.core.model.claim_sharing import ReadSharing
-from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName, ShareId
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.admin_access import (
     EnsureMonitored,
@@ -32,7 +30,7 @@ from metagpu.plugins.dra.claim_files import ClaimFiles
 from metagpu.plugins.dra.claim_leases import ClaimLeases
 from metagpu.plugins.dra.claim_planner import ClaimPlanner
 from metagpu.plugins.dra.claim_states import ClaimStates
-from metagpu.plugins.dra.parts import Part, with_settings
+from metagpu.plugins.dra.parts import Part, by_request, with_settings
 from metagpu.plugins.dra.resource_claim import (
     Allocation,
     ReadResourceClaim,
@@ -241,15 +239,10 @@ class ClaimPreparer:
         variable has one value. So has the whole claim.
         """
         grants: dict[str, Grant] = {}
-        requests: dict[tuple[str, ResourceName], list[Part]] = defaultdict(list)
-        for part in parts:
-            requests[part.result.main_request, part.device.resource].append(part)
         base: dict[str, tuple[str, ...]] = {}
-        for (_, resource), together in requests.items():
+        for (_, resource), together in by_request(parts).items():
             backend = self._backend(resource)
             shares = [share for part in together for share in part.shares]
-            if len(together) > 1 and not together[0].is_shared:
-                self._check_together(backend, shares)
             grant = await grant_shares(
                 shares,
                 backend,
@@ -272,16 +265,6 @@ class ClaimPreparer:
         if is_joint(names.values()):
             devices.append(whole_claim_device(claim.uid, devices[0]))
         return tuple(devices)
-
-    def _check_together(self, backend: Backend, shares: Sequence[Share]) -> None:
-        """Refuse devices of one request that one container cannot have together.
-
-        A fraction of several GPUs is no mistake here: the claim asked for several devices.
-        """
-        try:
-            backend.check(shares, self._registry.snapshot)
-        except FractionSplit:
-            return
 
     @staticmethod
     def _prepared_device(

@@ -16,8 +16,9 @@ from metagpu.core.errors import CdiError, CdiNameMissing, DriverTimeout, Provisi
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
-from metagpu.core.state.events import ResourceClaimRefused
+from metagpu.core.state.events import LayoutApplied, ResourceClaimRefused
 from metagpu.core.state.facts import (
+    BackendResumed,
     GpuFaulted,
     GpuRecovered,
     KubeletStarted,
@@ -28,7 +29,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.grpc_client import UnixChannel
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
 from metagpu.plugins.kubelet.pb import v1alpha1
-from tests.plugins.dra.rig import DRIVER, DraNode, variable
+from tests.plugins.dra.rig import CONFIG, DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
 from tests.rigs import waiting as polling
 from tests.rigs.mig import until
@@ -346,6 +347,44 @@ async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
         assert node.annotated == ["default/pod-of-a: metagpu.io/prepare-again"] * 2
         assert not (await node.prepare(claim))[claim.uid].error
         assert not node.front.preparer.states.failed
+
+
+async def test_a_claim_whose_devices_no_container_has_together_is_not_tried_again(
+    node: DraNode,
+) -> None:
+    """No GPU and no time ends that reason: the claim has to be deleted."""
+    node.offer([gpu(0), gpu(1)], CONFIG + "      - {backend: mps, unitsPerGpu: 10}\n")
+    for each in (gpu(0), gpu(1)):
+        node.registry.apply(BackendResumed(each.id, "mps", at=1))
+    units = {"consumedCapacity": {"shares": "2"}}
+    results = (node.result(gpu(n), "mps", shareID=f"s-{n}", **units) for n in (0, 1))
+    claim = node.allocate("a", *results)
+    async with node.running():
+        assert "MPS serves a container on one GPU" in (await node.prepare(claim))[claim.uid].error
+        assert not node.front.preparer.states.failed
+        assert node.leased(claim) == []
+        node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
+        node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
+        await anyio.wait_all_tasks_blocked()
+        assert node.annotated == []
+
+
+async def test_a_claim_whose_devices_a_backend_forbids_is_tried_after_a_reload(
+    node: DraNode,
+) -> None:
+    """An option of the backend may forbid them in one request, and allow them later."""
+    forbids = CONFIG.replace("replicas: 4", "replicas: 4, failRequestsGreaterThanOne: true")
+    node.offer([gpu(0), gpu(1)], forbids)
+    slices = ({"consumedCapacity": {"replicas": "1"}, "shareID": f"s-{n}"} for n in (0, 1))
+    results = (node.result(gpu(n), "timeslice", **it) for n, it in enumerate(slices))
+    claim = node.allocate("a", *results)
+    async with node.running():
+        assert (await node.prepare(claim))[claim.uid].error
+        assert not node.front.preparer.states.failed
+        node.offer([gpu(0), gpu(1)])
+        node.registry.events.publish(LayoutApplied())
+        await until(lambda: bool(node.annotated))
+        assert not (await node.prepare(claim))[claim.uid].error
 
 
 def _is_annotated(node: DraNode, times: int) -> bool:
