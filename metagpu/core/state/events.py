@@ -188,6 +188,12 @@ class ResourceClaimRefused(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class ClaimRefusalEnded(msgspec.Struct, frozen=True):
+    """A ResourceClaim was prepared or unprepared: an earlier refusal has ended."""
+
+    claim: ResourceClaimRef
+
+
 class DevicesLost(msgspec.Struct, frozen=True):
     """A container's MIG devices no longer exist: one event for each container.
 
@@ -243,5 +249,6 @@ Event = (
     | DevicesLost
     | AllocationRefused
     | ResourceClaimRefused
+    | ClaimRefusalEnded
 )
 """Everything that the bus carries."""

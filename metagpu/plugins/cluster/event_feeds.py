@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
+from metagpu.core.state.events import AllocationRefused, ClaimRefusalEnded, ResourceClaimRefused
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.event_recorder import EventRecorder, ObjectReference
@@ -46,7 +46,7 @@ async def record_refusals(
     registry: Registry, recorder: EventRecorder, matcher: RefusalMatcher, node: str
 ) -> None:
     """Record Events of refused pods, their controllers, and pods of refused claims."""
-    kinds = AllocationRefused, ResourceClaimRefused, PodsListed
+    kinds = AllocationRefused, ResourceClaimRefused, ClaimRefusalEnded, PodsListed
     with registry.events.subscribe(*kinds) as events:
         async for event in events:
             match event:
@@ -55,6 +55,8 @@ async def record_refusals(
                 case ResourceClaimRefused():
                     for pod in matcher.match_claim(event, registry.snapshot.pods.by_uid.values()):
                         recorder.record(claim_refusal_event(pod, event))
+                case ClaimRefusalEnded(claim):
+                    matcher.forget_claim(claim)
                 case PodsListed(pods):
                     for pod, refusal in matcher.match(pods):
                         for data in pod_refusal_events(pod, refusal, node):

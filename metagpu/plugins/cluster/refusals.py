@@ -24,7 +24,7 @@ EXPIRES: Final = 60.0
 CLAIM_LASTS: Final = 60.0
 """Seconds after which pods hear what would help: the kubelet's own Event of a claim is at once."""
 CLAIM_FORGOTTEN: Final = 180.0
-"""Seconds without a call after which a claim counts as prepared: the kubelet repeats in 90 s."""
+"""Seconds without a call after which a refusal has ended: the kubelet repeats it in 90 s."""
 
 
 def node_refusal_event(refusal: AllocationRefused, node: ObjectReference) -> EventData:
@@ -117,6 +117,10 @@ class RefusalMatcher:
         since, _ = live.get(claim, (now, now))
         self._claims = {**live, claim: (since, now)}
         return [] if now - since < CLAIM_LASTS else [it for it in pods if _names(it, claim)]
+
+    def forget_claim(self, claim: ResourceClaimRef) -> None:
+        """Forget the refusals of a claim that is prepared, or that no pod waits for."""
+        self._claims.pop(claim, None)
 
     def _recent(self) -> list[AllocationRefused]:
         """Return the refusals that have not expired, the latest first."""

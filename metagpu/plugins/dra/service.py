@@ -15,7 +15,7 @@ from metagpu.core.errors import MetagpuError, RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of
-from metagpu.core.state.events import Event, ResourceClaimRefused
+from metagpu.core.state.events import ClaimRefusalEnded, Event, ResourceClaimRefused
 from metagpu.plugins.dra.prepare_codec import PrepareAnswer, encode_prepare_response
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.grpc_server import unary_method
@@ -76,6 +76,7 @@ class DraService:
                 outcome = CallOutcome.ANSWERED
                 answers[claim.uid] = devices
                 self._on_prepared(claim)
+                self._events.publish(ClaimRefusalEnded(claim))
                 lasted = f"{perf_counter() - began:.3f}s"
                 log.info("resource claim prepared", claim=str(claim), after=lasted)
             finally:
@@ -93,6 +94,8 @@ class DraService:
                 await self._preparer.unprepare(claim)
             except Exception as error:  # noqa: BLE001 - one claim's error is its own
                 problem = _describe(error)
+            else:
+                self._events.publish(ClaimRefusalEnded(claim))
             answers[claim.uid] = v1.NodeUnprepareResourceResponse(error=problem)
             log.info("resource claim unprepared", claim=str(claim), error=problem or None)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import msgspec
 import pytest
 
 from metagpu.core.errors import (
@@ -17,7 +18,7 @@ from metagpu.core.errors import (
 )
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
+from metagpu.core.state.events import AllocationRefused, ClaimRefusalEnded, ResourceClaimRefused
 from metagpu.core.state.facts import PodsListed
 from metagpu.plugins.cluster import event_recorder
 from metagpu.plugins.cluster.pods import PODS
@@ -277,7 +278,25 @@ async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path)
         )
 
 
-def test_a_claim_that_was_prepared_meanwhile_is_refused_for_the_first_time() -> None:
+async def test_a_claim_that_was_prepared_meanwhile_has_no_event(tmp_path: Path) -> None:
+    """A minute counts from the first refusal since the claim was prepared or unprepared."""
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
+        publish = it.registry.events.publish
+        it.registry.apply(PodsListed((naming("a"), naming("b", claim="other"))))
+        await becomes(lambda: it.cluster.report()["connected"])
+        other = msgspec.structs.replace(OCCUPIED, claim=ResourceClaimRef("team", "other", "uid-2"))
+        publish(OCCUPIED)
+        publish(other)
+        publish(ClaimRefusalEnded(CLAIM))
+        await anyio.wait_all_tasks_blocked()
+        skip(CLAIM_LASTS)
+        publish(OCCUPIED)
+        publish(other)
+        await it.server.until(it.server.events)
+        assert seen(it.server) == [("Pod", "pod-b", 1)]
+
+
+def test_a_claim_that_nothing_is_heard_of_is_refused_for_the_first_time() -> None:
     """The kubelet repeats a refused call within 90 s: a longer gap is the end of a refusal."""
     now = [0.0]
     matcher = matcher_at_work(lambda: now[0])

@@ -16,7 +16,7 @@ from metagpu.core.errors import CdiError, CdiNameMissing, DriverTimeout, Provisi
 from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
-from metagpu.core.state.events import LayoutApplied, ResourceClaimRefused
+from metagpu.core.state.events import ClaimRefusalEnded, LayoutApplied, ResourceClaimRefused
 from metagpu.core.state.facts import (
     BackendResumed,
     GpuFaulted,
@@ -544,6 +544,21 @@ async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) ->
         }
         assert "40 free shares of 50" in answers[second.uid].error
         assert "in use by fraction" in answers[slices.uid].error
+
+
+async def test_the_end_of_a_refusal_is_on_the_bus(node: DraNode) -> None:
+    """A claim that is prepared or unprepared is refused no more."""
+    first = node.allocate("first", node.fraction(gpu(0), 60))
+    second = node.allocate("second", node.fraction(gpu(0), 50))
+    async with node.running():
+        with node.registry.events.subscribe(ClaimRefusalEnded) as ended:
+            await node.prepare(first, second)
+            await node.unprepare(second)
+            events = aiter(ended)
+            assert [await anext(events), await anext(events)] == [
+                ClaimRefusalEnded(first),
+                ClaimRefusalEnded(second),
+            ]
 
 
 async def test_a_hundred_claims_get_distinct_shares_at_once(node: DraNode) -> None:
