@@ -1,7 +1,8 @@
 """The reconciler on a simulated node: after any sequence of acts no instance leaks."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ from metagpu.backends.mig.inventory import MigTiming
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import LeasesObserved
+from metagpu.nvml import mig_calls
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.mig_state import SimProvisioning
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -134,6 +136,50 @@ def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]
     with tempfile.TemporaryDirectory(prefix="mg", dir="/tmp") as folder:
         anyio.run(_all_of, acts, mig_pool(options), layout, folder)
         assert not _running(folder)
+
+
+async def test_an_instance_is_reported_as_going_before_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No request is given an instance while it is destroyed."""
+    named, destroy = list[bool](), mig_calls.destroy_instance
+    async with _with_idle_instance("keepWarm: 0s") as (care, share):
+
+        def destroy_visibly(handle: object, number: int) -> None:
+            named.append(share.id in care.state().provisioned["mig"].devices)
+            destroy(handle, number)
+
+        monkeypatch.setattr(mig_calls, "destroy_instance", destroy_visibly)
+        care.node.gpus[0].processes.clear()
+        await _until(lambda: named)
+
+    assert named == [False]
+
+
+async def test_a_daemon_that_stops_leaves_what_was_just_granted() -> None:
+    """An idle instance stays if a container gets it in the moment in which the daemon ends."""
+    async with _with_idle_instance("keepWarm: 1h") as (care, share):
+        care.node.gpus[0].processes.clear()
+        await _until(lambda: care.state().provisioned["mig"].devices[share.id].idle)
+        care.claim(share)
+
+    assert Node(care).present()
+
+
+@asynccontextmanager
+async def _with_idle_instance(options: str) -> AsyncIterator[tuple[BackendRig, Share]]:
+    """Run a GPU with an instance whose lease has ended and whose process runs on."""
+    async with run_backends(
+        on_demand_pool(options), gpu_models="a100-40gb:1", mig_enabled=True
+    ) as care:
+        care.registry.apply(LeasesObserved({}, at=0))
+        await _until(lambda: "mig" not in care.state().suspended)
+        share = care.share("mig")
+        care.claim(share)
+        await _until(lambda: share.id in care.state().provisioned["mig"].devices)
+        Node(care).run(0)
+        care.release(share)
+        yield care, share
 
 
 def _running(folder: str) -> set[str]:
