@@ -39,6 +39,10 @@ class FailedClaims:
         """Return the number of claims that have neither been prepared nor left since."""
         return len(self._backoffs)
 
+    def __contains__(self, claim: ResourceClaimRef) -> bool:
+        """Return whether a claim has failed, and has neither been prepared nor left since."""
+        return claim in self._backoffs
+
     def note(self, claim: ResourceClaimRef) -> None:
         """Note one more failure of a claim."""
         new = Backoff(self.first, self.longest, jitter=True)

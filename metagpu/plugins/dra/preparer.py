@@ -110,9 +110,12 @@ class ClaimPreparer:
             try:
                 devices = await self._prepare(claim, self._clock() + LONGEST)
             except ResourceClaimUnusable:
-                raise  # as it is: no further attempt helps
+                states.failed.forget(claim)  # as it is, no further attempt helps
+                raise
             except Exception:
-                if claim not in states.refused:
+                if claim in states.refused:
+                    states.failed.forget(claim)
+                else:
                     states.failed.note(claim)
                 raise
             states.failed.forget(claim)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceClaimRef
@@ -73,7 +74,7 @@ class PreparationRetries:
         async with anyio.create_task_group() as group:
             group.start_soon(self._follow_registrations)
             group.start_soon(self._follow_layouts)
-            group.start_soon(self._follow_failures)
+            group.start_soon(self._follow_failures, group)
             await self._follow_gpus()
 
     async def _follow_registrations(self) -> None:
@@ -128,21 +129,26 @@ class PreparationRetries:
             if states is not None and await self._retry():
                 await anyio.sleep(self._rest)
 
-    async def _follow_failures(self) -> None:
+    async def _follow_failures(self, group: TaskGroup) -> None:
         """Annotate the pods of claims that failed, each after its back-off."""
-        failed = self._preparer.states.failed
         while True:
-            claim = await failed.wait_due()
-            try:
-                found = await self._preparer.find_unprepared(claim.namespace, claim.name)
-            except ClusterError:
+            # A request may last until its deadline: the next claim does not wait for it.
+            group.start_soon(self._retry_failed, await self._preparer.states.failed.wait_due())
+
+    async def _retry_failed(self, claim: ResourceClaimRef) -> None:
+        """Annotate the pods of a claim, unless it is prepared or unprepared meanwhile."""
+        failed = self._preparer.states.failed
+        try:
+            found = await self._preparer.find_unprepared(claim.namespace, claim.name)
+        except ClusterError:
+            if claim in failed:
                 failed.note(claim)
-                continue
-            if found is None or found[0] != claim:
-                failed.forget(claim)
-                continue
-            for pod in found[1].pods:
-                await self._annotate_pod(claim, pod)
+            return
+        if found is None or found[0] != claim or claim not in failed:
+            failed.forget(claim)
+            return
+        for pod in found[1].pods:  # each has a back-off of its own at the kubelet
+            await self._annotate_pod(claim, pod)
 
     async def _retry(self) -> bool:
         """Annotate the pods of claims that can be prepared; return whether there are some."""

@@ -349,6 +349,71 @@ async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
         assert not node.front.preparer.states.failed
 
 
+async def test_a_failed_claim_that_is_unusable_or_refused_has_no_back_off(node: DraNode) -> None:
+    """Only the end of another reason is tried for; its pod was annotated before."""
+    failed = node.front.preparer.states.failed
+    failed.first = failed.longest = 100
+    odd = node.allocate("odd", node.fraction(gpu(0), 10))
+    full = node.allocate("full", node.fraction(gpu(0), 10))
+    async with node.running():
+        node.unanswered = 2
+        await node.prepare(odd, full)
+        polling.skip(100)
+        await until(partial(_is_annotated, node, 2))
+        assert len(failed) == 2
+        node.allocate("odd", node.fraction(gpu(0), 1) | {"consumedCapacity": {"shares": "0"}})
+        node.claims["default", "odd"]["metadata"]["uid"] = odd.uid
+        node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+        await node.prepare(odd, full)
+        assert not failed
+        assert list(node.front.preparer.states.refused) == [full]
+
+
+async def test_a_claim_that_is_unprepared_during_its_retry_is_not_tried_again(
+    node: DraNode,
+) -> None:
+    """An API server that does not answer then changes nothing."""
+    failed = node.front.preparer.states.failed
+    failed.first = failed.longest = 100
+    claim = node.allocate("a", node.fraction(gpu(0), 10))
+    async with node.running():
+        node.unanswered = 1
+        await node.prepare(claim)
+        node.answering, reads = anyio.Event(), node.reads
+        polling.skip(100)
+        await until(lambda: node.reads > reads)
+        await node.unprepare(claim)
+        node.unanswered = 1
+        node.answering.set()
+        await until(lambda: node.unanswered == 0)
+        await anyio.wait_all_tasks_blocked()
+        assert not failed
+        assert node.annotated == []
+
+
+async def test_a_failed_claim_does_not_wait_for_the_answer_about_another(node: DraNode) -> None:
+    """A request of the API server may last until its deadline."""
+    failed = node.front.preparer.states.failed
+    failed.first = failed.longest = 100
+    first = node.allocate("first", node.fraction(gpu(0), 10))
+    second = node.allocate("second", node.fraction(gpu(0), 10))
+
+    async def read(ref: ResourceClaimRef) -> Mapping[str, Any]:
+        if ref.name == first.name:
+            await anyio.sleep_forever()
+        return await node.read_claim(ref)
+
+    async with node.running():
+        node.unanswered = 2
+        await node.prepare(first)
+        failed.first = failed.longest = 200  # by jitter, 100 at least: it is due after the first
+        await node.prepare(second)
+        node.front.preparer._read_claim = read
+        polling.skip(200)
+        await until(lambda: bool(node.annotated))
+    assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
+
+
 async def test_a_claim_whose_devices_no_container_has_together_is_not_tried_again(
     node: DraNode,
 ) -> None:
