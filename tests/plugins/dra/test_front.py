@@ -421,7 +421,7 @@ async def test_a_claim_whose_devices_no_container_has_together_is_not_tried_agai
     node.offer([gpu(0), gpu(1)], CONFIG + "      - {backend: mps, unitsPerGpu: 10}\n")
     for each in (gpu(0), gpu(1)):
         node.registry.apply(BackendResumed(each.id, "mps", at=1))
-    units = {"consumedCapacity": {"shares": "2"}}
+    units: dict[str, Any] = {"consumedCapacity": {"shares": "2"}}
     results = (node.result(gpu(n), "mps", shareID=f"s-{n}", **units) for n in (0, 1))
     claim = node.allocate("a", *results)
     async with node.running():
@@ -440,8 +440,8 @@ async def test_a_claim_whose_devices_a_backend_forbids_is_tried_after_a_reload(
     """An option of the backend may forbid them in one request, and allow them later."""
     forbids = CONFIG.replace("replicas: 4", "replicas: 4, failRequestsGreaterThanOne: true")
     node.offer([gpu(0), gpu(1)], forbids)
-    slices = ({"consumedCapacity": {"replicas": "1"}, "shareID": f"s-{n}"} for n in (0, 1))
-    results = (node.result(gpu(n), "timeslice", **it) for n, it in enumerate(slices))
+    replica: dict[str, Any] = {"consumedCapacity": {"replicas": "1"}}
+    results = (node.result(gpu(n), "timeslice", shareID=f"s-{n}", **replica) for n in (0, 1))
     claim = node.allocate("a", *results)
     async with node.running():
         assert (await node.prepare(claim))[claim.uid].error
