@@ -1,5 +1,7 @@
 """Containers that hold shares of several resources and see the devices of one."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.kubelet.pods import ContainerRunOptions
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.cdi import host
 from tests.rigs.logs import capture_module_logs
@@ -76,12 +79,11 @@ async def test_a_container_that_sees_one_of_its_gpus_is_reported(tmp_path: Path)
     assert [line["reason"] for line in logged] == [mixed["reason"]]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["volume-mounts", "cdi-cri", "cdi-annotations", "[envvar, cdi-cri]"]
-)
-async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) -> None:
-    """By mounts or CDI the container has both GPUs, and nothing is reported."""
-    text = TWO.replace("STRATEGY", strategy)
+@asynccontextmanager
+async def both_granted(
+    tmp_path: Path, text: str
+) -> AsyncIterator[tuple[Scene, ContainerRunOptions]]:
+    """Run an agent with a container of two resources, which was looked at."""
     host(tmp_path, gpus=2)
     async with agent_at_work(
         tmp_path, config=text, usage_timing=TIMING, cdi_dir=tmp_path / "cdi"
@@ -91,7 +93,15 @@ async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) ->
         options = (await it.kubelet.admit(SimPod.single("train", BOTH)))["main"]
         await it.wait_holders()
         it.agent.usage_service._mixed._check()
+        yield it, options
 
+
+@pytest.mark.parametrize(
+    "strategy", ["volume-mounts", "cdi-cri", "cdi-annotations", "[envvar, cdi-cri]"]
+)
+async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) -> None:
+    """By mounts or CDI the container has both GPUs, and nothing is reported."""
+    async with both_granted(tmp_path, TWO.replace("STRATEGY", strategy)) as (it, options):
         given = [mount.container_path for mount in options.mounts]
         given += [*options.cdi_devices, *options.annotations.values()]
         for state in it.agent.registry.snapshot.gpus.values():
@@ -103,16 +113,7 @@ async def test_pools_with_the_front_dra_give_both_gpus(tmp_path: Path) -> None:
     """They use CDI whatever the strategy is: there is neither a status line nor an Event."""
     fronts = ", offer: all, fronts: [device-plugin, dra], backends"
     text = TWO.replace("STRATEGY", "envvar").replace(", backends", fronts)
-    host(tmp_path, gpus=2)
-    async with agent_at_work(
-        tmp_path, config=text, usage_timing=TIMING, cdi_dir=tmp_path / "cdi"
-    ) as it:
-        await it.until(10, 10)
-        await it.until(4, 4, SLICED)
-        options = (await it.kubelet.admit(SimPod.single("train", BOTH)))["main"]
-        await it.wait_holders()
-        it.agent.usage_service._mixed._check()
-
+    async with both_granted(tmp_path, text) as (it, options):
         assert len(options.cdi_devices) == 2
         assert await mixed_of(it) == []
 

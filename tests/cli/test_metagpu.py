@@ -587,8 +587,8 @@ def test_plan_without_a_daemon_is_one_line(
             ["--cluster", "label"],
             (
                 "--cluster: 'label' is no feature of the API server; allowed: all, none, config, "
-                "labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
-                "competing-plugins, cordon, janitor, janitor-dry-run"
+                "labels, free-labels, nodefeature, taint, condition, events, allocatable, pods, "
+                "pod-events, competing-plugins, cordon, janitor, janitor-dry-run"
             ),
         ),
     ],
