@@ -27,10 +27,11 @@ def calls(driver: Driver, gpu: GpuId) -> Mapping[str, Callable[[], Awaitable[obj
         "survey of all GPUs": driver.survey,
         "condition": partial(driver.condition, gpu),
         "processes (enforcement)": partial(driver.processes, gpu),
-        "utilization of processes": partial(driver.activity, gpu, processes=False),
-        "the same with sensors (a scrape)": partial(
-            driver.activity, gpu, processes=False, sensors=True
+        "utilization of processes": partial(driver.utilization, gpu),
+        "sensors (a scrape)": partial(
+            driver.activity, gpu, processes=False, sensors=True, energy=False
         ),
+        "the same with the energy": partial(driver.activity, gpu, processes=False, sensors=True),
         "detailed sensors": partial(driver.sensors, gpu),
         "compute mode": partial(driver.compute_mode, gpu),
         "MIG mode": partial(driver.mig.mode, gpu),

@@ -36,13 +36,15 @@ PAGES: Final[Mapping[str, tuple[str, float | None]]] = {
     "/api/v1/view": ("--web", None),
 }
 """The measured pages: their options, and targets in milliseconds."""
+COSTLY: Final = ", NVML's calls as on an H200"
 
 
 class _Node(NamedTuple):
-    """A daemon on a node of its own, and the port of each option that opens one."""
+    """A daemon on a node of its own, the port of each option that opens one, a remark on it."""
 
     subject: daemon.Daemon
     ports: dict[str, int]
+    remark: str
 
 
 def scrapes(plan: Plan) -> list[Figure]:
@@ -60,6 +62,8 @@ async def _scrapes(plan: Plan) -> list[Figure]:
         of_pages = [
             await _page(plan, serving, page, target, count) for page, (_, target) in PAGES.items()
         ]
+        async with _node(("--metrics",), nvml_costs=True) as costly:
+            of_pages.append(await _page(plan, costly, "/metrics", 20, count))
         plan.report("scrapes: rest")
         rest = await _shares_at_rest((plain.subject.pid, serving.subject.pid), plan.count(30, 2))
         memory = [machine.resident(it.subject.pid) for it in (plain, serving)]
@@ -84,8 +88,9 @@ async def _scrapes(plan: Plan) -> list[Figure]:
 
 
 @asynccontextmanager
-async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
+async def _node(options: Sequence[str], *, nvml_costs: bool = False) -> AsyncIterator[_Node]:
     """Run a daemon with these options on a node with all pods."""
+    costs = ("--nvml-costs",) if nvml_costs else ()
     ports = {option: daemon.free_port() for option in options}
     with daemon.folder() as folder:
         asked = folder / "pod-resources.sock"
@@ -96,12 +101,12 @@ async def _node(options: Sequence[str]) -> AsyncIterator[_Node]:
                 config=daemon.POOL.format(shares=SHARES),
                 pod_resources=asked,
                 kubelet=False,
-                program=("-m", "bench.contained", str(host.folder)),
+                program=("-m", "bench.contained", *costs, str(host.folder)),
                 further={option: f"127.0.0.1:{port}" for option, port in ports.items()},
             )
             try:
                 await _admit(kubelet, host, subject)
-                yield _Node(subject, ports)
+                yield _Node(subject, ports, COSTLY if costs else "")
             finally:
                 with anyio.CancelScope(shield=True):
                     await to_thread.run_sync(subject.stop)
@@ -112,7 +117,7 @@ async def _page(plan: Plan, node: _Node, page: str, target: float | None, count:
     option, _ = PAGES[page]
     seconds = await _cpu_of_a_scrape(node.subject.pid, node.ports[option], page, count)
     return Figure(
-        name=f"CPU of {page}, 8 GPUs, {PODS} pods",
+        name=f"CPU of {page}, 8 GPUs, {PODS} pods{node.remark}",
         unit="ms",
         measured=1000 * seconds,
         target=target,

@@ -57,7 +57,7 @@ from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import SessionGpu
 from metagpu.nvml.timing import TIMING, NvmlTiming
 from metagpu.nvml.topology import TopologyReader
-from metagpu.nvml.utilization import read_activity
+from metagpu.nvml.utilization import read_activity, read_utilization
 from metagpu.nvml.worker import NvmlWorker
 
 __all__ = ["NvmlDriver"]
@@ -225,21 +225,24 @@ class NvmlDriver:
         return await known.worker.call(partial(read_processes, known.handle), self._deadline)
 
     async def activity(
-        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, energy: bool = True
     ) -> GpuActivity:
-        """Read one GPU's utilization, and its processes and sensors if wanted."""
+        """Read one GPU's processes and sensors, each if wanted."""
         known = self._known(gpu)
         answers = known.sensor_answers if sensors else None
-        return await known.worker.call(
-            partial(read_activity, known.handle, answers, processes=processes), self._deadline
-        )
+        read = partial(read_activity, known.handle, answers, processes=processes, energy=energy)
+        return await known.worker.call(read, self._deadline)
 
-    async def sensors(self, gpu: GpuId) -> DetailedSensors:
-        """Read the sensors and error counters of one GPU."""
+    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Read the shares of one GPU's multiprocessors, by pid."""
         known = self._known(gpu)
-        return await known.worker.call(
-            partial(read_detailed_sensors, known.handle, known.sensor_answers), self._deadline
-        )
+        return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
+
+    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:
+        """Read the sensors and error counters of one GPU, with the energy if wanted."""
+        known = self._known(gpu)
+        read = partial(read_detailed_sensors, known.handle, known.sensor_answers, energy=energy)
+        return await known.worker.call(read, self._deadline)
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Limit the memory of a cgroup's processes together, in bytes; `None` removes it."""

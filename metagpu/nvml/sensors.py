@@ -4,7 +4,7 @@ These functions block, and raise pynvml's errors of a lost GPU; any other failur
 unknown.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -36,9 +36,9 @@ _NVLINK_FIELDS: Final = MappingProxyType(
         NvlinkError.RECOVERY: pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
     }
 )
+_ENERGY: Final = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
 _FIELDS: Final = (
     pynvml.NVML_FI_DEV_MEMORY_TEMP,
-    pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
     pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,
     pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,
     pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,
@@ -56,9 +56,9 @@ _REASONS: Final = MappingProxyType(
 """Without what is no fault: an idle GPU, clocks that somebody set or that follow another GPU's."""
 
 
-def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
-    """Read the sensors of a GPU once."""
-    fields = answers.fresh(_read_fields, handle) or {}
+def read_sensors(handle: Handle, answers: NvmlAnswers, *, energy: bool = True) -> GpuSensors:
+    """Read the sensors of a GPU once; the energy takes longer than all others."""
+    fields = answers.fresh(_read_fields, handle, (*_FIELDS, _ENERGY) if energy else _FIELDS) or {}
     ask = partial(_scaled, answers, handle)
 
     return GpuSensors(
@@ -66,7 +66,7 @@ def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
         memory_temperature=fields.get(pynvml.NVML_FI_DEV_MEMORY_TEMP),
         power=ask(pynvml.nvmlDeviceGetPowerUsage, _MILLI),
         power_limit=ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, _MILLI),
-        energy=_times(fields.get(pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION), _MILLI),
+        energy=_times(fields.get(_ENERGY), _MILLI),
         sm_clock=ask(_read_sm_clock, _MEGA),
         memory_clock=ask(_read_memory_clock, _MEGA),
         ecc_corrected=fields.get(pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
@@ -77,10 +77,12 @@ def read_sensors(handle: Handle, answers: NvmlAnswers) -> GpuSensors:
     )
 
 
-def read_detailed_sensors(handle: Handle, answers: NvmlAnswers) -> DetailedSensors:
+def read_detailed_sensors(
+    handle: Handle, answers: NvmlAnswers, *, energy: bool = True
+) -> DetailedSensors:
     """Read the sensors of a GPU once, its engines, its memory and its remapped rows."""
     memory = read_memory(handle)  # without an answer to this, nothing else is worth a call
-    sensors = read_sensors(handle, answers)
+    sensors = read_sensors(handle, answers, energy=energy)
     rates = answers.fresh(pynvml.nvmlDeviceGetUtilizationRates, handle)
     rows = answers.fresh(pynvml.nvmlDeviceGetRemappedRows, handle)
     encoder = answers.fresh(pynvml.nvmlDeviceGetEncoderUtilization, handle)
@@ -119,9 +121,9 @@ def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
     return tuple(found.values())
 
 
-def _read_fields(handle: Handle) -> Mapping[int, int]:
-    """Read the fields that the GPU has, by number."""
-    found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELDS))
+def _read_fields(handle: Handle, fields: Sequence[int]) -> Mapping[int, int]:
+    """Read those of the fields that the GPU has, by number."""
+    found = pynvml.nvmlDeviceGetFieldValues(handle, list(fields))
     return {it.fieldId: field_number(it) for it in found if it.nvmlReturn == pynvml.NVML_SUCCESS}
 
 

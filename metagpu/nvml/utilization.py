@@ -25,19 +25,22 @@ _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 
 
 def read_activity(
-    handle: Handle, sensor_answers: NvmlAnswers | None = None, *, processes: bool = True
+    handle: Handle,
+    sensor_answers: NvmlAnswers | None = None,
+    *,
+    processes: bool = True,
+    energy: bool = True,
 ) -> GpuActivity:
-    """Read the processes on a GPU, their shares of its time, and its sensors.
+    """Read the processes on a GPU and its sensors.
 
     Sensors that cannot be read cost nothing else: the health watch reports a GPU that is lost.
     """
     listed = read_processes(handle) if processes else ()
-    utilization = read_utilization(handle)
     sensors = None
     if sensor_answers is not None:
         with suppress(Exception):
-            sensors = read_sensors(handle, sensor_answers)
-    return GpuActivity(listed, utilization, sensors)
+            sensors = read_sensors(handle, sensor_answers, energy=energy)
+    return GpuActivity(listed, sensors)
 
 
 def read_utilization(handle: Handle) -> Mapping[int, int] | None:

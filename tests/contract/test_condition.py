@@ -58,7 +58,7 @@ async def test_how_busy_processes_are_is_a_percentage(driver: Driver) -> None:
     """Utilization is by pid, from 0 to 100 percent, or unknown."""
     async with driver.session():
         for gpu in (await driver.survey()).gpus:
-            busy = (await driver.activity(gpu.id)).utilization or {}
+            busy = await driver.utilization(gpu.id) or {}
             assert all(pid > 0 and 0 <= percent <= 100 for pid, percent in busy.items())
 
 

@@ -40,7 +40,7 @@ async def test_a_busy_process_has_utilization_and_an_idle_one_has_none(card: Car
         group.start_soon(busy.ask, "spin 4000")
 
         async def is_seen() -> bool:
-            of = (await card.driver.activity(card.gpu.id, processes=False)).utilization
+            of = await card.driver.utilization(card.gpu.id)
             assert of is not None
             assert not of.get(idle.process.pid)
             return of.get(busy.process.pid, 0) > 0

@@ -17,18 +17,18 @@ async def test_busy_processes_are_listed_by_pid() -> None:
     """A process has the percentage of its samples; an idle process is not listed."""
     async with opened("a100-40gb:1") as (node, nvml, survey):
         gpu = survey.gpus[0].id
-        assert (await nvml.activity(gpu)).utilization == {}
+        assert await nvml.utilization(gpu) == {}
 
         for process in (SimProcess(7, 1, sm=30), SimProcess(8, 1), SimProcess(9, 1, sm=60)):
             node.start_process(node.gpu(0), process)
-        assert (await nvml.activity(gpu)).utilization == {7: 30, 9: 60}
+        assert await nvml.utilization(gpu) == {7: 30, 9: 60}
 
 
 async def test_in_mig_mode_utilization_is_unknown() -> None:
     """In MIG mode, which NVML does not support here, utilization is unknown, not idle."""
     async with opened("a100-40gb:1") as (node, nvml, survey):
         node.gpu(0).mig.enabled = True
-        assert (await nvml.activity(survey.gpus[0].id)).utilization is None
+        assert await nvml.utilization(survey.gpus[0].id) is None
 
 
 def answering(code: int, *samples: tuple[int, int, int]) -> Callable[..., int]:
@@ -50,7 +50,7 @@ async def utilisation(function: Callable[..., int]) -> object:
     nvml = NvmlDriver(altered_library(build_node("t4:1"), nvmlDeviceGetProcessUtilization=function))
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
-        return (await nvml.activity(gpu.id)).utilization
+        return await nvml.utilization(gpu.id)
 
 
 async def test_samples_are_averaged_and_old_ones_dropped() -> None:

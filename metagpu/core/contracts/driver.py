@@ -89,17 +89,14 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
 
 class GpuActivity(msgspec.Struct, frozen=True):
-    """The processes on a GPU, and how busy they keep it.
+    """The processes on a GPU, and its sensors.
 
     Attributes:
         processes: those with memory on the GPU; none where nobody has asked for them.
-        utilization: their recent shares of the multiprocessors, in percent, by pid. A process that
-            is missing was idle; `None` where the driver does not report it, as in MIG mode.
         sensors: `None` where nobody has asked for them.
     """
 
     processes: Sequence[GpuProcess]
-    utilization: Mapping[int, int] | None
     sensors: GpuSensors | None = None
 
 
@@ -315,16 +312,27 @@ class Driver(Protocol):
         ...
 
     async def activity(
-        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, energy: bool = True
     ) -> GpuActivity:
-        """Read the processes of one GPU and their utilization, in one job of its thread.
+        """Read the processes of one GPU, and its sensors if wanted, in one job.
 
-        Processes may be left out; its sensors come with the same job where they are wanted.
+        Processes may be left out, and of the sensors the energy, which costs more than all others.
         """
         ...
 
-    async def sensors(self, gpu: GpuId) -> DetailedSensors:
-        """Read the sensors and error counters of one GPU, for monitoring."""
+    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
+        """Read the recent shares of the multiprocessors of one GPU, in percent, by pid.
+
+        A process that is missing was idle; `None` where the driver does not report it, as in MIG
+        mode. It costs as much as all else that a scrape reads.
+        """
+        ...
+
+    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:
+        """Read the sensors and error counters of one GPU, for monitoring.
+
+        The energy may be left out, which costs more than all others.
+        """
         ...
 
     async def events(self) -> Sequence[DriverEvent]:

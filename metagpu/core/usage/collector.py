@@ -24,7 +24,9 @@ from metagpu.core.usage.accounting import (
     PromisedMemory,
     attribute_processes,
 )
+from metagpu.core.usage.reading_turns import EnergyTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
+from metagpu.core.usage.utilization import UtilizationReader
 
 log = structlog.get_logger()
 
@@ -81,6 +83,8 @@ class UsageCollector:
         self._listed: dict[GpuId, Mapping[int, int]] = {}
         self._unknown: dict[GpuId, set[Container]] = {}
         self._checked: dict[GpuId, tuple[float, GpuUsage]] = {}
+        self._utilization = UtilizationReader(driver, registry, timing)
+        self._energy = EnergyTurns(timing.energy_age)
 
     async def collect_gpu(self, gpu: GpuId) -> GpuUsage:
         """Return the present usage of one GPU.
@@ -97,7 +101,8 @@ class UsageCollector:
         """Collect the usage of all GPUs, and their sensors where they are wanted.
 
         The GPUs are read in turn, and one that does not answer soon delays no other. With sensors,
-        which are for scrapes, the processes of a GPU are those of its last check, if it is recent.
+        which are for scrapes, the processes of a GPU are those of its last check, if it is recent,
+        and what costs much is read of few GPUs: the others have their last value.
         """
         gpus = tuple(self._registry.snapshot.gpus)
         usage = NodeUsage(at=time(), sensors={} if sensors else None)
@@ -105,12 +110,17 @@ class UsageCollector:
         recent = {gpu: found for gpu, (at, found) in self._checked.items() if at > since}
         gpu_usages = {gpu: recent.get(gpu) or GpuUsage(gpu) for gpu in gpus}
         listings: dict[GpuId, _Listing] = {}
+        read_gpus: list[GpuId] = []
         late = False
+        self._utilization.retain(gpus)
+        self._energy.retain(gpus)
+        due = self._energy.due(gpus, anyio.current_time()) if sensors else frozenset()
 
         async def read(gpu: GpuId) -> None:
+            began, energy = anyio.current_time(), gpu in due
             try:
                 activity = await self._driver.activity(
-                    gpu, processes=gpu not in recent, sensors=sensors
+                    gpu, processes=gpu not in recent, sensors=sensors, energy=energy
                 )
             except DriverError as error:
                 usage.failures[gpu] = str(error)
@@ -120,12 +130,13 @@ class UsageCollector:
                 return
             if gpu not in recent:
                 listings[gpu] = self._list(gpu, activity.processes)
-            if activity.utilization is not None:
-                usage.utilization[gpu] = activity.utilization
-            if usage.sensors is not None and activity.sensors is not None:
-                usage.sensors[gpu] = activity.sensors
+            if usage.sensors is not None:
+                found = self._energy.complete(gpu, activity.sensors, began, was_read=energy)
+                usage.sensors.update(found)
+            read_gpus.append(gpu)
             if late:
                 await attribute()
+                await measure((gpu,))
 
         async def attribute() -> None:
             """Attribute what is listed by now.
@@ -137,16 +148,26 @@ class UsageCollector:
             if found:
                 gpu_usages.update(await self._attribute(found))
 
+        async def measure(gpus: Collection[GpuId]) -> None:
+            """Read how busy the processes keep these GPUs."""
+            pids = {gpu: self._listed.get(gpu, {}).keys() for gpu in gpus}
+            usage.utilization.update(await self._utilization.read(pids, in_turns=sensors))
+
         async with anyio.create_task_group() as group:
             await start_in_turn(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
             late = True
             await attribute()
+            await measure(tuple(read_gpus))
 
         usage.gpus = gpu_usages
         return usage
 
     async def _read_sensors(self, gpu: GpuId, usage: NodeUsage) -> None:
-        """Read the sensors alone, if they are wanted: a GPU without a list may have some."""
+        """Read the sensors alone, if they are wanted: a GPU without a list may have some.
+
+        A GPU that may be lost has no energy of before.
+        """
+        self._energy.forget(gpu)
         if usage.sensors is not None:
             with suppress(DriverError):
                 usage.sensors[gpu] = await self._driver.sensors(gpu)
@@ -227,11 +248,14 @@ class CachedUsage:
         self._collecting = anyio.Lock()
 
     async def latest(self, *, sensors: bool = False) -> NodeUsage:
-        """Return a collection not older than `age`, with sensors if wanted."""
+        """Return a collection not older than `age`, with sensors if wanted.
+
+        One with sensors is for scrapes alone: its utilization may be that of an earlier one.
+        """
         async with self._collecting:
             known = self._usage
             is_old = known is None or anyio.current_time() >= self._until
-            if known is None or is_old or (sensors and known.sensors is None):
+            if known is None or is_old or sensors != (known.sensors is not None):
                 known = self._usage = await self._collector.collect(sensors=sensors)
                 self._until = anyio.current_time() + self._age
             return known

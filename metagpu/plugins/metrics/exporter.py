@@ -27,7 +27,7 @@ from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import snapshot_samples
 from metagpu.plugins.metrics.namespaces import NamespaceMeter, namespace_samples
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
-from metagpu.plugins.metrics.sensor_reader import SensorReader
+from metagpu.plugins.metrics.sensor_reader import DetailedSensorReader, SensorReader
 from metagpu.plugins.metrics.sensors import sensor_samples
 from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
 from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
@@ -65,7 +65,7 @@ class Exporter:
         self._lag_probe = LoopLagProbe()
         # The collector caches usage already: this lets a collection outlive the client that asked.
         self._usage = SingleFlight[NodeUsage]("GPU usage", sources.usage, age=0)
-        reader = SensorReader(sources.registry, sources.sensors)
+        reader = DetailedSensorReader(sources.registry, sources.sensors)
         self._sensors = SingleFlight[Readings]("GPU sensors", reader.read, http_timing.page_age)
         instances = SensorReader(sources.registry, sources.instance_sensors)
         self._instances = SingleFlight[InstanceReadings](

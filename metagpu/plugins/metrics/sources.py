@@ -1,7 +1,7 @@
 """The sources of the metrics, and the times of monitoring."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -16,10 +16,21 @@ from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.lease_differences import LeaseDifferenceKind
 from metagpu.core.usage.report import ReportRules
 
-ReadSensors: TypeAlias = Callable[[GpuId], Awaitable[DetailedSensors]]
-"""Reads one GPU; a `DriverError` says that it cannot be read."""
+
+class ReadSensors(Protocol):
+    """Reads one GPU, with its energy or without."""
+
+    async def __call__(self, gpu: GpuId, *, energy: bool) -> DetailedSensors:
+        """Return the reading.
+
+        Raises:
+            DriverError: the GPU cannot be read.
+        """
+        ...
+
+
 ReadInstances: TypeAlias = Callable[[GpuId], Awaitable[Sequence[InstanceSensors]]]
-"""Reads the MIG instances of one GPU, in the same way."""
+"""Reads the MIG instances of one GPU; a `DriverError` says that they cannot be read."""
 
 
 class NvmlStatus(msgspec.Struct, frozen=True):

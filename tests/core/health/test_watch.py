@@ -105,11 +105,16 @@ class ScriptedDriver:
         *,
         processes: bool = True,  # noqa: ARG002
         sensors: bool = False,  # noqa: ARG002
+        energy: bool = True,  # noqa: ARG002
     ) -> GpuActivity:
-        """Return no processes, and no utilization."""
-        return GpuActivity((), None)
+        """Return no processes."""
+        return GpuActivity(())
 
-    async def sensors(self, gpu: GpuId) -> DetailedSensors:  # noqa: ARG002
+    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
+        """Return no utilization."""
+        return None
+
+    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:  # noqa: ARG002
         """Return no reading."""
         return DetailedSensors()
 

@@ -33,11 +33,11 @@ FURTHER = (
     "nvmlDeviceGetMemoryInfo_v2",
 )
 """What the page of dcgm-exporter alone shows."""
-PODS = tuple(Holder("default", f"pod-{number}", "main") for number in range(3))
+PODS = tuple(Holder("default", f"pod-{number}", "main") for number in range(8))
 
 
 class Ground(NamedTuple):
-    """A node of three simulated GPUs, with a process of a pod on each.
+    """A node of simulated GPUs, with a process of a pod on each.
 
     Attributes:
         further: the functions of `FURTHER` that were called, in their order.
@@ -51,10 +51,10 @@ class Ground(NamedTuple):
 
 @asynccontextmanager
 async def ground(
-    tmp_path: Path, turn: float = 60, **functions: Callable[..., int]
+    tmp_path: Path, turn: float = 60, gpus: int = 3, **functions: Callable[..., int]
 ) -> AsyncIterator[Ground]:
     """Collect with some of NVML's functions replaced, and wait so long before the next GPU."""
-    node, machine, further = build_node("a100-40gb:3"), SimHost(tmp_path), list[str]()
+    node, machine, further = build_node(f"a100-40gb:{gpus}"), SimHost(tmp_path), list[str]()
     library = altered_library(node, **functions)
 
     def counted(name: str) -> Callable[..., int]:
@@ -70,7 +70,7 @@ async def ground(
         setattr(library, name, counted(name))
     nvml = NvmlDriver(library, DEADLINE)
     host, registry = Watched(machine.host), Registry()
-    for number, pod in enumerate(PODS):
+    for number, pod in enumerate(PODS[:gpus]):
         machine.add_container_process(7000 + number, pod, real=os.getpid())
         node.start_process(node.gpu(number), SimProcess(7000 + number, 2**30, sm=10))
     async with nvml.session():
@@ -83,7 +83,10 @@ async def ground(
 async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes, utilization and sensors are read together, and no function is called in vain."""
+    """Processes and sensors are read together, and no function is called in vain.
+
+    The GPUs whose turn it is have a second job, for the utilization.
+    """
     jobs, at_work, most, work = 0, 0, 0, NvmlWorker.call_alone
 
     async def count(*arguments: Any) -> Any:  # noqa: ANN401 - as the worker's own
@@ -97,13 +100,15 @@ async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(
 
     async with ground(tmp_path) as it:
         monkeypatch.setattr(NvmlWorker, "call_alone", count)
+        await it.collector.collect(sensors=True)
+        assert (jobs, most, it.host.looks, it.further) == (6, 1, 1, [])
         usage = await it.collector.collect(sensors=True)
-        assert (jobs, most, it.host.looks, it.further) == (3, 1, 1, [])
+        assert (jobs, most, it.host.looks, it.further) == (6 + 5, 1, 2, [])
 
     assert usage.sensors is not None
     assert [it.power for it in usage.sensors.values()] == [94, 94, 94]
     assert [list(found.values()) for found in usage.utilization.values()] == [[10]] * 3
-    assert [found.unauthorized[0].holder for found in usage.gpus.values()] == [*PODS]
+    assert [found.unauthorized[0].holder for found in usage.gpus.values()] == [*PODS[:3]]
 
 
 async def test_without_sensors_none_is_read(tmp_path: Path) -> None:
@@ -253,11 +258,14 @@ async def test_a_cancelled_caller_leaves_the_collection_to_others() -> None:
 
 
 async def test_sensors_are_collected_when_they_are_wanted() -> None:
-    """A caller that wants sensors shares a collection that has them, as do all others."""
+    """A caller that wants sensors shares a collection that has them.
+
+    All others get none of these: its utilization may be older.
+    """
     census = SlowCollector()
     census.may_end.set()
     looks = CachedUsage(census, age=60)
 
     wanted = [False, False, True, True, False]
-    assert [(await looks.latest(sensors=it)).at for it in wanted] == [1, 1, 2, 2, 2]
+    assert [(await looks.latest(sensors=it)).at for it in wanted] == [1, 1, 2, 2, 3]
     assert census.with_sensors == 1

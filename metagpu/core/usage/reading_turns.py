@@ -1,0 +1,94 @@
+"""Turns of GPUs for readings that cost NVML much: few at a time, the oldest first."""
+
+from collections.abc import Collection, Mapping
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from metagpu.core.contracts.sensors import GpuSensors
+from metagpu.core.model.gpu import GpuId
+
+ALWAYS_READ: Final = 2
+"""GPUs that are read each time where there are no more of them."""
+
+ValueT = TypeVar("ValueT")
+SensorsT = TypeVar("SensorsT", bound=GpuSensors)
+
+
+class _Reading(NamedTuple, Generic[ValueT]):
+    value: ValueT
+    at: float
+
+
+class ReadingTurns(Generic[ValueT]):
+    """The last readings of GPUs, and whose turn it is: the cost does not grow with the GPUs.
+
+    Times are those of one clock, in seconds.
+
+    Args:
+        at_a_time: the number of GPUs that are read at a time, without those of `max_age`.
+        max_age: the age from which a reading is read again in any case.
+    """
+
+    def __init__(self, at_a_time: int, max_age: float) -> None:
+        self._at_a_time = max(1, at_a_time)
+        self._max_age = max_age
+        self._readings: dict[GpuId, _Reading[ValueT]] = {}
+
+    def due(self, gpus: Collection[GpuId], now: float) -> frozenset[GpuId]:
+        """Return which of the GPUs to read now: all that have no reading, or an old one.
+
+        Where these are few, the oldest others too.
+        """
+        ages = {gpu: self._age(gpu, now) for gpu in gpus}
+        few = len(gpus) if len(gpus) <= ALWAYS_READ else self._at_a_time
+        old = sum(age >= self._max_age for age in ages.values())
+        return frozenset(sorted(gpus, key=lambda gpu: -ages[gpu])[: max(few, old)])
+
+    def add(self, gpu: GpuId, value: ValueT, began: float) -> None:
+        """Keep a reading that began at this time, if none that began later is kept."""
+        if (known := self._readings.get(gpu)) is None or known.at <= began:
+            self._readings[gpu] = _Reading(value, began)
+
+    def latest(self, gpu: GpuId) -> ValueT | None:
+        """Return the last reading of a GPU, `None` without one."""
+        known = self._readings.get(gpu)
+        return known and known.value
+
+    def forget(self, gpu: GpuId) -> None:
+        """Drop the reading of a GPU: it is due next."""
+        self._readings.pop(gpu, None)
+
+    def retain(self, gpus: Collection[GpuId]) -> None:
+        """Drop the readings of all other GPUs."""
+        for gpu in self._readings.keys() - set(gpus):
+            self.forget(gpu)
+
+    def _age(self, gpu: GpuId, now: float) -> float:
+        known = self._readings.get(gpu)
+        return float("inf") if known is None else now - known.at
+
+
+class EnergyTurns(ReadingTurns[float | None]):
+    """The energy counters of GPUs, one at a time: they cost more than all else.
+
+    Args:
+        max_age: seconds, as of `ReadingTurns`.
+    """
+
+    def __init__(self, max_age: float) -> None:
+        super().__init__(1, max_age)
+
+    def complete(
+        self, gpu: GpuId, sensors: SensorsT | None, began: float, *, was_read: bool
+    ) -> Mapping[GpuId, SensorsT]:
+        """Return sensors with the energy: their own where it was read, else the last one.
+
+        Of a GPU without sensors the last one is forgotten, and nothing is returned.
+        """
+        if sensors is None:
+            self.forget(gpu)
+            return {}
+        if was_read:
+            self.add(gpu, sensors.energy, began)
+        return {gpu: replace(sensors, energy=self.latest(gpu))}

@@ -1,0 +1,82 @@
+"""Utilization of GPUs by their processes: at a scrape few GPUs are read, the oldest first."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import anyio
+
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.errors import DriverError
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.runtime.in_turn import start_in_turn
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.reading_turns import ReadingTurns
+from metagpu.core.usage.timing import UsageTiming
+
+AT_A_TIME = 2
+"""GPUs that a scrape reads, beside those that have a process without a reading."""
+
+
+class _Utilization(NamedTuple):
+    """The percent of each process; the processes that the driver listed at that time."""
+
+    percents: Mapping[int, int] | None
+    pids: frozenset[int]
+
+
+class UtilizationReader:
+    """Reads how much of each GPU its processes use, and keeps it for scrapes."""
+
+    def __init__(self, driver: Driver, registry: Registry, timing: UsageTiming) -> None:
+        self._driver = driver
+        self._registry = registry
+        self._timing = timing
+        self._turns = ReadingTurns[_Utilization](AT_A_TIME, timing.utilization_age)
+
+    async def read(
+        self, pids: Mapping[GpuId, Collection[int]], *, in_turns: bool
+    ) -> Mapping[GpuId, Mapping[int, int]]:
+        """Return percents by pid of those GPUs whose driver reports them.
+
+        In turns, a GPU whose processes all have a reading may answer with that one. A GPU without
+        a process is idle, and NVML is not asked; in MIG mode it has no answer.
+
+        Args:
+            pids: the processes that the driver lists now, of each GPU to read.
+            in_turns: whether few GPUs are read; else all that have a process.
+        """
+        gpus = [gpu for gpu in pids if self._is_whole(gpu)]
+        for gpu in pids:
+            known = self._turns.latest(gpu)
+            if gpu not in gpus or (known and not known.pids.issuperset(pids[gpu])):
+                self._turns.forget(gpu)
+        busy = [gpu for gpu in gpus if pids[gpu] or self._turns.latest(gpu) is None]
+        due = self._turns.due(busy, anyio.current_time()) if in_turns else frozenset(busy)
+
+        async with anyio.create_task_group() as group:
+            works = (partial(self._read_gpu, gpu, pids[gpu]) for gpu in busy if gpu in due)
+            await start_in_turn(group, works, self._timing.turn)
+        return {
+            gpu: {pid: percent for pid, percent in known.percents.items() if pid not in ended}
+            for gpu in gpus
+            if (known := self._turns.latest(gpu)) and known.percents is not None
+            for ended in (known.pids.difference(pids[gpu]),)
+        }
+
+    def retain(self, gpus: Collection[GpuId]) -> None:
+        """Forget all other GPUs."""
+        self._turns.retain(gpus)
+
+    async def _read_gpu(self, gpu: GpuId, pids: Collection[int]) -> None:
+        began = anyio.current_time()
+        try:
+            percents = await self._driver.utilization(gpu)
+        except DriverError:  # the health watch reports it
+            self._turns.forget(gpu)
+        else:
+            self._turns.add(gpu, _Utilization(percents, frozenset(pids)), began)
+
+    def _is_whole(self, gpu: GpuId) -> bool:
+        state = self._registry.snapshot.gpus.get(gpu)
+        return state is not None and not state.gpu.mig_enabled

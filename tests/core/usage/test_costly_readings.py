@@ -1,0 +1,177 @@
+"""Costly values are read of few GPUs at a scrape: the cost does not grow with the GPUs."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pynvml
+import pytest
+
+from metagpu.core.state.facts import GpusFound
+from metagpu.core.usage.collector import NodeUsage
+from metagpu.plugins.metrics.sensor_reader import DetailedSensorReader
+from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.nvml.library import SimLibrary
+from tests.core.usage.test_collector import Ground, ground
+from tests.rigs.waiting import skip
+
+GPUS: Final = 8
+PERIOD: Final = 30
+UTILIZATION: Final = "nvmlDeviceGetProcessUtilization"
+ENERGY: Final = "nvmlDeviceGetFieldValues"
+
+
+class Calls(Counter[str]):
+    """The calls of what costs NVML much, by function: those of fields that name the energy."""
+
+    def take(self) -> tuple[int, int]:
+        """Return the readings of energy and of utilization since the last time."""
+        found = self[ENERGY], self[UTILIZATION]
+        self.clear()
+        return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Count the calls of the simulated library."""
+    calls = Calls()
+
+    def counted(name: str, is_costly: Callable[..., bool]) -> None:
+        function = getattr(SimLibrary, name)
+
+        def count(library: SimLibrary, *arguments: Any) -> int:  # noqa: ANN401 - of ctypes
+            calls[name] += is_costly(*arguments)
+            return int(function(library, *arguments))
+
+        monkeypatch.setattr(SimLibrary, name, count)
+
+    def names_energy(_: object, count: Any, values: Any) -> bool:  # noqa: ANN401 - of ctypes
+        size = getattr(count, "value", count)
+        wanted = {it.fieldId for it in values._obj[:size]}
+        return pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION in wanted
+
+    counted(ENERGY, names_energy)
+    # pynvml asks for the number of samples first.
+    counted(UTILIZATION, lambda _device, samples, *_: samples is None)
+    return calls
+
+
+@asynccontextmanager
+async def scraped(tmp_path: Path, calls: Calls, gpus: int = GPUS) -> AsyncIterator[Ground]:
+    """Build a node of which one page was scraped."""
+    async with ground(tmp_path, gpus=gpus) as it:
+        for number in range(gpus):
+            it.node.gpu(number).sensors.energy = 1e6 * (number + 1)
+        await it.collector.collect(sensors=True)
+        assert calls.take() == (gpus, gpus)
+        skip(PERIOD)
+        yield it
+
+
+async def scrape(it: Ground) -> NodeUsage:
+    """Collect for a page, one period after the last one."""
+    usage = await it.collector.collect(sensors=True)
+    assert not usage.failures
+    skip(PERIOD)
+    return usage
+
+
+async def test_each_scrape_reads_few_gpus_and_has_the_values_of_all(
+    tmp_path: Path, calls: Calls
+) -> None:
+    """Of eight GPUs a scrape reads the energy of one and the utilization of two."""
+    async with scraped(tmp_path, calls) as it:
+        for _ in range(GPUS):
+            usage = await scrape(it)
+            assert calls.take() == (1, 2)
+            assert len(usage.utilization) == len(usage.sensors or {}) == GPUS
+            joules = [found.energy or 0 for found in (usage.sensors or {}).values()]
+            assert [round(each, -3) for each in joules] == [1000 * (n + 1) for n in range(GPUS)]
+
+
+async def test_a_node_of_two_gpus_has_fresh_values(tmp_path: Path, calls: Calls) -> None:
+    """All GPUs are read at each scrape where there are few."""
+    async with scraped(tmp_path, calls, gpus=2) as it:
+        it.node.start_process(it.node.gpu(0), SimProcess(7000, 2**30, sm=70))
+        usage = await scrape(it)
+        assert calls.take() == (2, 2)
+        assert [list(found.values()) for found in usage.utilization.values()] == [[70], [10]]
+
+
+async def test_energy_never_goes_backwards(tmp_path: Path, calls: Calls) -> None:
+    """From scrape to scrape the counter of a GPU grows or stays, until it was read again."""
+    async with scraped(tmp_path, calls) as it:
+        pages = [(await scrape(it)).sensors or {} for _ in range(2 * GPUS)]
+    for gpu in pages[0]:
+        values = [page[gpu].energy or 0 for page in pages]
+        assert values == sorted(values)
+        assert values[0] < values[-1]
+
+
+async def test_a_process_that_came_is_read_at_once(tmp_path: Path, calls: Calls) -> None:
+    """A process without a reading is not taken for idle, though it is another GPU's turn."""
+    async with scraped(tmp_path, calls) as it:
+        last = [*it.collector._registry.snapshot.gpus][-1]
+        it.node.start_process(it.node.gpu(GPUS - 1), SimProcess(7999, 2**30, sm=55))
+        assert (await scrape(it)).utilization[last] == {7000 + GPUS - 1: 10, 7999: 55}
+        assert calls.take() == (1, 2)
+
+
+async def test_a_process_that_ended_uses_nothing(tmp_path: Path, calls: Calls) -> None:
+    """A GPU without processes is idle, and NVML is not asked for its utilization."""
+    async with scraped(tmp_path, calls) as it:
+        for number in range(GPUS):
+            it.node.end_process(it.node.gpu(number), 7000 + number)
+        assert [*(await scrape(it)).utilization.values()] == [{}] * GPUS
+        assert calls.take() == (1, 0)
+
+
+async def test_in_mig_mode_utilization_is_not_asked_for(tmp_path: Path, calls: Calls) -> None:
+    """A GPU in MIG mode has no utilization, and takes no turn of another one."""
+    async with scraped(tmp_path, calls) as it:
+        for number in range(GPUS):
+            it.node.gpu(number).mig.enabled = it.node.gpu(number).mig.pending = True
+        survey = await it.collector._driver.survey()
+        it.collector._registry.apply(GpusFound(survey.gpus, at=0))
+        assert (await scrape(it)).utilization == {}
+        assert calls.take() == (1, 0)
+
+
+async def test_a_lost_gpu_loses_its_values(tmp_path: Path, calls: Calls) -> None:
+    """A GPU that is lost has no value of before, and is read when it is back."""
+    async with scraped(tmp_path, calls) as it:
+        last = [*it.collector._registry.snapshot.gpus][-1]
+        it.node.gpu(GPUS - 1).failure = pynvml.NVML_ERROR_GPU_IS_LOST
+        usage = await it.collector.collect(sensors=True)
+        assert last not in {**usage.utilization, **(usage.sensors or {})}
+        it.node.gpu(GPUS - 1).failure = None
+        it.node.gpu(GPUS - 1).sensors.energy = 0
+        calls.clear()
+
+        usage = await scrape(it)
+        assert calls.take() == (1, 2)
+        assert last in usage.utilization
+        assert 0 < ((usage.sensors or {})[last].energy or 0) < 100
+
+
+async def test_mgctl_gets_what_is_now(tmp_path: Path, calls: Calls) -> None:
+    """A collection that is no scrape reads the utilization of every GPU with a process."""
+    async with scraped(tmp_path, calls) as it:
+        for number in range(GPUS):
+            it.node.start_process(it.node.gpu(number), SimProcess(7000 + number, 2**30, sm=70))
+        usage = await it.collector.collect()
+        assert [list(found.values()) for found in usage.utilization.values()] == [[70]] * GPUS
+        assert calls.take() == (0, GPUS)
+
+
+async def test_the_page_of_dcgm_exporter_reads_one_energy(tmp_path: Path, calls: Calls) -> None:
+    """The detailed sensors have their turns too, and every GPU its energy."""
+    async with ground(tmp_path, gpus=GPUS) as it:
+        reader = DetailedSensorReader(it.collector._registry, it.collector._driver.sensors)
+        for expected in (GPUS, 1, 1):
+            found = await reader.read()
+            assert calls.take() == (expected, 0)
+            assert [reading.energy is None for reading in found.values()] == [False] * GPUS
+            skip(PERIOD)
