@@ -21,9 +21,9 @@ class _Reading(NamedTuple, Generic[ValueT]):
 
 
 class ReadingTurns(Generic[ValueT]):
-    """The last readings of GPUs, and whose turn it is: the cost does not grow with the GPUs.
+    """The last readings of GPUs, and whose turn is next.
 
-    Times are those of one clock, in seconds.
+    The cost does not grow with the number of GPUs. Times are those of one clock, in seconds.
 
     Args:
         at_a_time: the number of GPUs that are read at a time, without those of `max_age`.

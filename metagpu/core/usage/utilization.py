@@ -1,4 +1,4 @@
-"""Utilization of GPUs by their processes: at a scrape few GPUs are read, the oldest first."""
+"""Utilization of GPUs by their processes: a scrape reads few, the oldest first."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
