@@ -16,10 +16,11 @@ import yaml
 import metagpu
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import Variable
-from metagpu.plugins.cluster.settings import ALL_FEATURES, VIEWER, Feature
+from metagpu.plugins.cluster.settings import ALL_FEATURES, STATUS_ROLE, VIEWER, Feature
 from tests.e2e.rig.tools import Tools
 from tests.rigs.driver_layouts import HOST_FOLDERS
 
+REVIEWS = ("tokenreviews", "subjectaccessreviews")
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "chart"
@@ -275,11 +276,12 @@ def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> No
 
 
 def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) -> None:
-    """The account reviews tokens; viewers are bound by nobody; the metrics stay closed."""
+    """The account reviews viewers, who are bound by nobody; the metrics stay closed."""
     documents = _render(helm, "fullnameOverride=mine")
     by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
     account = by_name["ClusterRole", "mine"]["rules"]
-    assert [it["verbs"] for it in account if "tokenreviews" in it["resources"]] == [["create"]]
+    for review in REVIEWS:
+        assert [it["verbs"] for it in account if review in it["resources"]] == [["create"]]
     roles = [it["roleRef"]["name"] for it in documents if it["kind"].endswith("RoleBinding")]
     assert "mine-viewer" not in roles
     viewer = {rule["resources"][0]: rule for rule in by_name["Role", "mine-viewer"]["rules"]}
@@ -289,8 +291,15 @@ def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) ->
     [rule] = by_name["NetworkPolicy", "mine"]["spec"]["ingress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": "status-api"}]}
 
+    readers = by_name["ClusterRoleBinding", "mine-node-status"]
+    assert readers["roleRef"]["name"] == f"mine{STATUS_ROLE.removeprefix('metagpu')}"
+    assert [it["name"] for it in readers["subjects"]] == [VIEWER]
+    assert by_name["ClusterRole", "mine-node-status"]["rules"] == [
+        {"apiGroups": ["metagpu.io"], "resources": ["nodestatuses"], "verbs": ["get"]}
+    ]
+
     without = _render(helm, "statusApi.port=0")
-    assert "tokenreviews" not in str(without)
+    assert not [it for it in REVIEWS if it in str(without)]
     assert not [it for it in without if VIEWER in it["metadata"]["name"]]
     assert "METAGPU_STATUS_API" not in _variables(_container(helm, "statusApi.port=0"))
 
@@ -305,7 +314,8 @@ def test_the_page_is_off_and_for_viewers_alone(helm: str) -> None:
     documents = _render(helm, values)
     by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
     account = by_name["ClusterRole", "mine"]["rules"]
-    assert [it["verbs"] for it in account if "tokenreviews" in it["resources"]] == [["create"]]
+    for review in REVIEWS:
+        assert [it["verbs"] for it in account if review in it["resources"]] == [["create"]]
     [rule] = by_name["NetworkPolicy", "mine"]["spec"]["ingress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": "web"}]}
     assert by_name["ServiceAccount", VIEWER]["automountServiceAccountToken"] is False

@@ -14,14 +14,14 @@ from metagpu.cli.options import cluster_of, resolve_environment, status_api_of
 from metagpu.core.errors import ClusterError, ConfigError
 from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER, ClusterSettings, Feature
-from metagpu.plugins.cluster.token_review import REVIEWS
+from metagpu.plugins.cluster.token_review import ACCESS_REVIEWS, DENIED, REMEMBERED, REVIEWS
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.plugins.cluster.rig import open_client_at
 from tests.plugins.http.rig import asked
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
-from tests.rigs.waiting import until
+from tests.rigs.waiting import skip, until
 
 NODE = "gpu-1"
 SYSTEM = "kube-system"
@@ -49,6 +49,11 @@ class StatusScene:
     def reviews(self) -> int:
         """The number of reviews of tokens."""
         return sum(it.target == REVIEWS for it in self.server.requests)
+
+    @property
+    def questions(self) -> list[Mapping[str, Any]]:
+        """The specs of the reviews of access."""
+        return [it.body["spec"] for it in self.server.requests if it.target == ACCESS_REVIEWS]
 
 
 @asynccontextmanager
@@ -107,7 +112,7 @@ async def test_a_viewer_gets_status_and_usage(tmp_path: Path) -> None:
 
 
 async def test_nobody_else_gets_anything(tmp_path: Path) -> None:
-    """No token, another account's, another audience's or an invented one opens the port.
+    """No token, another audience's or an invented one opens the port.
 
     What does not even claim to be a viewer's token costs the API server nothing.
     """
@@ -116,8 +121,6 @@ async def test_nobody_else_gets_anything(tmp_path: Path) -> None:
         for token in (
             "",
             "a.b.c",
-            scene.token(name="default"),
-            scene.token(namespace="team-a"),
             scene.token(audience="https://kubernetes.default.svc"),
         ):
             with pytest.raises(ClusterError) as refused:
@@ -132,7 +135,84 @@ async def test_nobody_else_gets_anything(tmp_path: Path) -> None:
         assert scene.reviews == before + 1
 
         code, _, body = await asked(scene.port, "/api/v1/status")  # from any pod of the cluster
-        assert (code, "a token of" in body) == (403, True)
+        assert (code, "a token for metagpu.io/status is needed" in body) == (403, True)
+
+
+async def test_an_account_without_the_right_is_refused_until_it_is_bound(tmp_path: Path) -> None:
+    """A token of any account is asked about; the refusal says what to bind.
+
+    A no is remembered for seconds only, so who has bound the role waits no longer.
+    """
+    async with serving(tmp_path) as scene:
+        account = f"system:serviceaccount:team-a:{VIEWER}"
+        token, before = scene.token(namespace="team-a"), scene.reviews
+        for _ in range(2):
+            with pytest.raises(ClusterError) as refused:
+                await scene.get("/api/v1/status", token)
+            assert refused.value.status == 403
+            assert (
+                f"user {account} may not get nodestatuses.metagpu.io {NODE}: "
+                "bind the ClusterRole metagpu-node-status to it"
+            ) in refused.value.message
+        assert scene.reviews == before + 1
+        assert scene.questions[-1] == {
+            "user": account,
+            "uid": f"uid of {account}",
+            "groups": ["system:serviceaccounts", "system:authenticated"],
+            "extra": {"authentication.kubernetes.io/credential-id": ["JTI=1"]},
+            "resourceAttributes": {
+                "verb": "get",
+                "group": "metagpu.io",
+                "version": "v1",
+                "resource": "nodestatuses",
+                "name": NODE,
+            },
+        }
+
+        scene.server.tokens.readers[account] = {"another-node"}  # by resourceNames
+        skip(DENIED)
+        with pytest.raises(ClusterError, match=f"nodestatuses.metagpu.io {NODE}"):
+            await scene.get("/api/v1/status", token)
+        scene.server.tokens.readers[account] = {NODE}
+        skip(DENIED)
+        assert await scene.get("/api/v1/status", token)
+
+
+async def test_a_right_that_is_withdrawn_ends_within_a_minute(tmp_path: Path) -> None:
+    """A token that opened the port opens nothing once the account is no longer bound."""
+    async with serving(tmp_path) as scene:
+        token = scene.token()
+        await scene.get("/api/v1/status", token)
+        scene.server.tokens.readers.clear()
+        assert await scene.get("/api/v1/status", token)  # remembered
+        skip(REMEMBERED)
+        with pytest.raises(ClusterError, match="may not get nodestatuses"):
+            await scene.get("/api/v1/status", token)
+
+
+async def test_a_review_that_fails_is_no_refusal(tmp_path: Path) -> None:
+    """A viewer whose right cannot be reviewed is told so, and asked about again."""
+    async with serving(tmp_path) as scene:
+        token = scene.token()
+        scene.server.denied.append(("POST", ACCESS_REVIEWS))
+        with pytest.raises(ClusterError, match=r"could not be reviewed: .*cannot post") as refused:
+            await scene.get("/api/v1/status", token)
+        assert refused.value.status == 503
+        scene.server.denied.clear()
+        assert await scene.get("/api/v1/status", token)
+
+
+async def test_what_is_remembered_of_tokens_is_bounded(tmp_path: Path) -> None:
+    """Tokens without end leave a bounded memory, and no old one in it."""
+    async with serving(tmp_path) as scene:
+        api = scene.it.agent.status_api
+        assert api is not None
+        reviewer = api._tokens
+        for _ in range(40):
+            skip(5)
+            for _ in range(10):
+                await scene.get("/api/v1/usage", scene.token())
+        assert len(reviewer._known) <= 130  # type: ignore[attr-defined]
 
 
 async def test_a_token_that_outlives_its_right_by_far_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from http.client import HTTPResponse
 from pathlib import Path
 from subprocess import PIPE
 from urllib.error import HTTPError
@@ -225,7 +227,7 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
 
 
 def test_the_page_of_a_node_is_for_viewers(release: Release, cluster: Cluster) -> None:
-    """A browser gets the page from the pod, and its data with a token that the page names."""
+    """A browser gets the page from the pod, and its data with a token of an account that may."""
     cluster.run("viewed", 25)
     (pod,) = release.daemons().values()
     (port,) = [
@@ -237,13 +239,47 @@ def test_the_page_of_a_node_is_for_viewers(release: Release, cluster: Cluster) -
     with pytest.raises(HTTPError, match="403"):
         urlopen(f"{url}/api/v1/view", timeout=SOON_S)  # noqa: S310 - ours
 
-    account = ("metagpu-viewer", f"--namespace={SYSTEM}", "--audience=metagpu.io/status")
-    token = cluster.kubectl("create", "token", *account).strip()
-    view = Request(f"{url}/api/v1/view", headers={"Metagpu-Token": token})  # noqa: S310 - ours
-    with urlopen(view, timeout=SOON_S) as answer:  # noqa: S310 - ours
+    with _opened(url, _viewer_token(cluster, "metagpu-viewer", SYSTEM)) as answer:
         (row,) = json.load(answer)["nodes"]
     assert row["name"] == release.node.name
     assert [it["pod"] for it in row["usage"]["containers"]] == ["viewed"]
+
+    # The account of a team: the API server decides, by a right of its own.
+    kubectl, user = cluster.kubectl, f"{NAMESPACE}:team-screen"
+    kubectl("create", "serviceaccount", "team-screen", f"--namespace={NAMESPACE}")
+    token = _viewer_token(cluster, "team-screen", NAMESPACE)
+    with pytest.raises(HTTPError, match="403") as refused:
+        _opened(url, token)
+    sentence = f"user system:serviceaccount:{user} may not get nodestatuses.metagpu.io "
+    assert f"{sentence}{release.node.name}: bind" in json.load(refused.value)["message"]
+    role = f"--clusterrole={release.name}-metagpu-node-status"
+    kubectl("create", "clusterrolebinding", "screens", role, f"--serviceaccount={user}")
+    try:
+        wait_for("the team's view", lambda: _opens(url, token), within_s=SOON_S)
+    finally:
+        kubectl("delete", "clusterrolebinding", "screens")
+
+
+def _viewer_token(cluster: Cluster, account: str, namespace: str) -> str:
+    options = (f"--namespace={namespace}", "--audience=metagpu.io/status")
+    return cluster.kubectl("create", "token", account, *options).strip()
+
+
+def _opened(url: str, token: str) -> HTTPResponse:
+    """Open the data of a page with a token."""
+    view = Request(f"{url}/api/v1/view", headers={"Metagpu-Token": token})  # noqa: S310 - ours
+    answer: HTTPResponse = urlopen(view, timeout=SOON_S)  # noqa: S310 - ours
+    return answer
+
+
+def _opens(url: str, token: str) -> bool:
+    try:
+        with _opened(url, token):
+            return True
+    except HTTPError as error:
+        if error.code != HTTPStatus.FORBIDDEN:
+            raise
+        return False
 
 
 def test_a_gpu_is_drained_within_the_budgets_of_its_pods(

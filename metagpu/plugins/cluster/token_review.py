@@ -1,14 +1,14 @@
-"""Reviews of viewers' tokens by the API server.
+"""Reviews of viewers by the API server: of their tokens and their rights.
 
-A viewer is who may create tokens of one ServiceAccount: the rights to that are Kubernetes' own, and
-such a token, with an audience of its own, is worth nothing elsewhere.
+A viewer is who may get the status of this node, `nodestatuses.metagpu.io`: a right that exists for
+this question alone. Tokens have an audience of their own, and are worth nothing elsewhere.
 """
 
 import hashlib
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
 import msgspec
@@ -17,7 +17,7 @@ from anyio import to_thread
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.rate_limit import TokenBucket
-from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER, ClusterSettings
+from metagpu.plugins.cluster.settings import AUDIENCE, STATUS_ROLE, ClusterSettings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
 REVIEWS: Final = "/apis/authentication.k8s.io/v1/tokenreviews"
+ACCESS_REVIEWS: Final = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+GROUP: Final = "metagpu.io"
+RESOURCE: Final = "nodestatuses"
+"""The resource, named as the node, that a viewer must be allowed to get; it has no objects."""
 REMEMBERED: Final = 60.0
-"""Seconds for which a reviewed token is not reviewed again."""
+"""Seconds for which a viewer's token is not reviewed again."""
+DENIED: Final = 10.0
+"""Seconds for which a refusal is not reviewed again: people wait for it to end."""
 LONGEST_LIFE: Final = 7200
 """Seconds that a token may be for: who loses the right to create tokens keeps the last one."""
 _MOST_REMEMBERED: Final = 256
@@ -34,7 +40,14 @@ _LONGEST: Final = 4096
 """Characters of a token; those of Kubernetes have about a thousand."""
 _BURST: Final = 20
 _RATE: Final = 2.0
-"""Reviews a second: anybody who reaches the port can invent tokens."""
+"""Tokens a second that are reviewed: anybody who reaches the port can invent some."""
+
+
+class _Answer(NamedTuple):
+    """The reason why a token gives no access, empty for a viewer's, and its end."""
+
+    problem: str
+    until: float
 
 
 class TokenReviewer:
@@ -53,10 +66,9 @@ class TokenReviewer:
         self._settings = settings
         self._run_command = run_command
         self._clock = clock
-        self._viewer = f"system:serviceaccount:{settings.namespace}:{VIEWER}"
         self._client: KubeClient | None = None
         self._rate = TokenBucket(_BURST, _RATE)
-        self._known: dict[bytes, float] = {}
+        self._known: dict[bytes, _Answer] = {}
 
     async def run(self) -> None:
         """Hold the connection until cancelled."""
@@ -75,59 +87,85 @@ class TokenReviewer:
         """Return why a token gives no access, an empty text for a viewer's.
 
         Raises:
-            ConnectionError: the token could not be reviewed; the message says why.
+            ConnectionError: the token or its user could not be reviewed; the message says why.
         """
-        if problem := self._foreign(token):
+        if problem := _claimed_problem(token):
             return problem
         key, now = hashlib.sha256(token.encode()).digest(), self._clock()
-        if self._known.get(key, 0.0) > now:
-            return ""
+        if (known := self._known.get(key)) is not None and known.until > now:
+            return known.problem
         if self._client is None:
             raise ConnectionError("this daemon is not connected to the API server yet")
         if not self._rate.take(now):
             raise ConnectionError("too many new tokens at once; try again in a few seconds")
-        if not await self._review(self._client, token):
-            return f"the API server does not accept this token of {self._viewer}; it may be too old"
-        self._known = {it: until for it, until in self._known.items() if until > now}
-        if len(self._known) < _MOST_REMEMBERED:
-            self._known[key] = now + REMEMBERED
-        return ""
-
-    def _foreign(self, token: str) -> str:
-        """Return why a token is not even called a viewer's; costs no review."""
-        claims = _claims(token)
-        audiences = claims.get("aud")
-        if claims.get("sub") != self._viewer or not isinstance(audiences, list):
-            return f"a token of {self._viewer} is needed in the header Metagpu-Token"
-        if AUDIENCE not in audiences:
-            return f"the token is not for {AUDIENCE}"
-        if not _life(claims) <= LONGEST_LIFE:
-            return "the token is for more than two hours; create one without --duration"
-        return ""
-
-    async def _review(self, client: "KubeClient", token: str) -> bool:
-        body = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenReview",
-            "spec": {"token": token, "audiences": [AUDIENCE]},
-        }
         try:
-            answer = await client.call("POST", REVIEWS, body=body)
+            user = await _review_token(self._client, token)
+            if user is None:  # not remembered: invented tokens would fill the memory
+                return "the API server does not accept this token; it may be too old"
+            problem = await self._review_access(self._client, user)
         except ClusterError as error:
             raise ConnectionError(f"the token could not be reviewed: {error}") from error
-        status = answer.get("status") or {}
-        user = (status.get("user") or {}).get("username")
-        return (
-            status.get("authenticated") is True
-            and user == self._viewer
-            and AUDIENCE in (status.get("audiences") or ())
-        )
+        self._known = {it: answer for it, answer in self._known.items() if answer.until > now}
+        if len(self._known) < _MOST_REMEMBERED:
+            self._known[key] = _Answer(problem, now + (DENIED if problem else REMEMBERED))
+        return problem
+
+    async def _review_access(self, client: "KubeClient", user: Mapping[str, Any]) -> str:
+        """Return why a user may not read this node's status, an empty text if he may."""
+        node, name = self._settings.node, user.get("username")
+        attributes = {
+            "verb": "get",
+            "group": GROUP,
+            "version": "v1",
+            "resource": RESOURCE,
+            "name": node,
+        }
+        spec = {
+            "user": name,
+            **{it: user[it] for it in ("uid", "groups", "extra") if user.get(it)},
+            "resourceAttributes": attributes,
+        }
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": spec,
+        }
+        answer = await client.call("POST", ACCESS_REVIEWS, body=body)
+        if (answer.get("status") or {}).get("allowed") is True:
+            return ""
+        fix = f"bind the ClusterRole {STATUS_ROLE} to it"
+        return f"user {name} may not get {RESOURCE}.{GROUP} {node}: {fix}"
+
+
+async def _review_token(client: "KubeClient", token: str) -> Mapping[str, Any] | None:
+    """Return the user of a token that is for us, `None` for any other token."""
+    body = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenReview",
+        "spec": {"token": token, "audiences": [AUDIENCE]},
+    }
+    status = (await client.call("POST", REVIEWS, body=body)).get("status") or {}
+    user = status.get("user") or {}
+    is_ours = AUDIENCE in (status.get("audiences") or ()) and bool(user.get("username"))
+    return user if status.get("authenticated") is True and is_ours else None
 
 
 def _load_client() -> "ModuleType":
     from metagpu.plugins.cluster import client  # noqa: PLC0415 - 12 MB, behind the option
 
     return client
+
+
+def _claimed_problem(token: str) -> str:
+    """Return why a token is not even called one for us; costs no review."""
+    claims = _claims(token)
+    if not isinstance(audiences := claims.get("aud"), list):
+        return f"a token for {AUDIENCE} is needed in the header Metagpu-Token"
+    if AUDIENCE not in audiences:
+        return f"the token is not for {AUDIENCE}"
+    if not _life(claims) <= LONGEST_LIFE:
+        return "the token is for more than two hours; create one without --duration"
+    return ""
 
 
 def _life(claims: Mapping[str, Any]) -> float:

@@ -1,9 +1,10 @@
-"""The pod proxy of the simulated API server, and the tokens of ServiceAccounts."""
+"""The pod proxy of the simulated API server, and the tokens of accounts."""
 
 import json
 import secrets
 import time
 from base64 import urlsafe_b64encode
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,15 +16,22 @@ from metagpu.sim.apiserver.objects import ApiError, Object, ObjectStore
 _PROXY: Final = "/api/v1/namespaces/{namespace}/pods/{pod}/proxy/{path:.*}"
 _TOKEN: Final = "/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"  # noqa: S105 - a path
 _REVIEW: Final = "/apis/authentication.k8s.io/v1/tokenreviews"
+_ACCESS: Final = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+_VIEWER: Final = "system:serviceaccount:kube-system:metagpu-viewer"
 _KEPT: Final = frozenset(("authorization", "host", "connection", "accept-encoding"))
 """Headers that the API server does not pass on as they are."""
 
 
 @dataclass
 class SimTokens:
-    """Tokens of ServiceAccounts, by their text, with their user and audiences."""
+    """Tokens of ServiceAccounts, by their text, with their user and audiences.
+
+    Attributes:
+        readers: the nodes whose status a user may get, `None` for all.
+    """
 
     issued: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    readers: dict[str, Container[str] | None] = field(default_factory=lambda: {_VIEWER: None})
 
     def issue(
         self, namespace: str, name: str, audiences: list[str], *, life: int | None = 600
@@ -43,7 +51,25 @@ class SimTokens:
         common = [it for it in of_token if it in audiences]
         if not common:
             return {"authenticated": False, "error": "invalid bearer token"}
-        return {"authenticated": True, "user": {"username": user}, "audiences": common}
+        identity = {
+            "username": user,
+            "uid": f"uid of {user}",
+            "groups": ["system:serviceaccounts", "system:authenticated"],
+            "extra": {"authentication.kubernetes.io/credential-id": ["JTI=1"]},
+        }
+        return {"authenticated": True, "user": identity, "audiences": common}
+
+    def review_access(self, spec: Object) -> Object:
+        """Return the status of a SubjectAccessReview: the status of nodes, and nothing else."""
+        asked = {**spec["resourceAttributes"]}
+        node, nodes = asked.pop("name"), self.readers.get(spec["user"], ())
+        what = {
+            "verb": "get",
+            "group": "metagpu.io",
+            "version": "v1",
+            "resource": "nodestatuses",
+        }
+        return {"allowed": asked == what and (nodes is None or node in nodes)}
 
 
 def add_routes(app: web.Application, store: ObjectStore, tokens: SimTokens) -> None:
@@ -80,6 +106,11 @@ def add_routes(app: web.Application, store: ObjectStore, tokens: SimTokens) -> N
         status = tokens.review(spec["token"], spec["audiences"])
         return web.json_response({**body, "status": status}, status=201)
 
+    async def review_access(request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        status = tokens.review_access(body["spec"])
+        return web.json_response({**body, "status": status}, status=201)
+
     async def open_session(_: web.Application) -> None:
         sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
 
@@ -91,6 +122,7 @@ def add_routes(app: web.Application, store: ObjectStore, tokens: SimTokens) -> N
     app.router.add_get(_PROXY, proxy)
     app.router.add_post(_TOKEN, issue)
     app.router.add_post(_REVIEW, review)
+    app.router.add_post(_ACCESS, review_access)
 
 
 def _encoded(value: Object) -> str:
