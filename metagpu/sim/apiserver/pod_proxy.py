@@ -60,7 +60,7 @@ class SimTokens:
         return {"authenticated": True, "user": identity, "audiences": common}
 
     def review_access(self, spec: Object) -> Object:
-        """Return the status of a SubjectAccessReview: the status of nodes, and nothing else."""
+        """Return the status of a SubjectAccessReview for the status of a node."""
         asked = {**spec["resourceAttributes"]}
         node, nodes = asked.pop("name"), self.readers.get(spec["user"], ())
         what = {
