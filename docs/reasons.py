@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from metagpu.core.errors import RequestError
+from metagpu.core.errors import ConfigReason, RequestError
 from metagpu.core.model.remarks import RemarkReason
 from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
@@ -21,7 +21,6 @@ from metagpu.kubectl.obstacles import Obstacle
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.metrics.daemon import reason_of
 from metagpu.translation import warnings
 from metagpu.translation.values import TranslationSettings
 
@@ -162,6 +161,11 @@ def answers() -> Sequence[Cells]:
     return _members(PodReason)
 
 
+def config_errors() -> Sequence[Cells]:
+    """Return the reason of each error of a configuration."""
+    return _members(ConfigReason)
+
+
 def refusals() -> Sequence[Cells]:
     """Return the label `reason` of each kind of refused request, with its meaning."""
     kinds, found = [RequestError], []
@@ -169,7 +173,7 @@ def refusals() -> Sequence[Cells]:
         for kind in kinds.pop().__subclasses__():
             kinds.append(kind)
             meaning = re.split(r"[;.]", kind.__doc__ or "")[0].removeprefix("Raised when ")
-            found.append((f"`{reason_of(kind)}`", f"{meaning[0].upper()}{meaning[1:]}."))
+            found.append((f"`{kind.reason}`", f"{meaning[0].upper()}{meaning[1:]}."))
     return sorted(found)
 
 
@@ -227,6 +231,7 @@ TABLES: Final = (
     Table("## Answers about a pod", answers, 1),
     Table("## Obstacles of a pod", obstacles, 0),
     Table("## Refused requests", refusals, 1),
+    Table("## Errors of a configuration", config_errors, 1),
     Table("## Warnings of a translation", translation_warnings, 1),
 )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs import reasons
+from metagpu.core.errors import ConfigReason
 from metagpu.plugins.cluster.event_reasons import EventReason
 
 
@@ -51,6 +52,13 @@ def test_every_kind_of_refusal_is_a_row_by_its_label() -> None:
     found = {it[0]: it[1] for it in reasons.refusals()}
     assert found["`gpu_unhealthy`"] == "A pod asks for a share of a GPU that is out of service."
     assert "`provisioning_lasts`" in found  # a kind of `provisioning_failed`
+
+
+@pytest.mark.parametrize("reason", ConfigReason)
+def test_each_kind_is_that_of_an_error(reason: ConfigReason) -> None:
+    """No kind of the errors of configurations is without an error."""
+    files = reasons.PACKAGE.rglob("*.py")
+    assert any(f"ConfigReason.{reason.name}" in it.read_text(encoding="utf-8") for it in files)
 
 
 def test_a_sentence_of_a_translation_has_its_names_by_default(

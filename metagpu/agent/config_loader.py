@@ -19,7 +19,7 @@ from metagpu.agent.config_source import (
 from metagpu.agent.config_watch import ConfigWatchTiming, changes
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigStatus
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, InternalError
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import ConfigRejected, Event
 
@@ -39,7 +39,7 @@ class InitialConfig(msgspec.Struct, frozen=True):
 
     loaded: Loaded
     texts: tuple[ConfigText, ...] | None
-    error: str | None = None
+    error: ConfigError | None = None
 
 
 def read_initial(
@@ -60,7 +60,7 @@ def read_initial(
         if not waits_for_cluster:
             raise
         nothing = source.parse((ConfigText("<nothing>", NO_SHARING),), backends)
-        return InitialConfig(nothing, None, str(error))
+        return InitialConfig(nothing, None, error)
 
 
 class ConfigLoader:
@@ -68,7 +68,8 @@ class ConfigLoader:
 
     Attributes:
         loaded: the configuration in force, and where it comes from.
-        error: why the source's present text is not in force, `None` if it is.
+        error: why the source's present text is not in force, `None` if it is; `reason` names the
+            kind of the error.
     """
 
     loaded: Loaded
@@ -84,6 +85,7 @@ class ConfigLoader:
         timing: ConfigWatchTiming = ConfigWatchTiming(),  # noqa: B008 - frozen
     ) -> None:
         self.error: str | None = None
+        self.reason: str | None = None
         self._accepted = self._rejected = 0
         self._accepted_at = self._rejected_at = 0.0
         self._source = source
@@ -101,8 +103,8 @@ class ConfigLoader:
         if initial.error is None:
             self._count_accepted()
         else:
-            log.warning("configuration waits for the cluster", error=initial.error)
-            self._count_rejected(initial.error)
+            self._count_rejected(str(initial.error), initial.error.reason)
+            log.warning("configuration waits for the cluster", error=self.error, reason=self.reason)
 
     async def reload(self, *, again: bool = True) -> None:
         """Read the source and apply it, with `again` also if its texts are as they were.
@@ -128,10 +130,14 @@ class ConfigLoader:
                 self._content = content
             except ConfigError as error:
                 known, self._content = self.error, None
-                self._count_rejected(str(error))
+                self._count_rejected(str(error), error.reason)
                 if self.error == known and not again:
                     return None
-                log.error("configuration rejected; the last good one stays", error=self.error)
+                log.error(
+                    "configuration rejected; the last good one stays",
+                    error=self.error,
+                    reason=self.reason,
+                )
                 return self.error
             except Exception as error:
                 self._content = None
@@ -139,7 +145,8 @@ class ConfigLoader:
                     "configuration failed by a fault of metagpu's own; the last good one stays"
                 )
                 self._count_rejected(
-                    f"metagpu failed ({type(error).__name__}: {error}); see its log"
+                    f"metagpu failed ({type(error).__name__}: {error}); see its log",
+                    InternalError.reason,
                 )
                 return self.error
             self._take(loaded)
@@ -177,6 +184,7 @@ class ConfigLoader:
             "notes": [str(note) for note in self.loaded.notes],
             "deviceListStrategy": [str(it) for it in self.loaded.config.root.strategies],
             "error": self.error,
+            "reason": self.reason,
             "misfits": self._misfits,
         }
 
@@ -199,14 +207,14 @@ class ConfigLoader:
         self._accepted += 1
         self._accepted_at = time()
 
-    def _count_rejected(self, error: str) -> None:
-        self.error = error
+    def _count_rejected(self, error: str, reason: str) -> None:
+        self.error, self.reason = error, reason
         self._rejected += 1
         self._rejected_at = time()
 
     def _take(self, loaded: Loaded) -> None:
         """Record the configuration in force; log each setting that is not honoured once."""
-        self.loaded, self.error = loaded, None
+        self.loaded, self.error, self.reason = loaded, None, None
         for note in loaded.notes:
             if str(note) not in self._logged:
                 log.warning("configuration setting not honoured", note=str(note))

@@ -18,7 +18,7 @@ from metagpu.core.config.config import DEFAULT, Config
 from metagpu.core.config.document import MAX_TEXT, Document
 from metagpu.core.config.paths import parent_path
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.layout.layout import check_layout
 
 _MAX_BYTES: Final = 4 * MAX_TEXT
@@ -145,7 +145,8 @@ class ConfigSource(msgspec.Struct, frozen=True):
                 f"it has no profiles, and {choice.option} wants {choice.chosen!r}; a profile is "
                 "chosen in a folder or a ConfigMap"
             )
-            raise ConfigError(problem, file=files[0].path if files else "<default>")
+            place = files[0].path if files else "<default>"
+            raise ConfigError(problem, ConfigReason.UNKNOWN_CHOICE, file=place)
 
         chosen_elsewhere = {
             name
@@ -372,13 +373,15 @@ def _read(file: Path) -> str:
             raise ConfigError(
                 "cannot be read: it is not a regular file, and it has to be read more than once; "
                 "write its text to a file",
+                ConfigReason.UNREADABLE,
                 file=os.fspath(file),
             )
         # Opened once: another file may replace this one between a check of its size and the read.
         with file.open("rb") as opened:
             raw = opened.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
-            raise ConfigError(f"cannot be read: more than {_MAX_BYTES} bytes", file=os.fspath(file))
+            problem = f"cannot be read: more than {_MAX_BYTES} bytes"
+            raise ConfigError(problem, ConfigReason.TOO_LARGE, file=os.fspath(file))
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, error) from error
@@ -386,4 +389,4 @@ def _read(file: Path) -> str:
 
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> ConfigError:
     problem = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-    return ConfigError(f"cannot be read: {problem}", file=os.fspath(path))
+    return ConfigError(f"cannot be read: {problem}", ConfigReason.UNREADABLE, file=os.fspath(path))

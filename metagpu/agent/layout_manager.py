@@ -16,7 +16,7 @@ from metagpu.core.config.config import Config
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import OffersExisting
 from metagpu.core.contracts.mig_reading import read_instances
-from metagpu.core.errors import CdiError, ConfigError, DriverError
+from metagpu.core.errors import CdiError, ConfigError, ConfigReason, DriverError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
@@ -113,7 +113,9 @@ class LayoutManager:
             await self.cdi_file.update(injection.by_own_cdi if by_claims else injection)
         except CdiError as error:
             problem, path = str(error), "pools" if by_claims else "deviceListStrategy"
-            raise ConfigError(problem, file=config.file, path=path) from error
+            raise ConfigError(
+                problem, ConfigReason.NOT_WRITTEN, file=config.file, path=path
+            ) from error
 
         self._log_misfits(layout)
         self._nodes, self.config, self.layout = nodes, config, layout

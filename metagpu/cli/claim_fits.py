@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.devices.devices import gpu_of_pool
-from metagpu.core.errors import ConfigError, MetagpuError, describe_error
+from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
 from metagpu.sim.allocation.obstacles import find_obstacle
@@ -49,19 +49,23 @@ def read_documents(file: str) -> Sequence[Document]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {describe_error(error)}") from error
+        problem = f"cannot read {file}: {describe_error(error)}"
+        raise ConfigError(problem, ConfigReason.UNREADABLE) from error
     try:
         found = [it for it in yaml.safe_load_all(text) if it is not None]
     except RecursionError as error:
-        raise ConfigError(f"{file} is no YAML: it is nested too deep") from error
+        problem = f"{file} is no YAML: it is nested too deep"
+        raise ConfigError(problem, ConfigReason.NO_YAML) from error
     except (yaml.YAMLError, *_OF_TAGS) as error:
         cause = " ".join(describe_error(error).split())
-        raise ConfigError(f"{file} is no YAML: {cause}") from error
+        raise ConfigError(f"{file} is no YAML: {cause}", ConfigReason.NO_YAML) from error
     if not found or not all(map(_is_object, found)):
-        raise ConfigError(f"{file}: no objects of Kubernetes; write each with apiVersion and kind")
+        problem = f"{file}: no objects of Kubernetes; write each with apiVersion and kind"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT)
     for it in found:
         if not isinstance(it.get("metadata") or {}, dict):
-            raise ConfigError(f"{file}: {it['kind']}: its metadata is no object with a name")
+            problem = f"{file}: {it['kind']}: its metadata is no object with a name"
+            raise ConfigError(problem, ConfigReason.WRONG_TYPE)
     return found
 
 
@@ -104,7 +108,7 @@ def claim_fits(
                 specs[kind, name] = spec["spec"] if kind == "ResourceClaimTemplate" else spec
         used = list(_used_claims(documents, specs))
     except MetagpuError as error:
-        raise ConfigError(describe_error(error)) from error
+        raise ConfigError(describe_error(error), ConfigReason.INVALID_VALUE) from error
     nodes = {it["nodeName"] for it in slices}
     published = [
         {"metadata": {"name": f"{at:05x}"}, "spec": spec} for at, spec in enumerate(slices)

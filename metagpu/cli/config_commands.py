@@ -118,7 +118,9 @@ def _to_dict(file: Path, label: str, found: Checked) -> dict[str, Any]:
         "case": label or None,
         "good": not found.errors,
         "formats": list(found.loaded.formats) if found.loaded else [],
-        "errors": [{**place(it), "problem": it.problem} for it in found.errors],
+        "errors": [
+            {**place(it), "reason": it.reason, "problem": it.problem} for it in found.errors
+        ],
         "warnings": [
             {**place(it), "text": it.text} for it in (found.loaded.notes if found.loaded else ())
         ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from metagpu.agent import paths
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature, resolve_settings
 from metagpu.plugins.http.address import ListenAddress, parse_address
@@ -57,7 +57,9 @@ class Variable(msgspec.Struct, frozen=True):
                 continue
             if self.allowed and text not in self.allowed:
                 problem = f"{text!r} is not known here; allowed: {', '.join(self.allowed)}"
-                raise ConfigError(problem, file="environment", path=name)
+                raise ConfigError(
+                    problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=name
+                )
             return self.convert(text)
         return self.otherwise
 
@@ -334,7 +336,7 @@ def status_api_of(
             "the API server reviews the tokens of its clients; also give --node-name, outside a "
             "pod --kubeconfig, and a feature of --cluster"
         )
-        raise ConfigError(problem, file="--status-api")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--status-api")
     return parse_address(args.status_api, "--status-api")
 
 
@@ -353,7 +355,7 @@ def web_of(args: argparse.Namespace, settings: ClusterSettings | None) -> Listen
             f"such as {WEB_ADDRESS}, or also --node-name, outside a pod --kubeconfig, and a "
             "feature of --cluster"
         )
-        raise ConfigError(problem, file="--web")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--web")
     return address
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from metagpu.agent import paths
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 if TYPE_CHECKING:
     from metagpu.agent.agent import Agent
@@ -30,18 +30,18 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
         return
     if args.simulate is None:
         problem = "a simulated kubelet needs simulated GPUs; also give --simulate"
-        raise ConfigError(problem, file="--with-kubelet")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--with-kubelet")
     named = (args.kubelet_root, args.kubelet_dir, args.pod_resources)
     if named != (paths.KUBELET_ROOT, paths.KUBELET_DIR, None):
         problem = (
             "the simulated kubelet has folders of its own; leave out --kubelet-root, "
             "--kubelet-dir and --pod-resources"
         )
-        raise ConfigError(problem, file="--with-kubelet")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--with-kubelet")
 
     if args.take_over:
         problem = "the simulated kubelet ends with its daemon; leave out --take-over"
-        raise ConfigError(problem, file="--with-kubelet")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--with-kubelet")
 
     from metagpu.sim.cluster import paths as simulated
 

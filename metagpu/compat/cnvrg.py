@@ -18,6 +18,7 @@ from metagpu.compat.contract import (
 )
 from metagpu.compat.keys import IgnoredKey, fold_case, ignored_keys
 from metagpu.core.config.document import Document
+from metagpu.core.errors import ConfigReason
 
 _AUTO_SHARES: Final = 100
 """Shares of each GPU with `autoReshare`."""
@@ -87,10 +88,14 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
 
     if file.accelerator != "nvidia":
         raise document.error(
-            "accelerator", f"{file.accelerator!r} is not known here; allowed: nvidia"
+            "accelerator",
+            f"{file.accelerator!r} is not known here; allowed: nvidia",
+            ConfigReason.UNKNOWN_VALUE,
         )
     if not file.sharings:
-        raise document.error("deviceSharing", "there is no entry; give at least one")
+        raise document.error(
+            "deviceSharing", "there is no entry; give at least one", ConfigReason.MISSING
+        )
 
     switches = cnvrg_variables.read_switches(
         document,
@@ -125,11 +130,14 @@ def _gpus(sharing: _DeviceSharing, origin: Origin) -> Data | None:
     path = f"{origin.path}.uuid"
 
     if not sharing.uuid:
-        raise origin.document.error(path, 'no GPU is named; write ["*"] for all')
+        raise origin.document.error(
+            path, 'no GPU is named; write ["*"] for all', ConfigReason.MISSING
+        )
     if "*" not in sharing.uuid:
         return {"uuid": list(sharing.uuid)}
     if len(sharing.uuid) > 1:
-        raise origin.document.error(path, '"*" is all GPUs and stands alone; name GPUs or all')
+        problem = '"*" is all GPUs and stands alone; name GPUs or all'
+        raise origin.document.error(path, problem, ConfigReason.CONFLICT)
     return None
 
 
@@ -166,5 +174,7 @@ def _shares(sharing: _DeviceSharing, origin: Origin, draft: ConfigDraft) -> int:
         return sharing.meta_gpus
 
     raise origin.document.error(
-        origin.path, "no number of shares; give metagpusPerGpu, or autoReshare: true for 100"
+        origin.path,
+        "no number of shares; give metagpusPerGpu, or autoReshare: true for 100",
+        ConfigReason.MISSING,
     )

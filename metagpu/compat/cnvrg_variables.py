@@ -12,7 +12,7 @@ import msgspec
 from metagpu.compat.contract import CompatNote, ConfigDraft, Data, Origin
 from metagpu.compat.environment import note_variable, parse_bool, variable_origin
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 PREFIX: Final = "METAGPU_DEVICE_PLUGIN_"
 MEMORY_ENFORCER: Final = f"{PREFIX}MEMORYENFORCER"
@@ -52,7 +52,7 @@ def read_switches(
     """
     if (kind := environment.get(ACCELERATOR)) and kind != "nvidia":
         problem = f"{kind!r} is not known here; allowed: nvidia"
-        raise ConfigError(problem, file="environment", path=ACCELERATOR)
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=ACCELERATOR)
 
     memory = parse_bool(MEMORY_ENFORCER, environment)
     mgctl = parse_bool(MGCTL_AUTO_INJECT, environment)

@@ -8,7 +8,7 @@ import msgspec
 
 from metagpu.core.config.config import VERSION
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason, at_place
 
 Data = dict[str, Any]
 """Plain data of a part of a configuration."""
@@ -30,7 +30,7 @@ class CompatNote(msgspec.Struct, frozen=True):
     text: str
 
     def __str__(self) -> str:
-        return str(ConfigError(self.text, file=self.file, line=self.line, path=self.path))
+        return at_place(self.text, self.file, self.line, self.path)
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -41,8 +41,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     def note(self, text: str) -> CompatNote:
         """Return a note about this place."""
-        at = self.document.error(self.path, text)
-        return CompatNote(at.file, at.line, at.path, text)
+        return CompatNote(*self.document.place(self.path), text)
 
 
 class ConversionContext(msgspec.Struct, frozen=True):
@@ -84,21 +83,22 @@ class ConvertedConfig(msgspec.Struct, frozen=True):
                         f"this needs the backend {name}, which is not installed; "
                         f"there are: {', '.join(known)}"
                     )
-                    return origin.document.error(origin.path, problem)
+                    return origin.document.error(origin.path, problem, ConfigReason.NOT_SERVED)
         return None
 
     def at_origin(self, error: ConfigError) -> ConfigError:
         """Return an error about `data` as an error about the foreign file."""
         for path in sorted(self.origins, key=len, reverse=True):
             if error.path == path or error.path.startswith((f"{path}.", f"{path}[")):
-                origin, problem = self.origins[path], error.problem
-                if problem.startswith("unknown key"):  # a key that the operator has not written
+                origin, problem, reason = self.origins[path], error.problem, error.reason
+                if reason is ConfigReason.UNKNOWN_KEY:  # a key that the operator has not written
                     key = error.path.rpartition(".")[2]
                     problem = f"this needs the option {key} of a backend, which has none here"
+                    reason = ConfigReason.NOT_SERVED
                 ours, theirs = (it.rpartition(".")[2] for it in (path, origin.path))
                 if problem.startswith(f"{ours} "):  # in the words of the operator's file
                     problem = f"{theirs}{problem.removeprefix(ours)}"
-                return origin.document.error(origin.path, problem)
+                return origin.document.error(origin.path, problem, reason)
         return error
 
 

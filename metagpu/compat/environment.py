@@ -5,7 +5,7 @@ from typing import Final
 
 from metagpu.compat.contract import CompatNote, Origin
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 TRUTH: Final = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
 """The words for true and false of Go's `strconv.ParseBool`, in any case."""
@@ -21,7 +21,7 @@ def parse_bool(variable: str, environment: Mapping[str, str]) -> bool | None:
         return None
     if (truth := TRUTH.get(value.lower())) is None:
         problem = f"{value!r} is neither true nor false"
-        raise ConfigError(problem, file="environment", path=variable)
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=variable)
     return truth
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from metagpu.compat.contract import ConversionContext, ConvertedConfig
 from metagpu.core.config.document import Document
 from metagpu.core.config.suggestions import suggest
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 
 class ConfigFormat(StrEnum):
@@ -57,7 +57,8 @@ def recognize(document: Document) -> ConfigFormat:
     """
     data = document.data
     if not isinstance(data, dict):
-        raise document.error("", f"not a configuration; a configuration has {_KEYS}")
+        problem = f"not a configuration; a configuration has {_KEYS}"
+        raise document.error("", problem, ConfigReason.UNKNOWN_FORMAT)
 
     version = str(data.get("version"))
     keys = {str(key) for key in data}
@@ -74,8 +75,10 @@ def recognize(document: Document) -> ConfigFormat:
             return form
     for key in sorted(keys - {*_OF_FORMATS}):
         if near := suggest(key, _OF_FORMATS):
-            raise document.error(key, f"no format has this key at the top{near}")
-    raise document.error("", f"the format is not recognized; a configuration has {_KEYS}")
+            problem = f"no format has this key at the top{near}"
+            raise document.error(key, problem, ConfigReason.UNKNOWN_KEY)
+    problem = f"the format is not recognized; a configuration has {_KEYS}"
+    raise document.error("", problem, ConfigReason.UNKNOWN_FORMAT)
 
 
 def recognize_files(documents: Sequence[Document]) -> RecognizedFiles:
@@ -91,6 +94,7 @@ def recognize_files(documents: Sequence[Document]) -> RecognizedFiles:
         raise ConfigError(
             f"{documents[0].file} ({formats[0]}) is given too, and the two cannot be combined; "
             "NVIDIA's device plugin combines with mig-parted, and HAMi's files with each other",
+            ConfigReason.CONFLICT,
             file=f"{documents[1].file} ({formats[1]})",
         )
     return RecognizedFiles(tuple(documents), formats)

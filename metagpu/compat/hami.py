@@ -20,7 +20,7 @@ from metagpu.compat.contract import (
 )
 from metagpu.compat.keys import IgnoredKey, fold_case, ignored_keys
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigReason
 
 _DEFAULT_SPLIT: Final = 10
 """HAMi's own number of pods on a GPU."""
@@ -190,7 +190,8 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
 
     if len(sections) > 1:
         first, second = sections[0][0].document, sections[1][0].document
-        raise second.error("nvidia", f"{first.file} has this section too; give one of them")
+        problem = f"{first.file} has this section too; give one of them"
+        raise second.error("nvidia", problem, ConfigReason.GIVEN_TWICE)
 
     section = sections[0] if sections else (Origin(documents[0], ""), _HamiNvidia())
     _add_pools(draft, section, _own_node(nodes, context))
@@ -205,7 +206,7 @@ def _own_node(
         origin, _ = nodes[0]
         listed = origin.path.rpartition("[")[0]
         problem = "the settings depend on the node's name, which is not known; give --node-name"
-        raise origin.document.error(listed, problem)
+        raise origin.document.error(listed, problem, ConfigReason.NO_CHOICE)
 
     return next((each for each in nodes if each[1].name == context.node), None)
 
@@ -278,12 +279,13 @@ def _add_mig_pools(draft: ConfigDraft, at: Origin, nvidia: _HamiNvidia, origin: 
             "operatingmode mig needs the profiles of each model; give migProfileAllowlist or "
             "knownMigGeometries"
         )
-        raise _error(origin, "operatingmode", problem)
+        raise origin.document.error(_under(origin, "operatingmode"), problem, ConfigReason.MISSING)
 
     for number, row in enumerate(rows):
         here = Origin(at.document, f"{_under(at, key)}[{number}]")
         if not row.models or not row.profiles:
-            raise here.document.error(here.path, "models and profiles have to be named")
+            problem = "models and profiles have to be named"
+            raise here.document.error(here.path, problem, ConfigReason.MISSING)
         gpus: Data = selection.by_model(row.models)
         draft.add_pool(
             row.models[0],
@@ -311,7 +313,3 @@ def _nvidia_profiles(profiles: Sequence[str]) -> list[str]:
 
 def _under(origin: Origin, key: str) -> str:
     return f"{origin.path}.{key}".removeprefix(".")
-
-
-def _error(origin: Origin, key: str, problem: str) -> ConfigError:
-    return origin.document.error(_under(origin, key), problem)

@@ -14,7 +14,7 @@ from metagpu.compat.contract import CompatNote, Origin
 from metagpu.compat.formats import recognize
 from metagpu.core.config.document import Document
 from metagpu.core.config.paths import join_path, key_path
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 _MAX_DOCUMENTS: Final = 200
 """Of one file; with more it is read as one document, and refused."""
@@ -59,7 +59,8 @@ def read(documents: Sequence[Document]) -> Manifest | None:
     rest = [each.note(_left_out(each)) for each in objects if each not in maps]
     if not maps:
         first = objects[0]
-        raise first.document.error(first.path, "there is no ConfigMap in this manifest; add one")
+        problem = "there is no ConfigMap in this manifest; add one"
+        raise first.document.error(first.path, problem, ConfigReason.UNKNOWN_FORMAT)
 
     found: dict[str, tuple[str, int]] = {}
     for each in maps:
@@ -69,7 +70,7 @@ def read(documents: Sequence[Document]) -> Manifest | None:
                 rest.append(place.note("is no configuration, and is left out"))
             elif name in found:
                 problem = f"another ConfigMap of this manifest has {name} too; keep one of them"
-                raise place.document.error(place.path, problem)
+                raise place.document.error(place.path, problem, ConfigReason.GIVEN_TWICE)
             else:
                 found[name] = text, line
     return Manifest(found, tuple(rest))
@@ -109,13 +110,14 @@ def _texts(origin: Origin) -> Texts:
     data = _value(origin).get("data")
     if not isinstance(data, dict) or not data:
         problem = "there is no file in this ConfigMap; each key of `data` is one"
-        raise document.error(place, problem)
+        raise document.error(place, problem, ConfigReason.MISSING)
 
     found = {}
     for name, text in data.items():
         path = key_path(place, name)
         if not isinstance(text, str):
-            raise document.error(path, "not a text; write `|` after the colon")
+            problem = "not a text; write `|` after the colon"
+            raise document.error(path, problem, ConfigReason.WRONG_TYPE)
         # The text of a block begins below its `|`; other texts stand where their key does.
         found[str(name)] = (text, document.line(path) + ("\n" in text))
     return found

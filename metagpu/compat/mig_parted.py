@@ -13,6 +13,7 @@ from metagpu.compat.contract import ConversionContext, Data, Origin
 from metagpu.core.config.document import Document
 from metagpu.core.config.paths import key_path
 from metagpu.core.config.suggestions import allowed_values
+from metagpu.core.errors import ConfigReason
 
 _CONFIGS: Final = "mig-configs"
 
@@ -78,9 +79,11 @@ def layout_names(document: Document) -> list[str]:
     file = document.decode(_MigPartedLayouts)
 
     if file.version not in ("", "v1"):
-        raise document.error("version", f"{file.version!r} is not known here; allowed: v1")
+        problem = f"{file.version!r} is not known here; allowed: v1"
+        raise document.error("version", problem, ConfigReason.UNKNOWN_VALUE)
     if not file.mig_configs:
-        raise document.error(_CONFIGS, "there is no layout; give at least one")
+        problem = "there is no layout; give at least one"
+        raise document.error(_CONFIGS, problem, ConfigReason.MISSING)
     return list(file.mig_configs)
 
 
@@ -97,13 +100,11 @@ def chosen_layout(document: Document, context: ConversionContext) -> list[Layout
     if chosen is None and len(known) == 1:
         chosen = known[0]
     if chosen is None:
-        raise document.error(
-            _CONFIGS, f"none of its layouts is chosen; give --mig-config: {', '.join(known)}"
-        )
+        problem = f"none of its layouts is chosen; give --mig-config: {', '.join(known)}"
+        raise document.error(_CONFIGS, problem, ConfigReason.NO_CHOICE)
     if chosen not in known:
-        raise document.error(
-            _CONFIGS, f"there is no layout {chosen!r} (--mig-config); there are: {', '.join(known)}"
-        )
+        problem = f"there is no layout {chosen!r} (--mig-config); there are: {', '.join(known)}"
+        raise document.error(_CONFIGS, problem, ConfigReason.UNKNOWN_CHOICE)
     return read_layout(document, chosen)
 
 
@@ -119,7 +120,9 @@ def read_layout(document: Document, name: str) -> list[LayoutEntry]:
             if key not in _ENTRY_KEYS:
                 known = allowed_values(str(key), _ENTRY_KEYS)
                 problem = f"unknown key, which mig-parted refuses; {known}"
-                raise document.error(key_path(f"{path}[{number}]", key), problem)
+                raise document.error(
+                    key_path(f"{path}[{number}]", key), problem, ConfigReason.UNKNOWN_KEY
+                )
     entries = document.decode(list[_MigPartedEntry], path)
 
     return [
@@ -136,19 +139,21 @@ def _layout_entry(entry: _MigPartedEntry, origin: Origin) -> LayoutEntry:
     for profile, count in given.items():
         if count < 0:
             problem = f"{count} instances cannot be; write how many of it a GPU has"
-            raise origin.document.error(key_path(path, profile), problem)
+            raise origin.document.error(
+                key_path(path, profile), problem, ConfigReason.INVALID_VALUE
+            )
     if entry.mig_enabled and entry.mig_devices is None:
         problem = (
             "no instance is named; say how many of which profile, as in 1g.5gb: 7, or {} for MIG "
             "mode without instances"
         )
-        raise origin.document.error(path, problem)
+        raise origin.document.error(path, problem, ConfigReason.MISSING)
     if devices and not given:
         problem = "all counts are 0; say how many of which profile, or write {} for none"
-        raise origin.document.error(path, problem)
+        raise origin.document.error(path, problem, ConfigReason.INVALID_VALUE)
     if not entry.mig_enabled and given:
         problem = "a GPU has no instances when mig-enabled is false; remove one of the two"
-        raise origin.document.error(path, problem)
+        raise origin.document.error(path, problem, ConfigReason.CONFLICT)
 
     return LayoutEntry(_gpus(entry, origin), entry.mig_enabled, given, origin)
 
@@ -157,12 +162,16 @@ def _gpus(entry: _MigPartedEntry, origin: Origin) -> Data | None:
     if isinstance(entry.devices, str):
         if entry.devices != "all":
             problem = f"{entry.devices!r} is not known here; write all, or a list of indices"
-            raise origin.document.error(f"{origin.path}.devices", problem)
+            raise origin.document.error(
+                f"{origin.path}.devices", problem, ConfigReason.UNKNOWN_VALUE
+            )
         by_index: Data = {}
     else:
         if not entry.devices or min(entry.devices) < 0:
             problem = "no GPU is named; write all, or a list of indices from 0 on"
-            raise origin.document.error(f"{origin.path}.devices", problem)
+            raise origin.document.error(
+                f"{origin.path}.devices", problem, ConfigReason.INVALID_VALUE
+            )
         by_index = selection.by_index(entry.devices)
 
     return {**by_index, **_pci_devices(entry.device_filter)} or None

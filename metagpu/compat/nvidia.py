@@ -30,6 +30,7 @@ from metagpu.compat.nvidia_file import NvidiaReplication
 from metagpu.compat.nvidia_instances import LayoutInstances, SharedEntry, pool_name
 from metagpu.compat.nvidia_variables import NvidiaSettings
 from metagpu.core.config.document import Document
+from metagpu.core.errors import ConfigReason
 
 _PREFIX: Final = "nvidia.com/"
 _GPU: Final = "nvidia.com/gpu"
@@ -48,7 +49,7 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
     for several in (layouts, plugins):
         if len(several) > 1:
             problem = f"{several[0].file} is of the same format; give one of them"
-            raise several[1].error("", problem)
+            raise several[1].error("", problem, ConfigReason.GIVEN_TWICE)
 
     draft = ConfigDraft()
     for document in plugins:
@@ -189,7 +190,8 @@ class _NvidiaConversion:
     def _entries(self, origin: Origin, replication: NvidiaReplication) -> Iterator[SharedEntry]:
         if not replication.resources:
             path = f"{origin.path}.resources"
-            raise origin.document.error(path, "there is no resource; give at least one")
+            problem = "there is no resource; give at least one"
+            raise origin.document.error(path, problem, ConfigReason.MISSING)
 
         for number, each in enumerate(replication.resources):
             here = Origin(origin.document, f"{origin.path}.resources[{number}]")

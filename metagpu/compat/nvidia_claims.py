@@ -12,7 +12,7 @@ import msgspec
 from metagpu.core.config.decode_errors import describe_mismatch
 from metagpu.core.config.units import Bytes, decode_unit
 from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.claim_sharing import (
     AllocatedPart,
     ClaimSharing,
@@ -106,9 +106,11 @@ def _decode(parameters: Any) -> _DeviceConfig:  # noqa: ANN401 - any JSON
     given = parameters if isinstance(parameters, dict) else {}
     version, kind = (given.get(key) for key in ("apiVersion", "kind"))
     if version != API_VERSION:
-        raise _error("apiVersion", f"{version!r}; allowed: {API_VERSION}")
+        problem = f"{version!r}; allowed: {API_VERSION}"
+        raise _error("apiVersion", problem, ConfigReason.UNKNOWN_VALUE)
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise _error("kind", f"{kind!r} is not served; allowed: {', '.join(_KINDS)}")
+        problem = f"{kind!r} is not served; allowed: {', '.join(_KINDS)}"
+        raise _error("kind", problem, ConfigReason.UNKNOWN_VALUE)
     try:
         config = msgspec.convert(parameters, _KINDS[kind], dec_hook=decode_unit)
     except msgspec.ValidationError as error:
@@ -123,16 +125,18 @@ def _check(config: _DeviceConfig) -> None:
         return
     mps = sharing.mps_config
     if sharing.strategy != _MPS and mps is not None:
-        raise _error(_MPS_CONFIG, f"the strategy is {sharing.strategy}; remove one of them")
+        problem = f"the strategy is {sharing.strategy}; remove one of them"
+        raise _error(_MPS_CONFIG, problem, ConfigReason.CONFLICT)
     if isinstance(config, _MigDeviceConfig):
         if sharing.strategy == _MPS:
             problem = (
                 "MPS is not served on a MIG device that a claim has alone; a backend mig with "
                 "`sharing` offers parts of MIG devices to claims"
             )
-            raise _error(_STRATEGY, problem)
+            raise _error(_STRATEGY, problem, ConfigReason.NOT_SERVED)
     elif config.sharing and config.sharing.time_slicing_config and sharing.strategy == _MPS:
-        raise _error("sharing.timeSlicingConfig", "the strategy is MPS; remove one of them")
+        problem = "the strategy is MPS; remove one of them"
+        raise _error("sharing.timeSlicingConfig", problem, ConfigReason.CONFLICT)
     if mps is not None:
         _check_mps(mps)
 
@@ -141,15 +145,17 @@ def _check_mps(mps: _MpsConfig) -> None:
     threads = mps.default_active_thread_percentage
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         path = f"{_MPS_CONFIG}.defaultActiveThreadPercentage"
-        raise _error(path, f"{threads}; allowed: 1 to {_MOST_THREADS}")
+        problem = f"{threads}; allowed: 1 to {_MOST_THREADS}"
+        raise _error(path, problem, ConfigReason.INVALID_VALUE)
     limits = {f"{_MPS_CONFIG}.defaultPinnedDeviceMemoryLimit": _memory(mps)}
     limits |= {f"{_PER_DEVICE}.{key}": it for key, it in _per_device(mps).items()}
     for path, limit in limits.items():
         if limit is not None and not MIB <= limit <= _MOST_MEMORY:
-            raise _error(path, f"{limit} bytes; allowed: 1Mi to 1024Ti")
+            problem = f"{limit} bytes; allowed: 1Mi to 1024Ti"
+            raise _error(path, problem, ConfigReason.INVALID_VALUE)
     if mps.multi_user:
         problem = "servers for several users at once are not served; remove it"
-        raise _error(f"{_MPS_CONFIG}.multiUser", problem)
+        raise _error(f"{_MPS_CONFIG}.multiUser", problem, ConfigReason.NOT_SERVED)
 
 
 def _memory(mps: _MpsConfig) -> int | None:
@@ -179,7 +185,7 @@ def _choose(
                 f"{config.kind} is for devices of type {kind}, and request {device.request} was "
                 f"allocated one of type {device.type}"
             )
-            raise _error("kind", problem)
+            raise _error("kind", problem, ConfigReason.CONFLICT)
     return None
 
 
@@ -200,7 +206,7 @@ def _sharing(
             f"MPS is served for requests of one GPU, and {device.main_request} has "
             f"{len(together)}; ask for each by a request of its own"
         )
-        raise _error(_STRATEGY, problem)
+        raise _error(_STRATEGY, problem, ConfigReason.NOT_SERVED)
     limits = _limits(sharing.mps_config or _MpsConfig(), device, group)
     return ClaimSharing("mps", f"{_STRATEGY}: {_MPS}", limits.settings)
 
@@ -215,7 +221,8 @@ def _limits(mps: _MpsConfig, device: AllocatedPart, group: Sequence[AllocatedPar
     memory = _memory(mps)
     for key, limit in _per_device(mps).items():
         if key not in names:
-            raise _error(f"{_PER_DEVICE}.{key}", f"no GPU of the claim; it has {', '.join(names)}")
+            problem = f"no GPU of the claim; it has {', '.join(names)}"
+            raise _error(f"{_PER_DEVICE}.{key}", problem, ConfigReason.UNKNOWN_VALUE)
         if names[key] == device.gpu:
             memory = limit
     return MpsLimits(
@@ -223,5 +230,5 @@ def _limits(mps: _MpsConfig, device: AllocatedPart, group: Sequence[AllocatedPar
     )
 
 
-def _error(path: str, problem: str) -> ConfigError:
-    return ConfigError(problem, path=path, file="opaque parameters")
+def _error(path: str, problem: str, reason: ConfigReason) -> ConfigError:
+    return ConfigError(problem, reason, path=path, file="opaque parameters")

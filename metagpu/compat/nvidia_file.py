@@ -10,6 +10,7 @@ import msgspec
 from metagpu.compat.backend_options import Strategy
 from metagpu.compat.keys import IgnoredKey
 from metagpu.core.config.document import Document
+from metagpu.core.errors import ConfigReason
 
 _GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
 _ROOT: Final = "set where the driver is; metagpu looks for it, and takes {} as well"
@@ -133,5 +134,6 @@ def read(document: Document) -> NvidiaFile:
     """
     file = document.decode(NvidiaFile)
     if file.version not in ("", "v1"):
-        raise document.error("version", f"{file.version!r} is not known here; allowed: v1")
+        problem = f"{file.version!r} is not known here; allowed: v1"
+        raise document.error("version", problem, ConfigReason.UNKNOWN_VALUE)
     return file

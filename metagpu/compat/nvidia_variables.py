@@ -15,7 +15,7 @@ from metagpu.compat.contract import CompatNote, ConfigDraft, Origin
 from metagpu.compat.environment import TRUTH, note_variable, parse_bool
 from metagpu.compat.keys import IgnoredKey
 from metagpu.compat.nvidia_file import CDI_FILES, IGNORED_KEYS, NvidiaFlags, NvidiaPluginFlags
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 _SIGNAL: Final = "signalled the plugin after a choice; metagpu reloads by itself"
 _CLIENTS: Final = (
@@ -175,7 +175,7 @@ def _one_of(variable: str, allowed: tuple[str, ...], environment: Mapping[str, s
     value = environment.get(variable)
     if value and value not in allowed:
         problem = f"{value!r} is not known here; allowed: {', '.join(sorted(allowed))}"
-        raise ConfigError(problem, file="environment", path=variable)
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=variable)
     return value or None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from metagpu.compat.contract import Data, Origin
+from metagpu.core.errors import ConfigReason
 
 _GPU_UUID: Final = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _MIG_DEVICE: Final = re.compile(r"\d+:\d+|MIG-[0-9a-fA-F-]{36}|MIG-GPU-[0-9a-fA-F-]{36}/\d+/\d+")
@@ -30,14 +31,17 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
     """
     if isinstance(value, str):
         if value != "all":
-            raise origin.document.error(origin.path, f"{value!r} is not known here; {_WRITE}")
+            problem = f"{value!r} is not known here; {_WRITE}"
+            raise origin.document.error(origin.path, problem, ConfigReason.UNKNOWN_VALUE)
         return
     if isinstance(value, int):
         if value < 1:
-            raise origin.document.error(origin.path, f"{value} GPUs are none; {_WRITE}")
+            problem = f"{value} GPUs are none; {_WRITE}"
+            raise origin.document.error(origin.path, problem, ConfigReason.INVALID_VALUE)
         return
     if not value:
-        raise origin.document.error(origin.path, f"no device is named; {_WRITE}")
+        problem = f"no device is named; {_WRITE}"
+        raise origin.document.error(origin.path, problem, ConfigReason.MISSING)
     for place, reference in enumerate(value):
         text = str(reference)
         if not (text.isdecimal() or _GPU_UUID.fullmatch(text) or _MIG_DEVICE.fullmatch(text)):
@@ -45,4 +49,5 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
                 f"{origin.path}[{place}]",
                 f"{reference!r} is no device; write an index such as 0, or a uuid such as "
                 "GPU-5f2e1a3c-0000-0000-0000-00000000beef",
+                ConfigReason.INVALID_VALUE,
             )

@@ -111,9 +111,9 @@ async def test_a_file_that_goes_keeps_the_last_good_one(tmp_path: Path) -> None:
         await anyio.Path(it.config_file).unlink()
         await it.agent.config_loader.reload(again=False)
 
-        assert (await configuration(it))["error"] == (
-            f"{it.config_file}: cannot be read: No such file or directory"
-        )
+        report = await configuration(it)
+        assert report["error"] == f"{it.config_file}: cannot be read: No such file or directory"
+        assert report["reason"] == "unreadable"
 
         await write_config(it, QUICK.replace("10}", "5}"))
         await it.until(10, 10)

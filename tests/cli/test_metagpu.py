@@ -455,6 +455,7 @@ def test_validate_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "file": str(file),
             "line": 1,
             "path": "flags.migStrategy",
+            "reason": "unknown_value",
             "problem": "'some' is not known here; allowed: mixed, none, single",
         }
     ]

@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.compat import manifest
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from tests.compat.nvidia_texts import FOUR, SLICES, slices
 from tests.compat.rig import FILES, converted, notes, offered, pools
 from tests.rigs.build import gpu
@@ -111,7 +111,9 @@ def test_a_missing_backend_is_named() -> None:
 
 def test_an_option_that_a_backend_does_not_have_is_named() -> None:
     """A key that the installed backend does not know is named in the refusal."""
-    error = ConfigError("unknown key; allowed: a", path="pools[0].backends[0].replicas")
+    error = ConfigError(
+        "unknown key; allowed: a", ConfigReason.UNKNOWN_KEY, path="pools[0].backends[0].replicas"
+    )
 
     assert str(converted(SLICES).at_origin(error)) == (
         "f.yaml: 6: sharing.timeSlicing.resources[0].replicas: this needs the option replicas of a "

@@ -7,7 +7,9 @@ import re
 import pytest
 
 from metagpu.core import errors
-from metagpu.core.errors import ConfigError, MetagpuError, describe_error
+from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, describe_error
+
+WRONG = ConfigReason.INVALID_VALUE
 
 
 @pytest.mark.parametrize(
@@ -27,8 +29,15 @@ def test_a_failure_is_described_in_words(error: Exception, described: str) -> No
 
 def test_a_configuration_error_names_its_place() -> None:
     """The message has file, line, path and problem, as far as they are known."""
-    assert str(ConfigError("bad", file="f", line=3, path="a.b")) == "f: 3: a.b: bad"
-    assert str(ConfigError("bad", file="f")) == "f: bad"
+    assert str(ConfigError("bad", WRONG, file="f", line=3, path="a.b")) == "f: 3: a.b: bad"
+    assert str(ConfigError("bad", WRONG, file="f")) == "f: bad"
+
+
+def test_a_reason_is_the_name_of_the_class_or_of_the_kind() -> None:
+    """Each class is the reason of its errors, but for a configuration, which has kinds."""
+    assert errors.GpuUnhealthy.reason == "gpu_unhealthy"
+    assert errors.ProvisioningLasts.reason == "provisioning_lasts"
+    assert ConfigError("bad", WRONG).reason == "invalid_value"
 
 
 def test_the_drawn_tree_is_the_tree_of_classes() -> None:
@@ -43,6 +52,7 @@ def test_the_drawn_tree_is_the_tree_of_classes() -> None:
             parents[depth:] = [found[2]]
             drawn[found[2]] = parents[depth - 1] if depth else "Exception"
 
-    classes = dict(inspect.getmembers(errors, inspect.isclass))
+    members = dict(inspect.getmembers(errors, inspect.isclass))
+    classes = {name: it for name, it in members.items() if issubclass(it, Exception)}
     assert drawn == {name: cls.__mro__[1].__name__ for name, cls in classes.items()}
     assert all(issubclass(cls, MetagpuError) for cls in classes.values())

@@ -18,7 +18,7 @@ from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
@@ -180,17 +180,20 @@ class Config:
         self.options: dict[str, tuple[Options, ...]] = {}
 
         if not self.root.pools:
-            raise document.error("pools", "there is no pool; write at least one")
+            problem = "there is no pool; write at least one"
+            raise document.error("pools", problem, ConfigReason.MISSING)
         if (count := len(self.root.pools)) > _MAX_POOLS:
-            raise document.error("pools", f"there are {count} pools; allowed: {_MAX_POOLS} at most")
+            problem = f"there are {count} pools; allowed: {_MAX_POOLS} at most"
+            raise document.error("pools", problem, ConfigReason.TOO_LARGE)
         self._check_injection()
         for number, pool in enumerate(self.root.pools):
             path = f"pools[{number}]"
             if (count := len(pool.backends)) > _MAX_BACKENDS:
                 problem = f"there are {count} backends; allowed: {_MAX_BACKENDS} at most"
-                raise document.error(f"{path}.backends", problem)
+                raise document.error(f"{path}.backends", problem, ConfigReason.TOO_LARGE)
             if pool.name in self.options:
-                raise document.error(f"{path}.name", f"{pool.name!r} is taken; name each pool once")
+                problem = f"{pool.name!r} is taken; name each pool once"
+                raise document.error(f"{path}.name", problem, ConfigReason.GIVEN_TWICE)
             self.options[pool.name] = tuple(
                 self._options(f"{path}.backends[{place}]", given, pool.offer)
                 for place, given in enumerate(pool.backends)
@@ -198,33 +201,39 @@ class Config:
         # Backends reject unusable options here, when the file is read.
         self.build_backends(self.root.injection(Injection()))
 
-    def error(self, path: str, problem: str) -> ConfigError:
+    def error(self, path: str, problem: str, reason: ConfigReason) -> ConfigError:
         """Return the error for a problem at `path`; an empty path means the whole file."""
         if not path:
-            return ConfigError(problem, file=self.file)
-        return self.at_origin(self._document.error(path, problem))
+            return ConfigError(problem, reason, file=self.file)
+        return self.at_origin(self._document.error(path, problem, reason))
 
     def _check_injection(self) -> None:
         """Reject settings with which containers would get no GPU, or get one twice."""
         strategies, kind = self.root.strategies, self.root.cdi_kind
         if not strategies:
             raise self._document.error(
-                "deviceListStrategy", "there is no strategy; write at least one"
+                "deviceListStrategy",
+                "there is no strategy; write at least one",
+                ConfigReason.MISSING,
             )
         if {DeviceListStrategy.CDI_CRI, DeviceListStrategy.CDI_ANNOTATIONS}.issubset(strategies):
             raise self._document.error(
-                "deviceListStrategy", "cdi-cri and cdi-annotations inject twice; choose one of them"
+                "deviceListStrategy",
+                "cdi-cri and cdi-annotations inject twice; choose one of them",
+                ConfigReason.CONFLICT,
             )
         if not _CDI_KIND.fullmatch(kind):
             problem = f"{kind!r} is no vendor/class; write one like nvidia.com/gpu"
-            raise self._document.error("cdiKind", problem)
+            raise self._document.error("cdiKind", problem, ConfigReason.INVALID_VALUE)
 
     def _options(self, path: str, given: Mapping[str, Any], offer: OfferPolicy) -> Options:
         name = given.get("backend")
         if not isinstance(name, str) or name not in self._backends:
             known = ", ".join(sorted(self._backends))
-            problem = f"{name!r} is no backend" if name else "missing key `backend`"
-            raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}")
+            problem, reason = f"{name!r} is no backend", ConfigReason.UNKNOWN_VALUE
+            if not name:
+                problem, reason = "missing key `backend`", ConfigReason.MISSING
+            raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}", reason)
 
         options = self._document.decode(self._backends[name].options_type, path)
         if offer is OfferPolicy.ALL and "offer" not in given and hasattr(options, "offer"):
@@ -254,9 +263,10 @@ class Config:
                     for resource in backend.resources:
                         _reserve_name(resource, backend.name, pool.front_set, names)
                 except ValueError as error:
-                    path = f"pools[{number}].backends[{place}]"
-                    key = ".resource" if isinstance(error, _NameError) else ""
-                    raise self._document.error(path + key, str(error)) from None
+                    path, reason = f"pools[{number}].backends[{place}]", ConfigReason.INVALID_VALUE
+                    if isinstance(error, _NameError):
+                        path, reason = f"{path}.resource", error.reason
+                    raise self._document.error(path, str(error), reason) from None
                 backends.append(backend)
             built.append((pool, backends))
 
@@ -275,6 +285,10 @@ def parse(text: str, file: str, backends: Mapping[str, type[Backend]]) -> Config
 class _NameError(ValueError):
     """Raised when a resource cannot be offered under its name."""
 
+    def __init__(self, problem: str, reason: ConfigReason) -> None:
+        super().__init__(problem)
+        self.reason = reason
+
 
 def _check_fronts(backend: Backend, pool: Pool) -> None:
     """Refuse a backend of which a pool cannot have both fronts."""
@@ -292,17 +306,20 @@ def _reserve_name(
     names: dict[ResourceName, tuple[str, Fronts]],
 ) -> None:
     if problem := name_problem(resource):
-        raise _NameError(f"{resource!r} is no resource name: {problem}")
+        problem = f"{resource!r} is no resource name: {problem}"
+        raise _NameError(problem, ConfigReason.INVALID_NAME)
 
     first, its_fronts = names.setdefault(resource, (backend, fronts))
     if its_fronts != fronts:
         raise _NameError(
             f"{resource} is offered by a pool with fronts [{', '.join(sorted(its_fronts))}] "
             f"already and cannot be offered with [{', '.join(sorted(fronts))}] too; give it "
-            "another `resource`, or both pools the same fronts"
+            "another `resource`, or both pools the same fronts",
+            ConfigReason.NAME_TAKEN,
         )
     if first != backend:
         raise _NameError(
             f"{resource} is offered by backend {first} already and cannot be offered by {backend} "
-            "too; give it another `resource`"
+            "too; give it another `resource`",
+            ConfigReason.NAME_TAKEN,
         )

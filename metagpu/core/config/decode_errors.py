@@ -10,6 +10,7 @@ import msgspec
 from metagpu.core.config.paths import key_path, split_path, value_at
 from metagpu.core.config.suggestions import allowed_values
 from metagpu.core.config.units import decode_unit
+from metagpu.core.errors import ConfigReason
 
 _MAX_TRIES: Final = 200
 """The keys that are tried to find the wrong one; a larger mapping is reported as a whole."""
@@ -17,6 +18,12 @@ _LOCATION = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 """The end of msgspec's messages: the location, and whether it is a key there."""
 _ABOUT_KEY = re.compile(r"(\w+) (?:is|must) .*", re.DOTALL)
 """The form of a struct's own complaint about one of its keys."""
+_REASONS: Final = {
+    "unknown field `": ConfigReason.UNKNOWN_KEY,
+    "^Invalid enum value ": ConfigReason.UNKNOWN_VALUE,
+    "^Object missing required field": ConfigReason.MISSING,
+    "^Expected `.*`, got `": ConfigReason.WRONG_TYPE,
+}
 _YAML_TYPES = {
     "object": "a mapping",
     "array": "a list",
@@ -28,8 +35,8 @@ _YAML_TYPES = {
 }
 
 
-def describe_mismatch(value: object, wanted: type, message: str) -> tuple[str, str]:
-    """Translate msgspec's error about a value into a path and a problem.
+def describe_mismatch(value: object, wanted: type, message: str) -> tuple[str, str, ConfigReason]:
+    """Translate msgspec's error about a value: path, problem and reason.
 
     Args:
         value: the value that could not be converted.
@@ -37,7 +44,7 @@ def describe_mismatch(value: object, wanted: type, message: str) -> tuple[str, s
         message: the message of msgspec's error.
 
     Returns:
-        The path of the wrong part inside the value, and the problem with it.
+        The path of the wrong part inside the value, the problem with it, and the reason.
     """
     problem, is_key, inner = _parts(message)
     expected = _types_at(wanted, inner)
@@ -46,6 +53,7 @@ def describe_mismatch(value: object, wanted: type, message: str) -> tuple[str, s
     key = _culprit(value, wanted, message, head) if of_a_key or is_key else None
     place = head if key is None else key_path(head, key) + rest.partition("[...]")[0]
 
+    reason = _reason(problem)
     if unknown := re.search(r"unknown field `(.*)`", problem, re.DOTALL):
         place = f"{place}.{unknown[1]}".removeprefix(".")
         problem = _unknown_key(unknown[1], expected)
@@ -57,7 +65,15 @@ def describe_mismatch(value: object, wanted: type, message: str) -> tuple[str, s
     elif is_key:
         subject = "one of its keys" if key is None else "the key"
         problem = f"{subject}: {_plain(problem)}"
-    return place, _plain(problem)
+    return place, _plain(problem), reason
+
+
+def _reason(problem: str) -> ConfigReason:
+    """Return the reason of a problem; a struct's own words mean an invalid value."""
+    return next(
+        (reason for form, reason in _REASONS.items() if re.search(form, problem)),
+        ConfigReason.INVALID_VALUE,
+    )
 
 
 def _culprit(value: object, wanted: type, message: str, head: str) -> object:

@@ -14,7 +14,7 @@ import yaml
 
 from metagpu.core.config.paths import join_path, renumber, split_path, value_at
 from metagpu.core.config.units import decode_unit
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 ValueT = TypeVar("ValueT")
 
@@ -69,12 +69,13 @@ class Document:
         text = _without_tabs(text)
         try:
             if problem := _excess(text):
-                raise ConfigError(f"no usable YAML: {problem}", file=file)
+                raise ConfigError(f"no usable YAML: {problem}", ConfigReason.TOO_LARGE, file=file)
             self._root: yaml.Node | None = _compose(text)
             if _count_values(self._root, {}) > _MAX_VALUES:
                 raise ConfigError(
                     f"no usable YAML: with its aliases written out it has more than {_MAX_VALUES} "
                     "values; write less",
+                    ConfigReason.TOO_LARGE,
                     file=file,
                 )
             self.data: Any = yaml.load(text, Loader=_LOADER)  # noqa: S506 - a safe loader
@@ -84,30 +85,37 @@ class Document:
             problem = str(error.problem).removeprefix("but ")
             if fix := _FIXES.get(problem):
                 problem = f"{problem}; {fix}"
-            raise ConfigError(f"no valid YAML: {problem}", file=file, line=line) from error
+            raise ConfigError(
+                f"no valid YAML: {problem}", ConfigReason.NO_YAML, file=file, line=line
+            ) from error
         except RecursionError:
             problem = "no usable YAML: a value contains itself, or values are nested too deeply"
-            raise ConfigError(problem, file=file) from None
+            raise ConfigError(problem, ConfigReason.NO_YAML, file=file) from None
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             # PyYAML does not wrap the errors of its types, for example of a date of February 31st.
             problem = " ".join(str(error).split())
-            raise ConfigError(f"no valid YAML: {problem}", file=file) from error
+            raise ConfigError(
+                f"no valid YAML: {problem}", ConfigReason.NO_YAML, file=file
+            ) from error
 
         for key, first, again in repeated:
             raise ConfigError(
                 f"the key is there twice, first in line {self._above + first}; keep one of them",
+                ConfigReason.GIVEN_TWICE,
                 file=file,
                 line=self._above + again,
                 path=key,
             )
 
-    def error(self, path: str, problem: str) -> ConfigError:
-        """Return the error for a problem at `path`.
+    def error(self, path: str, problem: str, reason: ConfigReason) -> ConfigError:
+        """Return the error for a problem at `path`."""
+        file, line, whole = self.place(path)
+        return ConfigError(problem, reason, file=file, line=line, path=whole)
 
-        The line is that of the nearest existing value.
-        """
+    def place(self, path: str) -> tuple[str, int, str]:
+        """Return file, line and path; the line is that of the nearest existing value."""
         whole = renumber(path, self._removed, restore=True) if self._removed else path
-        return ConfigError(problem, file=self.file, line=self.line(path), path=whole)
+        return self.file, self.line(path), whole
 
     def without(self, path: str) -> "Document | None":
         """Return this document without a value, `None` if it is not there.
@@ -149,8 +157,8 @@ class Document:
         except msgspec.ValidationError as error:
             from metagpu.core.config.decode_errors import describe_mismatch  # noqa: PLC0415 - only for a wrong file
 
-            inner, problem = describe_mismatch(value, wanted, str(error))
-            raise self.error(join_path(path, inner), problem) from None
+            inner, problem, reason = describe_mismatch(value, wanted, str(error))
+            raise self.error(join_path(path, inner), problem, reason) from None
 
     def rename_key(self, path: str, old: str, new: str) -> None:
         """Rename a key of the mapping at `path`; its value keeps its line."""

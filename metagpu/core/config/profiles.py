@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 DEFAULT: Final = "default"
 """The profile of a node without a choice: the name is that of NVIDIA's plugin."""
@@ -72,7 +72,7 @@ def choose_profile(
             continue
         if name not in known:
             problem = f"there is no profile {name!r} ({option}); there are: {listed}"
-            raise ConfigError(problem, file=place)
+            raise ConfigError(problem, ConfigReason.UNKNOWN_CHOICE, file=place)
         return known[name]
 
     if DEFAULT in known:
@@ -80,9 +80,10 @@ def choose_profile(
     if len(set(known.values())) == 1:
         return next(iter(known.values()))
     if not known:
-        raise ConfigError("there is no profile in it; put a configuration there", file=place)
+        problem = "there is no profile in it; put a configuration there"
+        raise ConfigError(problem, ConfigReason.MISSING, file=place)
     problem = f"no profile is chosen; give --profile or --default-profile; there are: {listed}"
-    raise ConfigError(problem, file=place)
+    raise ConfigError(problem, ConfigReason.NO_CHOICE, file=place)
 
 
 def has_choice(names: Iterable[str], choice: ProfileChoice) -> bool:

@@ -19,6 +19,7 @@ from metagpu.core.contracts.capabilities import (
     no_shares_reason,
     offer_rule,
 )
+from metagpu.core.errors import ConfigReason
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
@@ -216,7 +217,8 @@ def check_fit(config: Config, layout: Layout) -> None:
     """
     for misfit in layout.misfits:
         if misfit.complete:
-            raise config.error(f"pools[{misfit.pool}]", f"no GPU can have this: {misfit}")
+            problem = f"no GPU can have this: {misfit}"
+            raise config.error(f"pools[{misfit.pool}]", problem, ConfigReason.NO_GPU)
 
 
 def check_layout(config: Config) -> None:
@@ -306,7 +308,7 @@ def _fronts_by_resource(
                 f"{share.resource} would be offered by pools of different fronts; give it another "
                 "`resource`"
             )
-            raise config.error("", problem)
+            raise config.error("", problem, ConfigReason.NAME_TAKEN)
     return named
 
 
@@ -357,10 +359,10 @@ def _counted_shares(
                     f"less than {_MAX_SHARES}. Configure fewer shares of each GPU, or several "
                     "resources"
                 )
-                raise config.error("", problem)
+                raise config.error("", problem, ConfigReason.TOO_LARGE)
         if counts.total() > _MAX_NODE_SHARES:
             problem = f"the node would have more than {_MAX_NODE_SHARES} shares; configure fewer"
-            raise config.error("", problem)
+            raise config.error("", problem, ConfigReason.TOO_LARGE)
         yield from shares
 
 
@@ -411,9 +413,12 @@ def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str
     for share in shares:
         if len(share.id) > ID_LIMIT:
             problem = f"the share id {share.id} has more than {ID_LIMIT} characters"
-            raise config.error(path, problem)
+            raise config.error(path, problem, ConfigReason.TOO_LARGE)
         if share.id in seen:
             name = share.id.replace(share.gpu, "GPU-UUID")
-            problem = f"each {name} would be offered twice, again as {share.resource}"
-            raise config.error(path, f"{problem}; use each backend once in a pool")
+            problem = (
+                f"each {name} would be offered twice, again as {share.resource}; use each backend "
+                "once in a pool"
+            )
+            raise config.error(path, problem, ConfigReason.GIVEN_TWICE)
         seen.add(share.id)

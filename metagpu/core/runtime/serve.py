@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import structlog
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import InternalError
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ async def serve(
         Whether a signal asked for the end, also one that came while all ended for another reason.
 
     Raises:
-        MetagpuError: all tasks were cancelled, neither by a signal nor because it is over.
+        InternalError: all tasks were cancelled, neither by a signal nor because it is over.
     """
     wanted, over = anyio.Event(), over or anyio.Event()
 
@@ -65,5 +65,5 @@ async def serve(
                     group.start_soon(task)
             listening.cancel_scope.cancel()
     if not (stopped or over.is_set()):
-        raise MetagpuError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
+        raise InternalError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
     return stopped

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 TOKEN_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 """The token that Kubernetes gives to a pod with a service account."""
@@ -146,19 +146,20 @@ def parse_features(text: str) -> frozenset[Feature]:
         elif name not in list(Feature):
             known = ", ".join(("all", "none", *Feature))
             problem = f"{name!r} is no feature of the API server; allowed: {known}"
-            raise ConfigError(problem, file="--cluster")
+            raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="--cluster")
         elif word == name:
             chosen.add(Feature(name))
         else:
             chosen.discard(Feature(name))
     if chosen >= JANITORS:
         problem = "janitor deletes pods and janitor-dry-run deletes none; name one of them"
-        raise ConfigError(problem, file="--cluster")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--cluster")
     if chosen & JANITORS and not {Feature.PODS, Feature.POD_EVENTS} <= chosen:
         problem = "the janitor watches pods and reports by Events; add pods,pod-events"
-        raise ConfigError(problem, file="--cluster")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--cluster")
     if Feature.FREE_LABELS in chosen and Feature.LABELS not in chosen:
-        raise ConfigError("free-labels are some of the labels; add labels", file="--cluster")
+        problem = "free-labels are some of the labels; add labels"
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--cluster")
     return frozenset(chosen)
 
 
@@ -171,7 +172,7 @@ def parse_config_map(text: str) -> tuple[str, str]:
     found = re.fullmatch(rf"({_OBJECT_NAME})/({_OBJECT_NAME})", text)
     if found is None:
         problem = f"{text!r} names no ConfigMap; write NAMESPACE/NAME, as in kube-system/metagpu"
-        raise ConfigError(problem, file="--config-map")
+        raise ConfigError(problem, ConfigReason.INVALID_VALUE, file="--config-map")
     return found[1], found[3]
 
 
@@ -207,7 +208,7 @@ def resolve_settings(
             problem = "a ConfigMap is read from the API server; also give --kubeconfig"
         if node and reachable:
             problem = "a ConfigMap is read by the feature `config`; add it to --cluster"
-        raise ConfigError(problem, file="--config-map")
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--config-map")
 
     if not (node and reachable and wanted):
         if drain_on_driver_upgrade:
@@ -215,7 +216,7 @@ def resolve_settings(
                 "the GPU operator's labels are read from the API server; also give --node-name, "
                 "outside a pod --kubeconfig, and a feature in --cluster"
             )
-            raise ConfigError(problem, file="--drain-on-driver-upgrade")
+            raise ConfigError(problem, ConfigReason.CONFLICT, file="--drain-on-driver-upgrade")
         return None
     own = _read_text(token.parent / "namespace") if in_pod else ""
     return ClusterSettings(

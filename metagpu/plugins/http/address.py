@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 ALL_ADDRESSES: Final = ""
 _LOCALHOST: Final = "127.0.0.1"
@@ -66,5 +66,6 @@ def _error(text: str, option: str) -> ConfigError:
     return ConfigError(
         f"{text!r} is no listen address; write an IP address of this machine and a port, as "
         "in 127.0.0.1:9400 or [::1]:9400, or :9400 for all its addresses",
+        ConfigReason.INVALID_VALUE,
         file=option,
     )

@@ -7,7 +7,7 @@ from grpclib import GRPCError
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
-from metagpu.core.errors import ConfigError, MetagpuError, RequestError, UnknownShare
+from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, RequestError, UnknownShare
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import ResourceName, Share, ShareId
@@ -140,6 +140,7 @@ def check_list_size(layout: Layout, file: str, limit: int = LIST_LIMIT) -> None:
             raise ConfigError(
                 f"{resource} would have {count} shares, {total} bytes as a list; the kubelet takes "
                 f"less than {limit}. Configure fewer shares of each GPU, or several resources",
+                ConfigReason.TOO_LARGE,
                 file=file,
             )
 

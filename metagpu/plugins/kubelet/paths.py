@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 """The name of the kubelet's Registration socket in its device-plugins folder."""
@@ -32,4 +32,4 @@ def check_kubelet_dir(path: Path) -> None:
             f"{longest} at most"
         )
     if problem:
-        raise ConfigError(problem, file="--kubelet-dir")
+        raise ConfigError(problem, ConfigReason.INVALID_VALUE, file="--kubelet-dir")

@@ -1,7 +1,6 @@
 """Metrics of the daemon: counters, configuration, NVML, API server, kubelet."""
 
 import platform
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -127,7 +126,7 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
             for outcome, count in it.outcomes.items():
                 yield Sample(d.CALLS, (resource, call, outcome), count)
     for kind, count in stats.refusals.items():
-        yield Sample(d.REFUSALS, (resource, reason_of(kind)), count)
+        yield Sample(d.REFUSALS, (resource, kind.reason), count)
 
 
 def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
@@ -137,17 +136,12 @@ def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
         yield Sample(d.DURATION, (call,), HistogramValue(BUCKET_BOUNDS, counts, seconds))
 
 
-def reason_of(kind: type[RequestError]) -> str:
-    """Return the label value of an error class, such as `gpu_unhealthy`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
 def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
     """Yield all counters of all GPUs, also those at 0: `increase` needs a first value."""
     gpu_labels = _all_gpu_labels(snapshot)
     if snapshot.offers_of(Front.DRA):
         for kind in dict.fromkeys([*RequestError.__subclasses__(), *counts.refused_claims]):
-            yield Sample(d.CLAIM_REFUSALS, (reason_of(kind),), counts.refused_claims[kind])
+            yield Sample(d.CLAIM_REFUSALS, (kind.reason,), counts.refused_claims[kind])
     yield Sample(f.ANNOTATIONS_REJECTED, (), counts.rejected_annotations)
     for gpu, labels in gpu_labels.items():
         for fault in Fault:

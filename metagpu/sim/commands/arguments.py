@@ -7,7 +7,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from metagpu.core.config.units import Bytes, Duration
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.display.options import add_json
 from metagpu.sim.commands.cluster_arguments import add_cluster_arguments
 from metagpu.sim.commands.cluster_commands import AnyClusterCommand
@@ -144,6 +144,6 @@ def command_from(args: argparse.Namespace) -> AnySimCommand | AnyClusterCommand:
         for name in _TIMES & values.keys():
             values[name] = float(Duration.parse(values[name]))
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error), ConfigReason.INVALID_VALUE) from None
 
     return kind(**values)

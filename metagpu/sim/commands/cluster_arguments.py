@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from metagpu.core.config.units import Duration
-from metagpu.core.errors import ConfigError, describe_error
+from metagpu.core.errors import ConfigError, ConfigReason, describe_error
 from metagpu.display.options import add_output
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import PodManifest
@@ -116,11 +116,13 @@ def _claim(subparsers: SubParsers) -> None:
 
 def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
     if (args.filename is None) == (args.name is None):
-        raise ConfigError("give either a name with --class, or a file with -f")
+        problem = "give either a name with --class, or a file with -f"
+        raise ConfigError(problem, ConfigReason.CONFLICT)
     if args.filename is not None:
         return ClaimAddCommand(documents=_documents(args.filename))
     if args.device_class is None:
-        raise ConfigError("a claim needs a DeviceClass; add --class, as fraction.metagpu.io")
+        problem = "a claim needs a DeviceClass; add --class, as fraction.metagpu.io"
+        raise ConfigError(problem, ConfigReason.MISSING)
     amounts = dict(_pair(text, "amount", "NAME=AMOUNT") for text in args.capacity)
     return ClaimAddCommand(
         ClaimManifest(
@@ -157,7 +159,8 @@ def _burst_of(args: argparse.Namespace) -> BurstCommand:
     if args.sizes is not None:
         least, separator, most = args.sizes.partition("..")
         if not (separator and least.isdecimal() and most.isdecimal()):
-            raise ConfigError(f"{args.sizes!r} is no range of sizes; write one like 10..150")
+            problem = f"{args.sizes!r} is no range of sizes; write one like 10..150"
+            raise ConfigError(problem, ConfigReason.INVALID_VALUE)
         sizes = (int(least), int(most))
     return BurstCommand(args.count, resource, sizes, args.namespace, args.seed)
 
@@ -193,7 +196,8 @@ def _node_label(args: argparse.Namespace) -> NodeLabelCommand:
         elif text.endswith("-") and text != "-":
             labels[text[:-1]] = None
         else:
-            raise ConfigError(f"{text!r} is no label; write KEY=VALUE, or KEY- to remove it")
+            problem = f"{text!r} is no label; write KEY=VALUE, or KEY- to remove it"
+            raise ConfigError(problem, ConfigReason.INVALID_VALUE)
     return NodeLabelCommand(labels)
 
 
@@ -223,7 +227,8 @@ def _config_map(subparsers: SubParsers) -> None:
 def _config_map_of(args: argparse.Namespace) -> ConfigMapCommand:
     namespace, separator, name = args.name.partition("/")
     if not separator:
-        raise ConfigError(f"{args.name!r} names no ConfigMap; write NAMESPACE/NAME")
+        problem = f"{args.name!r} names no ConfigMap; write NAMESPACE/NAME"
+        raise ConfigError(problem, ConfigReason.INVALID_VALUE)
     return ConfigMapCommand(namespace, name, {file.name: _text(file) for file in args.files})
 
 
@@ -290,14 +295,15 @@ def _output(it: argparse.ArgumentParser, *, as_table: bool = True) -> None:
 def _request(text: str) -> tuple[str, int]:
     resource, separator, count = text.partition("=")
     if not (resource and separator and count.isdecimal()):
-        raise ConfigError(f"{text!r} is no request; write {_REQUEST}, as in cnvrg.io/metagpu=30")
+        problem = f"{text!r} is no request; write {_REQUEST}, as in cnvrg.io/metagpu=30"
+        raise ConfigError(problem, ConfigReason.INVALID_VALUE)
     return resource, int(count)
 
 
 def _pair(text: str, kind: str, form: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not (key and separator):
-        raise ConfigError(f"{text!r} is no {kind}; write {form}")
+        raise ConfigError(f"{text!r} is no {kind}; write {form}", ConfigReason.INVALID_VALUE)
     return key, value
 
 
@@ -305,7 +311,7 @@ def _seconds(text: str) -> float:
     try:
         return float(Duration.parse(text))
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(str(error), ConfigReason.INVALID_VALUE) from None
 
 
 def _documents(file: Path) -> tuple[Mapping[str, Any], ...]:
@@ -314,9 +320,10 @@ def _documents(file: Path) -> tuple[Mapping[str, Any], ...]:
     try:
         found = [it for it in yaml.safe_load_all(_text(file)) if it is not None]
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {describe_error(error)}") from error
+        problem = f"{file} is no YAML: {describe_error(error)}"
+        raise ConfigError(problem, ConfigReason.NO_YAML) from error
     if not found or not all(isinstance(it, dict) for it in found):
-        raise ConfigError(f"{file} has no objects")
+        raise ConfigError(f"{file} has no objects", ConfigReason.UNKNOWN_FORMAT)
     return tuple(found)
 
 
@@ -324,4 +331,5 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {describe_error(error)}") from error
+        problem = f"cannot read {file}: {describe_error(error)}"
+        raise ConfigError(problem, ConfigReason.UNREADABLE) from error

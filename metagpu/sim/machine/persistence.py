@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.machine.gpu import SimGpu
 from metagpu.sim.machine.mig_driver import MigDriverError, find_profile
@@ -125,7 +125,7 @@ def persist(node: SimNode, file: Path) -> None:
     except (OSError, msgspec.MsgspecError, MigDriverError) as error:
         reason = getattr(error, "strerror", None) or error
         why = f"cannot keep a simulated driver's instances: {reason}"
-        raise ConfigError(why, file=str(file)) from error
+        raise ConfigError(why, ConfigReason.UNREADABLE, file=str(file)) from error
 
 
 def _restore(node: SimNode, kept: SavedNode) -> None:

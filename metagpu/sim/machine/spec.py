@@ -36,7 +36,7 @@ from metagpu.core.config.document import Document
 from metagpu.core.config.suggestions import allowed_values
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.contracts.driver import RecoveryAction
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.machine import foreign_instances
 from metagpu.sim.machine.bounds import MAX_PID
@@ -142,7 +142,8 @@ def find_model(key: str) -> GpuModel:
         ConfigError: no such model exists; the error lists the models.
     """
     if key not in GPU_MODELS:
-        raise ConfigError(f"no GPU model {key!r}; {allowed_values(key, GPU_MODELS)}")
+        problem = f"no GPU model {key!r}; {allowed_values(key, GPU_MODELS)}"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE)
     return GPU_MODELS[key]
 
 
@@ -153,7 +154,8 @@ def find_recovery_action(name: str) -> RecoveryAction:
         ConfigError: no such action exists; the error lists the actions.
     """
     if name not in RECOVERY_ACTIONS:
-        raise ConfigError(f"no recovery action {name!r}; {allowed_values(name, RECOVERY_ACTIONS)}")
+        problem = f"no recovery action {name!r}; {allowed_values(name, RECOVERY_ACTIONS)}"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE)
     return RECOVERY_ACTIONS[name]
 
 
@@ -161,9 +163,11 @@ def _document(path: str) -> Document:
     try:
         return Document(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", file=path) from error
+        problem = f"cannot be read: {error.strerror}"
+        raise ConfigError(problem, ConfigReason.UNREADABLE, file=path) from error
     except UnicodeDecodeError as error:
-        raise ConfigError("cannot be read: not a text in UTF-8", file=path) from error
+        problem = "cannot be read: not a text in UTF-8"
+        raise ConfigError(problem, ConfigReason.UNREADABLE, file=path) from error
 
 
 def _inline(argument: str) -> dict[str, object]:
@@ -180,6 +184,7 @@ def _inline(argument: str) -> dict[str, object]:
             raise ConfigError(
                 f"{text!r} is no MODEL:COUNT such as a100-40gb:8, no driver=VERSION, and no path "
                 f"of a YAML file; models: {', '.join(GPU_MODELS)}",
+                ConfigReason.INVALID_VALUE,
                 file=_OPTION,
             )
         gpus.append({"model": found[1], "count": int(found[2] or 1)})
@@ -189,13 +194,17 @@ def _inline(argument: str) -> dict[str, object]:
 def _check(document: Document, spec: NodeSpec) -> None:
     """Raise an error for values of the right type that make no sense."""
     if not re.fullmatch(r"\d{3}(\.\d+)*", spec.driver):
-        raise document.error("driver", f"{spec.driver!r} is no driver version such as {DRIVER}")
+        problem = f"{spec.driver!r} is no driver version such as {DRIVER}"
+        raise document.error("driver", problem, ConfigReason.INVALID_VALUE)
     for number, gpu in enumerate(spec.gpus):
         if gpu.count < 1:
-            raise document.error(f"gpus[{number}].count", "must be at least 1")
+            raise document.error(
+                f"gpus[{number}].count", "must be at least 1", ConfigReason.INVALID_VALUE
+            )
     total = sum(gpu.count for gpu in spec.gpus)
     if total > MAX_GPUS:
-        raise document.error("gpus", f"{total} GPUs; a node has {MAX_GPUS} at most")
+        problem = f"{total} GPUs; a node has {MAX_GPUS} at most"
+        raise document.error("gpus", problem, ConfigReason.TOO_LARGE)
 
     for number, gpu in enumerate(spec.gpus):
         where = f"gpus[{number}]"
@@ -205,9 +214,11 @@ def _check(document: Document, spec: NodeSpec) -> None:
     for number, pair in enumerate(spec.nvlinks or ()):
         where = f"nvlinks[{number}]"
         if pair.gpus[0] == pair.gpus[1] or not all(0 <= index < total for index in pair.gpus):
-            raise document.error(f"{where}.gpus", f"must be two GPUs of 0 to {total - 1}")
+            problem = f"must be two GPUs of 0 to {total - 1}"
+            raise document.error(f"{where}.gpus", problem, ConfigReason.INVALID_VALUE)
         if not 0 <= pair.links <= _MOST_LINKS:
-            raise document.error(f"{where}.links", f"must be 0 to {_MOST_LINKS}")
+            problem = f"must be 0 to {_MOST_LINKS}"
+            raise document.error(f"{where}.links", problem, ConfigReason.INVALID_VALUE)
 
 
 def _check_gpu(document: Document, where: str, gpu: GpuSpec) -> None:
@@ -218,14 +229,14 @@ def _check_gpu(document: Document, where: str, gpu: GpuSpec) -> None:
         try:
             find(name)
         except ConfigError as error:
-            raise document.error(path, error.problem) from None
+            raise document.error(path, error.problem, error.reason) from None
 
     if gpu.uuid is not None and gpu.count != 1:
-        raise document.error(f"{where}.uuid", f"stands for one GPU, and count is {gpu.count}")
+        problem = f"stands for one GPU, and count is {gpu.count}"
+        raise document.error(f"{where}.uuid", problem, ConfigReason.CONFLICT)
     if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
-        raise document.error(
-            f"{where}.uuid", f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
-        )
+        problem = f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+        raise document.error(f"{where}.uuid", problem, ConfigReason.INVALID_VALUE)
 
 
 def _check_numbers(document: Document, where: str, gpu: GpuSpec) -> None:
@@ -237,15 +248,17 @@ def _check_numbers(document: Document, where: str, gpu: GpuSpec) -> None:
         ("provisioning.computeFailures", gpu.provisioning.compute_failures),
     ):
         if value is not None and value < 0:
-            raise document.error(f"{where}.{key}", "must be at least 0")
+            raise document.error(f"{where}.{key}", "must be at least 0", ConfigReason.INVALID_VALUE)
         if value is not None and value > _MOST:
-            raise document.error(f"{where}.{key}", f"must be at most {_MOST}")
+            problem = f"must be at most {_MOST}"
+            raise document.error(f"{where}.{key}", problem, ConfigReason.INVALID_VALUE)
     for number, process in enumerate(gpu.processes):
         if not 1 <= process.pid <= MAX_PID:
             path = f"{where}.processes[{number}].pid"
-            raise document.error(path, f"must be 1 to {MAX_PID}")
+            raise document.error(path, f"must be 1 to {MAX_PID}", ConfigReason.INVALID_VALUE)
     if (gpu.nvswitch_links or 0) > _MOST_LINKS:
-        raise document.error(f"{where}.nvswitchLinks", f"must be at most {_MOST_LINKS}")
+        problem = f"must be at most {_MOST_LINKS}"
+        raise document.error(f"{where}.nvswitchLinks", problem, ConfigReason.INVALID_VALUE)
 
 
 def _build(document: Document, spec: NodeSpec) -> SimNode:
@@ -256,7 +269,8 @@ def _build(document: Document, spec: NodeSpec) -> SimNode:
             for _ in range(wanted.count):
                 _add(node, wanted)
         except SimError as error:
-            raise document.error(f"gpus[{number}]", str(error)) from None
+            problem, reason = str(error), ConfigReason.INVALID_VALUE
+            raise document.error(f"gpus[{number}]", problem, reason) from None
 
     if spec.nvlinks is not None:
         node.direct_links = {frozenset(pair.gpus): pair.links for pair in spec.nvlinks}

@@ -3,7 +3,7 @@
 import pytest
 
 from metagpu.core.config.config import parse
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from tests.core.config.config_texts import HEAD, POOL, TWO_BACKENDS, backend, refusal, selecting
 from tests.rigs.build import BACKENDS
 
@@ -386,6 +386,33 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
 def test_a_mistake_is_reported_with_line_path_and_what_is_allowed(text: str, message: str) -> None:
     """Every refusal names the file, the line, the path, the problem and what is allowed."""
     assert refusal(text) == f"f.yaml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [", ConfigReason.NO_YAML),
+        ("a: 1\na: 2", ConfigReason.GIVEN_TWICE),
+        ("hello", ConfigReason.WRONG_TYPE),
+        (HEAD, ConfigReason.MISSING),
+        (POOL.replace("v1", "v2"), ConfigReason.UNKNOWN_VALUE),
+        (POOL + "more: 1\n", ConfigReason.UNKNOWN_KEY),
+        (backend("{backend: fraction}") + "    fronts: []\n", ConfigReason.INVALID_VALUE),
+        (backend("{backend: magic}"), ConfigReason.UNKNOWN_VALUE),
+        (backend("{}"), ConfigReason.MISSING),
+        (backend("{backend: fraction, resource: gpu}"), ConfigReason.INVALID_NAME),
+        (
+            backend("{backend: fraction, resource: a/b}")
+            + "  - {name: b, backends: [{backend: timeslice, replicas: 4, resource: a/b}]}\n",
+            ConfigReason.NAME_TAKEN,
+        ),
+    ],
+)
+def test_a_refusal_has_a_reason(text: str, reason: ConfigReason) -> None:
+    """Programs read the kind of the problem from the error."""
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "f.yaml", BACKENDS)
+    assert caught.value.reason is reason
 
 
 def test_an_error_can_be_taken_apart() -> None:

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from metagpu.core.config.document import MAX_TEXT, Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
+
+WRONG = ConfigReason.INVALID_VALUE
 
 TEXT = """\
 first: 1
@@ -48,14 +50,14 @@ class Inner(msgspec.Struct, forbid_unknown_fields=True):
 )
 def test_an_error_names_the_nearest_line(path: str, line: int) -> None:
     """An error has the line of the key or of the list item, else the line of its parent."""
-    assert str(Document(TEXT, "f").error(path, "wrong")) == ": ".join(
+    assert str(Document(TEXT, "f").error(path, "wrong", WRONG)) == ": ".join(
         part for part in ("f", str(line), path, "wrong") if part
     )
 
 
 def test_an_empty_document_has_no_lines() -> None:
     """An error in an empty document names the file alone."""
-    assert str(Document("", "f").error("a.b", "wrong")) == "f: a.b: wrong"
+    assert str(Document("", "f").error("a.b", "wrong", WRONG)) == "f: a.b: wrong"
 
 
 def test_values_are_found_by_path() -> None:
@@ -192,8 +194,8 @@ def test_a_document_without_a_value_keeps_its_lines_and_paths() -> None:
     assert rest is not None
 
     assert rest.data == {"list": [{"a": 2}, {"a": 4}]}
-    assert str(rest.error("list[1].a", "wrong")) == "f: 5: list[3].a: wrong"
-    assert str(rest.error("list[0]", "wrong")) == "f: 3: list[1]: wrong"
+    assert str(rest.error("list[1].a", "wrong", WRONG)) == "f: 5: list[3].a: wrong"
+    assert str(rest.error("list[0]", "wrong", WRONG)) == "f: 3: list[1]: wrong"
     assert rest.without("list[9]") is None
     assert rest.without("list[1].b") is None
     assert rest.without("") is None

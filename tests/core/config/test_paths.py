@@ -4,6 +4,9 @@ import pytest
 
 from metagpu.core.config.document import Document
 from metagpu.core.config.paths import join_path, key_path, split_path, value_at
+from metagpu.core.errors import ConfigReason
+
+WRONG = ConfigReason.INVALID_VALUE
 
 VALUE = {"a": [{"b.c": {"d": 1}}], "e": {2: 3}}
 
@@ -39,4 +42,4 @@ def test_a_key_with_dots_is_quoted() -> None:
     assert key_path("profiles", "1g.5gb") == 'profiles["1g.5gb"]'
     assert key_path("", "profiles") == "profiles"
     assert document.at('profiles["1g.5gb"].max') == 7
-    assert str(document.error('profiles["a]b"]', "wrong")) == 'f: 3: profiles["a]b"]: wrong'
+    assert str(document.error('profiles["a]b"]', "wrong", WRONG)) == 'f: 3: profiles["a]b"]: wrong'

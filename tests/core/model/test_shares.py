@@ -5,6 +5,7 @@ import pytest
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import (
     ConfigError,
+    ConfigReason,
     DriverError,
     DriverTimeout,
     DriverUnavailable,
@@ -24,6 +25,8 @@ from metagpu.core.model.gpu import Connection, PciPath, Topology
 from metagpu.core.model.shares import Holder, ShareId, Verdict, gpu_of
 from metagpu.core.model.snapshot import GpuState
 from tests.rigs.build import gpu, share
+
+WRONG = ConfigReason.INVALID_VALUE
 
 A = gpu(0)
 
@@ -98,9 +101,9 @@ def test_recovery_actions_are_words(action: RecoveryAction, text: str) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ConfigError("wrong"), "wrong"),
-        (ConfigError("wrong", file="f"), "f: wrong"),
-        (ConfigError("wrong", file="f", line=3, path="a.b"), "f: 3: a.b: wrong"),
+        (ConfigError("wrong", WRONG), "wrong"),
+        (ConfigError("wrong", WRONG, file="f"), "f: wrong"),
+        (ConfigError("wrong", WRONG, file="f", line=3, path="a.b"), "f: 3: a.b: wrong"),
         (
             UnknownShare("r/x", "GPU-1::m00"),
             (

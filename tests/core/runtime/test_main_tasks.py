@@ -3,11 +3,13 @@
 import anyio
 import pytest
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.runtime import main_tasks
 from metagpu.core.runtime.main_tasks import MainTasks, MainTaskTiming
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import skip
+
+WRONG = ConfigReason.INVALID_VALUE
 
 
 class Task:
@@ -70,7 +72,9 @@ async def test_a_problem_stays_until_the_task_is_steady() -> None:
         group.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), ExceptionGroup("", [ConfigError("no")])])
+@pytest.mark.parametrize(
+    "error", [ConfigError("no", WRONG), ExceptionGroup("", [ConfigError("no", WRONG)])]
+)
 async def test_an_error_of_ours_ends_the_daemon(error: Exception) -> None:
     """An error that metagpu raises on purpose passes: it is no fault that a restart mends."""
 

@@ -7,6 +7,7 @@ from grpclib.const import Status
 
 from metagpu.core.errors import (
     ConfigError,
+    ConfigReason,
     DriverTimeout,
     DriverUnavailable,
     FractionSplit,
@@ -26,6 +27,8 @@ from metagpu.plugins.kubelet import messages
 from metagpu.plugins.kubelet.fast_codec import encode_device
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import METAGPU, after, gpu, layout_of, offer, offered, pool, share
+
+WRONG = ConfigReason.INVALID_VALUE
 
 A, B = gpu(0, numa_node=0), gpu(1, numa_node=1)
 
@@ -231,7 +234,7 @@ def test_the_limit_is_met_to_the_byte() -> None:
         (DriverTimeout("late"), Status.UNAVAILABLE),
         (DriverUnavailable("no library"), Status.UNAVAILABLE),
         (KubeletError("no"), Status.UNAVAILABLE),
-        (ConfigError("wrong", file="f"), Status.UNAVAILABLE),
+        (ConfigError("wrong", WRONG, file="f"), Status.UNAVAILABLE),
         (MetagpuError("no"), Status.UNAVAILABLE),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -27,7 +27,7 @@ from metagpu.core.usage.collector import NodeUsage
 from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics import sensor_families
-from metagpu.plugins.metrics.daemon import daemon_samples, reason_of
+from metagpu.plugins.metrics.daemon import daemon_samples
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.samples import HistogramValue, MetricType
 from metagpu.plugins.metrics.sources import MetricSources, NvmlStatus
@@ -334,7 +334,7 @@ def test_lost_events_are_counted() -> None:
 
 def test_every_kind_of_refusal_has_a_name() -> None:
     """A reason is the name of its error class in snake case."""
-    names = [reason_of(kind) for kind in RequestError.__subclasses__()]
+    names = [kind.reason for kind in RequestError.__subclasses__()]
 
     assert {"unknown_share", "gpu_unhealthy", "provisioning_failed", "shares_overlap"} <= set(names)
     assert len(set(names)) == len(names)
