@@ -45,15 +45,16 @@ class Reconciler:
 
     async def run(self) -> None:
         """Run `work` after each trigger, until cancelled; log a failure once."""
-        again: float | None = None
+        due = math.inf
 
         while True:
-            with anyio.move_on_after(math.inf if again is None else again):
+            with anyio.CancelScope(deadline=due):
                 await self._triggered.wait()
             self._triggered = anyio.Event()
-            again = None
+            due = math.inf
             try:
-                again = await self._work()
+                if (again := await self._work()) is not None:
+                    due = anyio.current_time() + again
             except ClusterError as error:
                 self.problem = str(error)
                 if self._logged.is_new(self.name, self.problem):
