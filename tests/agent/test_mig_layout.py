@@ -294,7 +294,7 @@ async def test_an_a100_leaves_mig_mode_with_a_reset(tmp_path: Path) -> None:
 
         it.node.reset_gpu(it.node.gpus[0])
         await it.until(1, 1, GPU)
-        assert not blocker(it)
+        await until(lambda: not blocker(it))
 
 
 async def test_existing_instances_are_offered_and_left_alone(tmp_path: Path) -> None:
