@@ -1,8 +1,9 @@
 """The page in Chromium, with views of a test's own: what it draws, how smoothly, and for whom."""
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,13 @@ CHANGE_MS = 300
 """CPU time of one change of 16 crowded GPUs, scripts and layout; a busy machine takes a third."""
 FRAME_MS = 50
 """Of half of all frames, on a machine that runs other tests beside."""
+TASK_MS = 200
+"""CPU time of the longest task of the page's thread; it takes half of that on a busy machine."""
 VIEWS = {"cluster": views.cluster_view, "pod": views.pod_view}
 TOKEN = "a-viewers-token"  # noqa: S105 - the test's own
 
 FOCUSED = "() => document.activeElement.getAttribute('aria-label') ?? document.activeElement.id"
+DRAWN = "(count) => document.querySelectorAll('#gpu-15 button.cut').length === count"
 WATCH_FRAMES = """() => {
     window.frames_ms = [];
     let before = performance.now();
@@ -93,6 +97,40 @@ async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser")
         assert (await it.run(FOCUSED)).split(":")[0] == before[0].split(":")[0]
         assert await it.run("() => scrollY") == before[1]
         assert await it.run("() => document.querySelectorAll('*').length") < 10_000
+
+
+async def test_no_change_takes_the_page_for_long(browser: "Browser") -> None:
+    """Changes of a crowded node are drawn in short tasks: keys and scrolling come in between.
+
+    Counted is the CPU time of each task, which other programs do not stretch.
+    """
+    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        await browser.start_tracing(page=it.page, categories=["toplevel"])
+        try:
+            for number in range(CHANGES):
+                server.view = views.crowded_view(pods=50 + number % 3)
+                server.change()
+                await it.page.wait_for_function(DRAWN, arg=50 + number % 3)
+        finally:
+            trace = json.loads(await browser.stop_tracing())
+    tasks = _task_times(trace["traceEvents"])
+    assert len(tasks) > CHANGES
+    assert 0 < tasks[-1] < TASK_MS, tasks[-10:]
+
+
+def _task_times(events: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    """Return the CPU milliseconds of each task of the page's thread, the longest last."""
+    threads = {
+        (it["pid"], it["tid"])
+        for it in events
+        if it["name"] == "thread_name" and it["args"]["name"] == "CrRendererMain"
+    }
+    return sorted(
+        it.get("tdur", 0) / 1000  # a task at an end of the trace has none
+        for it in events
+        if it["name"] == "ThreadControllerImpl::RunTask" and (it["pid"], it["tid"]) in threads
+    )
 
 
 async def test_text_stays_text(browser: "Browser") -> None:

@@ -12,6 +12,7 @@ import { clock, gib, plural, setTime, shortName, sum } from './words.js';
 
 const ROWS = 40;              // of the table of pods until all are asked for
 const PROBLEMS = 40;
+const CARDS = 8;              // of GPUs that are drawn in a frame, so that none takes long
 
 function updateFigures(nodes, isCluster, allNodes) {
   const gpus = nodes.flatMap((node) => node.gpus).filter((it) => !it.aside);
@@ -158,7 +159,7 @@ export function draw() {
   updateBack(isCluster && Boolean(one));
   updateFigures(nodes, isCluster && !one, all);
   updateAttention(nodes, isCluster && !one);
-  if (one) keyed($('gpus'), one.gpus, (it) => `${one.name} ${it.uuid}`, makeGpu, updateGpu);
+  if (one) keyed($('gpus'), one.gpus, (it) => `${one.name} ${it.uuid}`, makeGpu, updateCard);
   else keyed($('nodes'), nodes, (it) => it.name, makeNode, updateNode);
   setText($('nodes-title'), nodes.length === all.length ? plural(all.length, 'node') : `${nodes.length} of ${plural(all.length, 'node')}`);
   updateWaiting(isCluster && !one ? state.view.waiting ?? [] : [], isCluster && !one ? state.view.lacking ?? '' : '');
@@ -166,6 +167,32 @@ export function draw() {
   updateOffers(nodes);
   updateEvents((state.view.events ?? []).filter((it) => !one || it.node === one.name || !it.node), isCluster && !one);
   updateConnection();
+  drawCards();
+}
+
+// Updates of cards that wait for a frame, in their order.
+const waiting = new Map();
+let cardFrame = 0;
+
+function updateCard(it, gpu) {
+  if (it.parts.index.known) waiting.set(it, gpu);
+  else updateGpu(it, gpu);
+}
+
+function drawCards() {
+  let left = CARDS;
+  for (const [it, gpu] of waiting) {
+    waiting.delete(it);
+    if (!it.isConnected) continue;
+    updateGpu(it, gpu);
+    if (--left === 0) break;
+  }
+  if (waiting.size) {
+    cardFrame ||= requestAnimationFrame(() => {
+      cardFrame = 0;
+      drawCards();
+    });
+  }
 }
 
 function updateBack(shown) {
