@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from metagpu.core.errors import ConfigReason, RequestError
+from metagpu.core.errors import ConfigReason, MetagpuError, RequestError, reason_of
 from metagpu.core.model.remarks import RemarkReason
 from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
@@ -32,6 +32,19 @@ WARNINGS: Final = PACKAGE / "translation" / "warnings.py"
 _OUTSIDE: Final = ("sim", "testing")
 """Packages that no daemon of a node logs from."""
 _LOGS: Final = re.compile(r"log(ger\(\))?\.(warning|error|exception|critical)\(")
+_CLASS: Final = re.compile(
+    r'^class (\w+)\((\w+)\):\n    """Raised when (.*?)[;.]', re.MULTILINE | re.DOTALL
+)
+"""A class of errors: its name, its base, and the first sentence about it."""
+_CAUGHT: Final = (
+    "CallerRefused",
+    "ClaimAccountUnreadable",
+    "FaultNoteUnusable",
+    "LeftoverInUse",
+    "RelayFailed",
+    "UsageError",
+)
+"""Errors whose text alone people see: in the log, in a report, or from `mgctl` in a container."""
 _LEVELS: Final = {"warning": "warning", "error": "error", "exception": "error", "critical": "error"}
 
 Cells = tuple[str, ...]
@@ -168,13 +181,35 @@ def config_errors() -> Sequence[Cells]:
 
 def refusals() -> Sequence[Cells]:
     """Return the label `reason` of each kind of refused request, with its meaning."""
-    kinds, found = [RequestError], []
-    while kinds:
-        for kind in kinds.pop().__subclasses__():
-            kinds.append(kind)
-            meaning = re.split(r"[;.]", kind.__doc__ or "")[0].removeprefix("Raised when ")
-            found.append((f"`{kind.reason}`", f"{meaning[0].upper()}{meaning[1:]}."))
-    return sorted(found)
+    return _classes(RequestError)
+
+
+def command_errors() -> Sequence[Cells]:
+    """Return the reason of each error that ends a command, with its meaning.
+
+    Raises:
+        UnknownReasonError: an error has no class of its own.
+    """
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(r"\b(raise|return) MetagpuError\(", line):
+                place = f"{file.relative_to(PACKAGE)}:{number}"
+                raise UnknownReasonError(f"{place}: no class names the cause of the error")
+    return _classes(MetagpuError, without=("ConfigError", "RequestError", *_CAUGHT))
+
+
+def _classes(base: type, without: Sequence[str] = ()) -> Sequence[Cells]:
+    """Return the reasons of the classes below a class of errors, with their meanings."""
+    texts = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")]
+    found = [it for text in texts for it in _CLASS.findall(text)]
+    bases, rows = [base.__name__], []
+    for parent in bases:
+        for name, below, meaning in found:
+            if below == parent and name not in without:
+                bases.append(name)
+                sentence = " ".join(meaning.split())
+                rows.append((f"`{reason_of(name)}`", f"{sentence[0].upper()}{sentence[1:]}."))
+    return sorted(rows)
 
 
 def translation_warnings() -> Sequence[Cells]:
@@ -232,6 +267,7 @@ TABLES: Final = (
     Table("## Obstacles of a pod", obstacles, 0),
     Table("## Refused requests", refusals, 1),
     Table("## Errors of a configuration", config_errors, 1),
+    Table("## Errors of commands", command_errors, 1),
     Table("## Warnings of a translation", translation_warnings, 1),
 )
 

@@ -54,6 +54,21 @@ def test_every_kind_of_refusal_is_a_row_by_its_label() -> None:
     assert "`provisioning_lasts`" in found  # a kind of `provisioning_failed`
 
 
+def test_an_error_has_a_class_that_names_its_cause(package: Path) -> None:
+    """An error without a class of its own has no reason, and is refused."""
+    (package / "new.py").write_text("class MetagpuError(Exception): ...\nraise MetagpuError('x')\n")
+    with pytest.raises(reasons.UnknownReasonError, match=r"new\.py:2"):
+        reasons.command_errors()
+
+
+def test_errors_of_commands_are_rows_wherever_their_class_is() -> None:
+    """Each class below the base of our errors has a row, but for those of the other tables."""
+    found = [it[0] for it in reasons.command_errors()]
+    assert {"`no_daemon`", "`driver_replaced`", "`unknown_field`", "`sim_error`"} <= set(found)
+    assert {"`config_error`", "`request_error`", "`gpu_unhealthy`"}.isdisjoint(found)
+    assert {it.strip("`") for it in found}.isdisjoint(ConfigReason)
+
+
 @pytest.mark.parametrize("reason", ConfigReason)
 def test_each_kind_is_that_of_an_error(reason: ConfigReason) -> None:
     """No kind of the errors of configurations is without an error."""

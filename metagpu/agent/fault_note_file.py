@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 from anyio import to_thread
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import FaultNoteUnusable, MetagpuError
 from metagpu.core.health.fault_note import SIZE_LIMIT, FaultNote, decode, encode
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.state.registry import Registry
@@ -74,12 +74,12 @@ class FaultNoteFile:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise MetagpuError("it is no file of this user")
+                raise FaultNoteUnusable("it is no file of this user")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise MetagpuError("other users may write it")
+                raise FaultNoteUnusable("other users may write it")
             text = file.read(SIZE_LIMIT + 1)
         if len(text) > SIZE_LIMIT:
-            raise MetagpuError(f"it is larger than {SIZE_LIMIT} bytes")
+            raise FaultNoteUnusable(f"it is larger than {SIZE_LIMIT} bytes")
         return decode(text, self.read_boot_id().strip())
 
     def _write(self, note: FaultNote) -> None:

@@ -15,7 +15,7 @@ import structlog
 from metagpu import __version__
 from metagpu.agent.exchange import PROTOCOL, ExchangeTiming, HandedState, Hello, Step
 from metagpu.core.config.profiles import ClusterChoice
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import TakeoverFailed
 from metagpu.core.health.fault_note import FaultNote
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.model.shares import ResourceName
@@ -110,7 +110,7 @@ class HandOver:
             ConnectionError: the new daemon has ended.
         """
         if self._under_way or self.done.is_set():
-            raise MetagpuError("another daemon is taking this one's node over")
+            raise TakeoverFailed("another daemon is taking this one's node over")
         self._under_way = True
         try:
             await conversation.send(Hello(PROTOCOL, __version__))
@@ -123,7 +123,7 @@ class HandOver:
     async def _exchange(self, conversation: Conversation, request: Mapping[str, Any]) -> None:
         _expect(request, Step.BEGIN)
         if not await self.gate.close(self.timing.calls):
-            raise MetagpuError("it answers calls of the kubelet, which take long")
+            raise TakeoverFailed("it answers calls of the kubelet, which take long")
         log.info("handing over", to=request.get("version"))
         try:
             with anyio.fail_after(self.timing.exchange):
@@ -134,7 +134,7 @@ class HandOver:
                     request = await conversation.receive() or {}
                     await self._take(request, conversation)
         except TimeoutError:
-            raise MetagpuError("the exchange took too long; the old daemon goes on") from None
+            raise TakeoverFailed("the exchange took too long; the old daemon goes on") from None
         finally:
             if not self.done.is_set():
                 log.error("successor failed", effect="this daemon goes on")
@@ -162,7 +162,7 @@ class HandOver:
                 self.done.set()
                 return
             case None:
-                raise MetagpuError("the new daemon has ended")
+                raise TakeoverFailed("the new daemon has ended")
             case _:
                 _expect(request, "of an exchange")
         await conversation.send({})
@@ -170,4 +170,4 @@ class HandOver:
 
 def _expect(request: Mapping[str, Any], step: str) -> None:
     if request.get("step") != step:
-        raise MetagpuError(f"unexpected step {request.get('step')!r}; expected: {step}")
+        raise TakeoverFailed(f"unexpected step {request.get('step')!r}; expected: {step}")

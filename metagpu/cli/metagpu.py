@@ -25,7 +25,7 @@ from metagpu.cli.options import (
 )
 from metagpu.cli.parser import run_command
 from metagpu.cli.simulation import use_simulated_cluster
-from metagpu.core.errors import AnotherDaemon, MetagpuError
+from metagpu.core.errors import AnotherDaemon
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
@@ -49,25 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 1
 
     try:
-        status = run_command("metagpu", lambda: _do(args))
+        status = run_command("metagpu", args, lambda: _do(args))
     finally:
         _exit_beside_threads(args, status)
     return status
 
 
 def _do(args: argparse.Namespace) -> int:
-    """Run a command; print a `MetagpuError` in one line."""
-    try:
-        resolve_environment(args, _environment(args))
-        return COMMANDS[args.command](args)
-    except (MetagpuError, BaseExceptionGroup) as error:
-        known = _metagpu_error(error)
-        if known is None:
-            raise
-        print(f"metagpu: {known}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    resolve_environment(args, _environment(args))
+    return COMMANDS[args.command](args)
 
 
 def _environment(args: argparse.Namespace) -> Mapping[str, str]:
@@ -99,14 +89,6 @@ def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
         with suppress(OSError):
             stream.flush()
     os._exit(status)
-
-
-def _metagpu_error(error: BaseException) -> MetagpuError | None:
-    """Return a task group's `MetagpuError`, `None` if the group has another error."""
-    if isinstance(error, BaseExceptionGroup):
-        found = [_metagpu_error(inner) for inner in error.exceptions]
-        return None if None in found else found[0]
-    return error if isinstance(error, MetagpuError) else None
 
 
 # --- the commands -------------------------------------------------------------------------------

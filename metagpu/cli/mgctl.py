@@ -43,15 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and complete_line(program):
         return 0
     args = program.parse_args(arguments)
-    resolve_environment(args)
+    return run_command("mgctl", args, lambda: _do(args))
 
-    try:
-        return run_command("mgctl", lambda: int(args.do(args)))
-    except MetagpuError as error:
-        print(f"mgctl: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+def _do(args: argparse.Namespace) -> int:
+    resolve_environment(args)
+    return int(args.do(args))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import os
 import re
 import sys
@@ -10,11 +11,14 @@ from textwrap import fill
 from typing import Any, Final, NoReturn
 
 from metagpu.core.config.suggestions import allowed_values, suggest
+from metagpu.core.errors import ClusterError, MetagpuError
 
 _INVALID_CHOICE: Final = re.compile(
     r"(?:argument )?(.*?): invalid choice: (.*) \(choose from (.*)\)"
 )
 """argparse's message for a value that is not among an argument's choices."""
+_INTERRUPTED: Final = 130
+"""The exit status after an interrupt, as shells have it."""
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
@@ -79,12 +83,24 @@ def add_reason(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_command(program: str, do: Callable[[], int]) -> int:
-    """Run a command and flush its output; return its status, 1 for lost output."""
+def run_command(program: str, args: argparse.Namespace, do: Callable[[], int]) -> int:
+    """Run a command and flush its output; return its status, 1 for lost output.
+
+    A `MetagpuError` is one line on stderr and the status 1: with `-o json` an object with the
+    error's reason.
+    """
     try:
         status = do()
         if sys.stdout is not None:
             sys.stdout.flush()
+    except (MetagpuError, BaseExceptionGroup) as error:
+        known = _metagpu_error(error)
+        if known is None:
+            raise
+        print(_failure(program, known, getattr(args, "output", "")), file=sys.stderr)  # noqa: T201 - a command line speaks so
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()
         return 1
@@ -95,6 +111,22 @@ def run_command(program: str, do: Callable[[], int]) -> int:
         print(f"{program}: cannot write: {error.strerror}", file=sys.stderr)  # noqa: T201 - a command line speaks so
         return 1
     return status
+
+
+def _metagpu_error(error: BaseException) -> MetagpuError | None:
+    """Return a task group's `MetagpuError`, `None` if the group has another error."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_metagpu_error(inner) for inner in error.exceptions]
+        return None if None in found else found[0]
+    return error if isinstance(error, MetagpuError) else None
+
+
+def _failure(program: str, error: MetagpuError, form: str) -> str:
+    """Return the line about an error: of one by the API server, its own text."""
+    text = error.message if isinstance(error, ClusterError) and error.message else str(error)
+    if form == "json":
+        return json.dumps({"reason": error.reason, "error": text})
+    return f"{program}: {text}"
 
 
 def _discard_output() -> None:

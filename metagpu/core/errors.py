@@ -21,6 +21,27 @@ MetagpuError
 │   ├── DeviceOccupied      an allocated device has too few free shares
 │   └── TooManyReplicas     the pod asks for several time-slices where one is the maximum
 ├── InternalError           metagpu itself: it has a fault, which its log describes
+├── PackageIncomplete       the installation: a file of the package is missing
+├── NoDaemon                the node: no daemon answers on its socket
+├── NotPermitted            the user: only root may ask the daemon
+├── DaemonRefusal           the daemon: it answers with an error, which has its reason
+├── UnknownCommand          the daemon: it does not have the command
+├── MalformedRequest        the caller: the bytes on a socket are no request
+├── UnknownGpu              the user: there is no such GPU
+├── NotCordoned             the user: the GPU is not cordoned
+├── NotAcknowledged         the GPU: it cannot come back into service, or has not left it
+├── CordonFailed            a node's daemon: it does not follow the annotation of a cordon
+├── DrainFailed             pods: they still hold the GPU
+├── UnknownPod              the user: there is no such pod
+├── NoKubeconfig            the user: there are no credentials for the API server
+├── NotInstalled            the cluster: it has no daemon of metagpu, that the user may see
+├── SeveralNamespaces       the cluster: more than one namespace has daemons
+├── NodeNotServed           the node: metagpu does not run on it
+├── NoAnswer                a node's daemon: it does not answer through the API server
+├── AddressUnusable         the host: the address cannot be listened on
+├── FileNotWritten          the host: a file or a folder cannot be written
+├── LeftoverInUse           the host: what an uninstallation would remove is used
+├── FaultNoteUnusable       the note of faults is not the last daemon's, or damaged
 ├── DriverError             the driver: an NVML call failed
 │   ├── DriverUnavailable   NVML as a whole: no library, no driver, or the driver was unloaded
 │   │   └── DriverReplaced  the loaded library is of another version than the driver
@@ -34,6 +55,7 @@ MetagpuError
 │   └── ProgramMissing      the host has no such program
 ├── HostError               the host: the kernel refused a system call
 ├── AnotherDaemon           another metagpu has the node
+├── TakeoverLasts           another daemon is taking the node over, and the command may be repeated
 ├── TakeoverFailed          the other metagpu keeps the node: the exchange of the daemon failed
 ├── CdiError                the host: the CDI specification cannot be written
 ├── ClaimAccountUnreadable  the kubelet: its account of ResourceClaims cannot be read
@@ -56,6 +78,11 @@ def at_place(problem: str, file: str, line: int, path: str) -> str:
     return ": ".join([*filter(None, (file, str(line or ""), path)), problem])
 
 
+def reason_of(name: str) -> str:
+    """Return the reason that the name of a class means, such as `gpu_unhealthy`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
 class MetagpuError(Exception):
     """Base of all errors that metagpu raises on purpose.
 
@@ -67,7 +94,7 @@ class MetagpuError(Exception):
     reason: str
 
     def __init_subclass__(cls) -> None:
-        cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.reason = reason_of(cls.__name__)
 
 
 class ConfigReason(StrEnum):
@@ -326,7 +353,95 @@ class DeviceOccupied(RequestError):
 
 
 class InternalError(MetagpuError):
-    """Raised when metagpu fails by a fault of its own."""
+    """Raised when a fault of metagpu's own ends its work."""
+
+
+class PackageIncomplete(MetagpuError):
+    """Raised when the installation lacks a file of the package."""
+
+
+class NoDaemon(MetagpuError):
+    """Raised when no daemon answers on its socket."""
+
+
+class NotPermitted(MetagpuError):
+    """Raised when the user may not ask the daemon."""
+
+
+class DaemonRefusal(MetagpuError):
+    """Raised when the daemon answers with an error; the reason is the daemon's."""
+
+    def __init__(self, problem: str, reason: str | None) -> None:
+        super().__init__(problem)
+        self.reason = reason or self.reason
+
+
+class UnknownCommand(MetagpuError):
+    """Raised when the daemon does not have a command."""
+
+
+class MalformedRequest(MetagpuError):
+    """Raised when the bytes on a socket are no request."""
+
+
+class UnknownGpu(MetagpuError):
+    """Raised when there is no GPU of a name."""
+
+
+class NotCordoned(MetagpuError):
+    """Raised when a GPU has no cordon that the user could end."""
+
+
+class NotAcknowledged(MetagpuError):
+    """Raised when a GPU cannot come back into service, or has not left it."""
+
+
+class CordonFailed(MetagpuError):
+    """Raised when a node's daemon does not follow the annotation of a cordon."""
+
+
+class DrainFailed(MetagpuError):
+    """Raised when pods still hold a GPU at the end of a drain."""
+
+
+class UnknownPod(MetagpuError):
+    """Raised when there is no pod of a name, nor a controller whose pods are refused."""
+
+
+class NoKubeconfig(MetagpuError):
+    """Raised when there are no credentials for the API server."""
+
+
+class NotInstalled(MetagpuError):
+    """Raised when no pod that the user may list is a daemon of metagpu."""
+
+
+class SeveralNamespaces(MetagpuError):
+    """Raised when several namespaces have daemons of metagpu."""
+
+
+class NodeNotServed(MetagpuError):
+    """Raised when a node has no daemon of metagpu."""
+
+
+class NoAnswer(MetagpuError):
+    """Raised when a node's daemon gives no answer, or an incomplete one."""
+
+
+class AddressUnusable(MetagpuError):
+    """Raised when an address cannot be listened on."""
+
+
+class FileNotWritten(MetagpuError):
+    """Raised when a file or a folder cannot be written."""
+
+
+class LeftoverInUse(MetagpuError):
+    """Raised when a program uses what an uninstallation would remove."""
+
+
+class FaultNoteUnusable(MetagpuError):
+    """Raised when the note of faults is damaged, or not that of the daemon before."""
 
 
 class DriverError(MetagpuError):
@@ -381,8 +496,12 @@ class AnotherDaemon(MetagpuError):
     """Raised when another daemon of metagpu has the run folder or the kubelet's."""
 
 
+class TakeoverLasts(MetagpuError):
+    """Raised when another daemon is taking the node over."""
+
+
 class TakeoverFailed(MetagpuError):
-    """Raised when this daemon cannot take the node over from the one that has it."""
+    """Raised when a daemon cannot take the node over from the one that has it."""
 
 
 class CdiError(MetagpuError):

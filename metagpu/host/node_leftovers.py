@@ -14,7 +14,7 @@ from typing import Final
 from anyio import to_thread
 
 from metagpu.core.contracts.leftovers import Leftover
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import LeftoverInUse
 from metagpu.host.service_files import UNITS, FileState, ServiceFile
 
 _ENABLED: Final = UNITS / "multi-user.target.wants" / "metagpu.service"
@@ -93,7 +93,7 @@ def _remove_entries(folder: Path, present: Sequence[Path], parent: Path | None) 
         if entry.is_dir() and not entry.is_symlink():
             # Links to programs may go; a folder in it is that of a control daemon.
             if inner := [it.name for it in entry.iterdir() if it.is_dir() and not it.is_symlink()]:
-                raise MetagpuError(f"{entry} is used, for {', '.join(inner)}")
+                raise LeftoverInUse(f"{entry} is used, for {', '.join(inner)}")
             for link in entry.iterdir():
                 link.unlink()
             entry.rmdir()

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import ConfigError, ConfigReason, FileNotWritten, PackageIncomplete
 
 UNITS: Final = Path("etc/systemd/system")
 SETTINGS: Final = Path("etc/metagpu")
@@ -62,7 +62,7 @@ class ServiceFile(msgspec.Struct, frozen=True):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(self.content, encoding="utf-8")
         except OSError as error:
-            raise MetagpuError(
+            raise FileNotWritten(
                 f"cannot write {error.filename or self.path}: {error.strerror}; run as root, or "
                 "name another --root"
             ) from error
@@ -87,7 +87,7 @@ def service_files(program: Path, root: Path = Path("/"), *, mps: bool) -> Sequen
             for name, target in targets.items()
         ]
     except OSError as error:
-        raise MetagpuError(
+        raise PackageIncomplete(
             f"this installation has no {error.filename}: install metagpu from its wheel"
         ) from error
 
@@ -103,6 +103,6 @@ def read_environment(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise MetagpuError(f"cannot read {file}: {error}") from error
+        raise ConfigError(f"cannot read {file}: {error}", ConfigReason.UNREADABLE) from error
     pairs = (line.strip().partition("=") for line in lines if not line.lstrip().startswith("#"))
     return {name.strip(): value.strip().strip("\"'") for name, found, value in pairs if found}

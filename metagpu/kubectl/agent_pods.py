@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import SeveralNamespaces
 
 Object = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
             found[node] = agent
     if len(namespaces) > 1:
         names = ", ".join(sorted(namespaces))
-        raise MetagpuError(
+        raise SeveralNamespaces(
             f"the namespaces {names} have daemons of metagpu each; name the one to trust by "
             "--agent-namespace"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import NoKubeconfig
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
@@ -244,7 +244,7 @@ def _kubeconfig(args: argparse.Namespace) -> Path | None:
         return default
     if TOKEN_FILE.exists() and os.environ.get("KUBERNETES_SERVICE_HOST"):
         return None
-    raise MetagpuError(f"there is no {default}; give --kubeconfig, or set KUBECONFIG")
+    raise NoKubeconfig(f"there is no {default}; give --kubeconfig, or set KUBECONFIG")
 
 
 def namespace_of(args: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import CordonFailed, NoAnswer, NodeNotServed, NotCordoned, UnknownGpu
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.viewer import STATUS, ClusterViewer
@@ -54,7 +54,7 @@ async def uncordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     """
     agent, gpu = await find_gpu(args.gpu, viewer)
     if gpu["cordon"] is None:
-        raise MetagpuError(f"GPU {gpu['index']} of {agent.node} is not cordoned")
+        raise NotCordoned(f"GPU {gpu['index']} of {agent.node} is not cordoned")
     for name in (gpu["uuid"], gpu["index"]):
         await viewer.annotate_node(agent.node, f"{CORDON_PREFIX}{name}", None)
     await _follow(viewer, agent, gpu, args.timeout, cordoned=False)
@@ -70,22 +70,22 @@ async def find_gpu(name: str, viewer: ClusterViewer) -> tuple[AgentPod, Mapping[
     """
     node, _, wanted = name.partition("/")
     if not wanted:
-        raise MetagpuError(f"{name!r} names no GPU; write NODE/GPU, as in gpu-1/3")
+        raise UnknownGpu(f"{name!r} names no GPU; write NODE/GPU, as in gpu-1/3")
     agents = {it.node: it for it in await viewer.agents()}
     if node not in agents:
-        raise MetagpuError(f"metagpu does not run on a node {node}; see `kubectl get nodes`")
+        raise NodeNotServed(f"metagpu does not run on a node {node}; see `kubectl get nodes`")
     gpus = await _gpus(viewer, agents[node])
     for gpu in gpus:
         if wanted in (str(gpu["index"]), gpu["uuid"]):
             return agents[node], gpu
     known = ", ".join(str(gpu["index"]) for gpu in gpus) or "none"
-    raise MetagpuError(f"there is no GPU {wanted!r} on {node}; there are: {known}")
+    raise UnknownGpu(f"there is no GPU {wanted!r} on {node}; there are: {known}")
 
 
 async def _gpus(viewer: ClusterViewer, agent: AgentPod) -> list[Mapping[str, Any]]:
     [answer] = await viewer.ask(STATUS, [agent])
     if answer.report is None:
-        raise MetagpuError(f"{answer.node}: {answer.problem}")
+        raise NoAnswer(f"{answer.node}: {answer.problem}")
     return list(answer.report["gpus"])
 
 
@@ -112,4 +112,4 @@ async def _follow(
         problem = f"it is still cordoned ({current['cordon']['reason']}): `metagpu uncordon` there"
     else:
         problem = f"its daemon has not followed within {deadline:g} s: see its feature `cordon`"
-    raise MetagpuError(f"GPU {gpu['index']} of {agent.node}: {problem}")
+    raise CordonFailed(f"GPU {gpu['index']} of {agent.node}: {problem}")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.errors import ClusterError, NoAnswer, NodeNotServed
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
@@ -51,10 +51,10 @@ async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     """
     agents = {it.node: it for it in await viewer.agents()}
     if args.node not in agents:
-        raise MetagpuError(f"metagpu does not run on a node {args.node}; see `kubectl get nodes`")
+        raise NodeNotServed(f"metagpu does not run on a node {args.node}; see `kubectl get nodes`")
     [answer] = await viewer.ask(STATUS, [agents[args.node]])
     if answer.report is None:
-        raise MetagpuError(f"{answer.node}: {answer.problem}")
+        raise NoAnswer(f"{answer.node}: {answer.problem}")
     if args.output in ("json", "yaml"):
         print_text(encode(answer.report, args.output))
     else:

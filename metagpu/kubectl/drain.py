@@ -10,7 +10,7 @@ import anyio
 from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.errors import ClusterError, DrainFailed, MetagpuError, NoAnswer
 from metagpu.display.table import render, stdout_terminal
 from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu
@@ -162,9 +162,9 @@ class GpuDrain:
         """
         [answer] = await self._viewer.ask(STATUS, [self._agent])
         if answer.report is None:
-            raise MetagpuError(f"{answer.node}: {answer.problem}")
+            raise NoAnswer(f"{answer.node}: {answer.problem}")
         if all(it["uuid"] != self._gpu["uuid"] for it in answer.report["gpus"]):
-            raise MetagpuError(f"{answer.node}: its daemon does not see {self.title} now")
+            raise NoAnswer(f"{answer.node}: its daemon does not see {self.title} now")
         holdings = holdings_of(answer.report, self._gpu["uuid"])
         names = {it.pod for it in holdings}
         if names_alone:
@@ -172,7 +172,7 @@ class GpuDrain:
                 if is_running(await self._read(name), self.pods[name].uid):
                     # A daemon that has just started does not know the kubelet's pods yet.
                     title = self.pods[name].title
-                    raise MetagpuError(f"{answer.node}: its daemon does not name {title} now")
+                    raise NoAnswer(f"{answer.node}: its daemon does not name {title} now")
         self._holdings = holdings
         late = []
         for name in sorted(names):
@@ -212,7 +212,7 @@ class GpuDrain:
         if self._holdings:
             names = dict.fromkeys(it.pod for it in self._holdings)
             kept = [_kept(self.pods[name], seconds) for name in names]
-            raise MetagpuError(f"{self.title} stays cordoned, and is still held: {'; '.join(kept)}")
+            raise DrainFailed(f"{self.title} stays cordoned, and is still held: {'; '.join(kept)}")
 
     def _is_waiting(self) -> bool:
         """Return whether the GPU has a pod that does not stay."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.kubectl.pod_shape import check_pod
 
 _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -34,9 +34,11 @@ def read_documents(name: str) -> Sequence[Any]:
             return [json.loads(text)]
         return list(load_documents(text))
     except (OSError, UnicodeDecodeError) as error:
-        raise MetagpuError(f"{name}: cannot be read: {error}") from error
+        problem = f"cannot be read: {error}"
+        raise ConfigError(problem, ConfigReason.UNREADABLE, file=name) from error
     except yaml.YAMLError as error:
-        raise MetagpuError(f"{name}: no YAML: {' '.join(str(error).split())}") from error
+        problem = f"no YAML: {' '.join(str(error).split())}"
+        raise ConfigError(problem, ConfigReason.NO_YAML, file=name) from error
 
 
 def objects_in(documents: Sequence[Any], file: str) -> Iterator[Mapping[str, Any]]:
@@ -49,7 +51,8 @@ def objects_in(documents: Sequence[Any], file: str) -> Iterator[Mapping[str, Any
         if document is None:  # between two `---`
             continue
         if not isinstance(document, Mapping) or not isinstance(document.get("kind"), str):
-            raise MetagpuError(f"{file}: no Kubernetes object; write one with apiVersion and kind")
+            problem = "no Kubernetes object; write one with apiVersion and kind"
+            raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT, file=file)
         if document["kind"].endswith("List") and isinstance(document.get("items"), list):
             yield from objects_in(document["items"], file)
         else:
@@ -66,13 +69,15 @@ def name_of(document: Mapping[str, Any]) -> str:
 
 def _check(document: Mapping[str, Any], file: str) -> None:
     if not isinstance(document.get("metadata") or {}, Mapping):
-        raise MetagpuError(f"{file}: {document['kind']}: its metadata is no object with a name")
+        problem = f"{document['kind']}: its metadata is no object with a name"
+        raise ConfigError(problem, ConfigReason.WRONG_TYPE, file=file)
     pod = pod_at(document, template_path(document))
     try:
         if pod is not None:
             check_pod(pod)
     except ValueError as error:
-        raise MetagpuError(f"{file}: {name_of(document)}: not as a pod has it: {error}") from error
+        problem = f"{name_of(document)}: not as a pod has it: {error}"
+        raise ConfigError(problem, ConfigReason.INVALID_VALUE, file=file) from error
 
 
 def template_path(document: Mapping[str, Any]) -> tuple[str, ...]:

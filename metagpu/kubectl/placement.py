@@ -8,7 +8,7 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.errors import ClusterError, UnknownPod
 from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
@@ -132,7 +132,7 @@ async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) 
     events = await viewer.items(path, fieldSelector="reason=FailedCreate")
     found = [it for it in events if (it.get("involvedObject") or {}).get("name") == name]
     if not found:
-        raise MetagpuError(
+        raise UnknownPod(
             f"there is no pod {name} in the namespace {namespace}, and no controller of that name "
             "whose pods are refused; give another namespace by -n"
         )

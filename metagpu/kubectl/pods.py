@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.quantities import whole_number
 from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs
 from metagpu.kubectl.manifests import objects_in, pod_at, template_path
@@ -106,12 +106,14 @@ def pods_in(documents: Sequence[Any], file: str) -> Sequence[Object]:
         pod = pod_at(document, template_path(document))
         if pod is None:
             kind = document["kind"]
-            raise MetagpuError(f"{file}: a {kind} has no pod; give a Pod, or a workload with one")
+            problem = f"a {kind} has no pod; give a Pod, or a workload with one"
+            raise ConfigError(problem, ConfigReason.MISSING, file=file)
         own, outer = pod.get("metadata") or {}, document.get("metadata") or {}
         named = {**own, **{key: outer[key] for key in ("name", "namespace") if key in outer}}
         found.append({**pod, "metadata": named})
     if not found:
-        raise MetagpuError(f"{file}: the file is empty; give a Pod, or a workload with one")
+        problem = "the file is empty; give a Pod, or a workload with one"
+        raise ConfigError(problem, ConfigReason.MISSING, file=file)
     return found
 
 
@@ -159,6 +161,7 @@ def _of_container(container: Object) -> Iterator[Request]:
             continue
         count = whole_number(amount)
         if count is None:
-            raise MetagpuError(f"container {name}: {resource}: {amount!r} is no whole number")
+            problem = f"container {name}: {resource}: {amount!r} is no whole number"
+            raise ConfigError(problem, ConfigReason.INVALID_VALUE)
         if count:
             yield Request(name, str(resource), count)

@@ -1,12 +1,12 @@
 """The program `kubectl-metagpu`, which kubectl runs as `kubectl metagpu`."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from metagpu.cli.completion import complete_line, completions
 from metagpu.cli.options import resolve_environment
 from metagpu.cli.parser import run_command
-from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.kubectl.arguments import parser
 
 
@@ -16,17 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and complete_line(program):
         return 0
     args = program.parse_args(arguments)
+    return run_command("kubectl metagpu", args, lambda: _do(args))
+
+
+def _do(args: argparse.Namespace) -> int:
     resolve_environment(args)
     from metagpu.kubectl.commands import COMMANDS  # after `--help`, which needs none of it
 
-    try:
-        return run_command("kubectl metagpu", lambda: COMMANDS[args.command](args))
-    except MetagpuError as error:
-        text = error.message if isinstance(error, ClusterError) and error.message else str(error)
-        print(f"kubectl metagpu: {text}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return COMMANDS[args.command](args)
 
 
 def complete() -> int:

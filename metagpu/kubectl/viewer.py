@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 import msgspec
 
-from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.errors import ClusterError, MetagpuError, NotInstalled
 from metagpu.kubectl.agent_pods import SELECTOR, AgentPod, choose_agents
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
@@ -127,7 +127,7 @@ class ClusterViewer:
         found = choose_agents(pods)
         if not found:
             place = f"in the namespace {self._agent_namespace}" if where else "in any namespace"
-            raise MetagpuError(
+            raise NotInstalled(
                 f"no pod with the label {SELECTOR} {place} is a daemon of metagpu: of a DaemonSet, "
                 "with the kubelet's folder; install metagpu"
             )

@@ -15,7 +15,7 @@ from contextlib import aclosing, closing, suppress
 import anyio
 import structlog
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import AddressUnusable
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.http.address import ListenAddress
@@ -91,7 +91,7 @@ class ReviewServer:
         try:
             listener = bind_address(self._address, self.timing.handshake)
         except OSError as error:
-            raise MetagpuError(bind_problem(self._address, error, "--address")) from error
+            raise AddressUnusable(bind_problem(self._address, error, "--address")) from error
         with closing(listener):
             self.port = listener.getsockname()[1]
             log.info("reviews served", address=str(ListenAddress(self._address.host, self.port)))

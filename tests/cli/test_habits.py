@@ -1,18 +1,21 @@
 """One habit for all programs: what has one name means one thing, in each of them."""
 
 import argparse
+import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import structlog
 
-from metagpu.cli import arguments, mgctl
+from metagpu.cli import arguments, metagpu, mgctl
 from metagpu.cli.completion import actions_of, commands_of
 from metagpu.cli.metagpu import _configure_log
 from metagpu.kubectl import arguments as kubectl_arguments
+from metagpu.kubectl.program import main as kubectl_main
 
 PROGRAMS = {
     "metagpu": arguments.parser(),
@@ -114,6 +117,39 @@ def test_every_program_says_its_version(name: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as end:
         PROGRAMS[name].parse_args(["--version"])
     assert (end.value.code, capsys.readouterr().out.split()[0]) == (0, name.replace(" ", "-"))
+
+
+@pytest.mark.parametrize(
+    ("run", "line", "reason"),
+    [
+        (metagpu.main, "status --run-dir ABSENT", "no_daemon"),
+        (metagpu.main, "plan --config ABSENT", "unreadable"),
+        (mgctl.main, "get pods --run-dir ABSENT", "no_daemon"),
+        (kubectl_main, "get nodes", "no_kubeconfig"),
+        (kubectl_main, "translate -f ABSENT --nodes ABSENT", "unreadable"),
+    ],
+)
+def test_with_json_a_failure_has_a_reason(  # noqa: PLR0917 - the rows of a table
+    run: Callable[[list[str]], int],
+    line: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `-o json` a failure is one object on stderr; else it is one line for people."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    words = [str(tmp_path / "absent") if it == "ABSENT" else it for it in line.split()]
+
+    assert run([*words, "-o", "json"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(err)
+    assert (out, err.count("\n"), list(found)) == ("", 1, ["reason", "error"])
+    assert found["reason"] == reason
+
+    assert run(words) == 1
+    assert capsys.readouterr().err.partition(": ")[2] == f"{found['error']}\n"
 
 
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])

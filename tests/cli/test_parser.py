@@ -1,5 +1,6 @@
 """Errors of the command line, and of output that cannot be written."""
 
+import argparse
 import errno
 import gc
 import os
@@ -118,4 +119,4 @@ def test_other_failures_are_not_hidden() -> None:
         raise IsADirectoryError(errno.EISDIR, "Is a directory")
 
     with pytest.raises(IsADirectoryError):
-        run_command("metagpu", command)
+        run_command("metagpu", argparse.Namespace(), command)

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import FaultNoteUnusable
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource, Fault
 from metagpu.core.model.snapshot import Snapshot
@@ -140,10 +140,10 @@ def decode(text: bytes, boot: str) -> FaultNote:
     try:
         version = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("version")
         if version != msgspec.Raw(str(VERSION).encode()):
-            raise MetagpuError(f"it is no note of version {VERSION}")
+            raise FaultNoteUnusable(f"it is no note of version {VERSION}")
         written = msgspec.json.decode(text, type=_Written)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MetagpuError(f"it cannot be read: {error}") from error
+        raise FaultNoteUnusable(f"it cannot be read: {error}") from error
     return written.note if written.boot == boot else FaultNote()
 
 

@@ -21,7 +21,7 @@ from metagpu.core.contracts.driver import (
     Survey,
     Xid,
 )
-from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, MetagpuError
+from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, NotAcknowledged
 from metagpu.core.health.device_check import find_problem, read_condition, reason_beside
 from metagpu.core.health.fault_log import FaultLog
 from metagpu.core.health.fault_note import FaultNote, take_note
@@ -127,17 +127,17 @@ class HealthWatch:
         """
         state = self.registry.snapshot.gpus[gpu]
         if state.verdict.healthy and not state.mig_faults:
-            raise MetagpuError(f"GPU {state.gpu} is in service; there is nothing to acknowledge")
+            raise NotAcknowledged(f"GPU {state.gpu} is in service; there is nothing to acknowledge")
 
         recovery, before = self.verdicts.recovering.get(gpu), self.mig.fault_count[gpu]
         # Before the check: what happens after it must be heard.
         await self.driver.renew_events()
         problem = judge_condition(await self.driver.condition(gpu))
         if problem is not None:
-            raise MetagpuError(f"GPU {state.gpu} cannot come back: {problem}")
+            raise NotAcknowledged(f"GPU {state.gpu} cannot come back: {problem}")
         new = self.verdicts.recovering.get(gpu, recovery) is not recovery
         if new or self.mig.fault_count[gpu] != before:
-            raise MetagpuError(
+            raise NotAcknowledged(
                 f"GPU {state.gpu} had a new fault during its check; read the daemon's log, and "
                 "acknowledge it again when the fault is fixed"
             )

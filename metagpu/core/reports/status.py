@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from metagpu.core.devices.devices import devices_of
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import UnknownGpu
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.capacity import describe_capacity, to_dict
 from metagpu.core.model.gpu import MIB, Gpu, GpuId, parse_bus_id
@@ -197,7 +197,7 @@ def find_gpu(snapshot: Snapshot, name: str) -> GpuId:
                 return gpu
 
     known = ", ".join(str(state.gpu.index) for state in snapshot.gpus.values()) or "none"
-    raise MetagpuError(f"there is no GPU {name!r} here; there are: {known}")
+    raise UnknownGpu(f"there is no GPU {name!r} here; there are: {known}")
 
 
 def _time_of_day(at: float) -> float:

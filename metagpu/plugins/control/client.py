@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import DaemonRefusal, MetagpuError, NoDaemon, NotPermitted
 
 SOCKET_NAME: Final = "metagpu.sock"
 """The socket's name in the daemon's run folder."""
@@ -21,7 +21,9 @@ def send_request(
     """Send one request to the daemon and return its answer. Blocks.
 
     Raises:
-        MetagpuError: no daemon answers, this user may not ask it, or it answers with an error.
+        NoDaemon: no daemon answers.
+        NotPermitted: this user may not ask it.
+        DaemonRefusal: it answers with an error.
     """
     path = run_dir / SOCKET_NAME
 
@@ -32,22 +34,24 @@ def send_request(
             connection.sendall(msgspec.json.encode(request) + b"\n")
             line = connection.makefile("rb").readline()
     except OSError as error:
-        raise MetagpuError(_describe_failure(path, error, timeout)) from error
+        raise _failure(path, error, timeout) from error
 
-    answer = msgspec.json.decode(line, type=dict[str, Any]) if line else {"error": "no answer"}
+    if not line:
+        raise NoDaemon("no answer")
+    answer = msgspec.json.decode(line, type=dict[str, Any])
     if "error" in answer:
-        raise MetagpuError(answer["error"])
+        raise DaemonRefusal(answer["error"], answer.get("reason"))
     return answer["ok"]
 
 
-def _describe_failure(path: Path, error: OSError, timeout: float) -> str:
+def _failure(path: Path, error: OSError, timeout: float) -> MetagpuError:
     match error:
         case PermissionError():
-            return f"only root may ask the daemon on {path}"
+            return NotPermitted(f"only root may ask the daemon on {path}")
         case TimeoutError():
-            return f"the daemon on {path} did not answer within {timeout:g} s"
+            return NoDaemon(f"the daemon on {path} did not answer within {timeout:g} s")
         case _:
-            return (
+            return NoDaemon(
                 f"no daemon answers on {path} ({error.strerror or error}); start `metagpu run`, or "
                 "name its directory with --run-dir"
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import NotCordoned, TakeoverLasts
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.reports.status import find_gpu
@@ -69,13 +69,13 @@ class OperatorCommands:
         if not self._registry.apply(GpuUncordoned(gpu, time.time())):
             other = self._registry.snapshot.gpus[gpu].cordon
             by = f" by an operator, but because {other.reason}" if other else ""
-            raise MetagpuError(f"GPU {self._title(gpu)} is not cordoned{by}")
+            raise NotCordoned(f"GPU {self._title(gpu)} is not cordoned{by}")
         log.info("gpu uncordoned", gpu=gpu)
         return f"GPU {self._title(gpu)} gives new shares again"
 
     def _require_node(self) -> None:
         if self._hands_over():  # the other daemon would not hear of this command
-            raise MetagpuError("another daemon is taking the node over; repeat the command")
+            raise TakeoverLasts("another daemon is taking the node over; repeat the command")
 
     def _find(self, request: Mapping[str, Any]) -> GpuId:
         self._require_node()

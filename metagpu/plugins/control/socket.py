@@ -19,7 +19,14 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from metagpu.core.errors import AnotherDaemon, MetagpuError
+from metagpu.core.errors import (
+    AnotherDaemon,
+    FileNotWritten,
+    InternalError,
+    MalformedRequest,
+    MetagpuError,
+    UnknownCommand,
+)
 from metagpu.core.runtime.listener import unix_listener
 from metagpu.plugins.control.client import SOCKET_NAME
 
@@ -27,7 +34,7 @@ LOCK_NAME: Final = "metagpu.lock"
 LINE_LIMIT: Final = 16 * 1024 * 1024
 """Bytes of one request."""
 _BACKLOG: Final = 100
-_REFUSAL: Final = b'{"error":"only root may ask the daemon"}\n'
+_REFUSAL: Final = b'{"error":"only root may ask the daemon","reason":"not_permitted"}\n'
 _LONGEST_FIRST: Final = 4096
 """Bytes of a request that begins a conversation."""
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -59,14 +66,14 @@ class Conversation:
         """Return the next request; `None` once the caller has hung up.
 
         Raises:
-            MetagpuError: the request is no JSON object.
+            MalformedRequest: the request is no JSON object.
         """
         try:
             line = await self._reader.readline()
             self.unanswered = True
             return msgspec.json.decode(line, type=dict[str, Any]) if line else None
         except (ConnectionError, ValueError) as error:
-            raise MetagpuError(f"no request: {error}") from error
+            raise MalformedRequest(f"no request: {error}") from error
 
     async def send(self, answer: object) -> None:
         """Answer the last request.
@@ -92,8 +99,8 @@ async def control_server(
 ) -> AsyncIterator[Path]:
     """Answer requests `{"command": NAME, …}` by their handlers, while the block lasts.
 
-    An answer is `{"ok": VALUE}` or `{"error": TEXT}`. The socket of a daemon that has ended is
-    replaced.
+    An answer is `{"ok": VALUE}` or `{"error": TEXT, "reason": KIND}`. The socket of a
+    daemon that has ended is replaced.
 
     Args:
         run_dir: the folder of the socket and of the lock that keeps a second daemon out.
@@ -103,7 +110,7 @@ async def control_server(
 
     Raises:
         AnotherDaemon: another daemon runs on this folder.
-        MetagpuError: the socket cannot be created.
+        FileNotWritten: the socket cannot be created.
     """
     connections: set[asyncio.StreamWriter] = set()
 
@@ -184,12 +191,16 @@ def _command_of(line: bytes) -> str:
 
 
 def _error_line(error: Exception) -> bytes:
-    if isinstance(error, MetagpuError | msgspec.MsgspecError | UnicodeDecodeError):
-        text = str(error)
-    else:
-        log.error("control command failed", exc_info=error)
-        text = f"the daemon failed ({error!r}); its log has the details"
-    return msgspec.json.encode({"error": text}) + b"\n"
+    match error:
+        case MetagpuError():
+            text, reason = str(error), error.reason
+        case msgspec.MsgspecError() | UnicodeDecodeError():
+            text, reason = str(error), MalformedRequest.reason
+        case _:
+            log.error("control command failed", exc_info=error)
+            text = f"the daemon failed ({error!r}); its log has the details"
+            reason = InternalError.reason
+    return msgspec.json.encode({"error": text, "reason": reason}) + b"\n"
 
 
 def _find_handler(
@@ -198,7 +209,7 @@ def _find_handler(
     handler = handlers.get(str(request.get("command")))
     if handler is None:
         known = ", ".join(handlers)
-        raise MetagpuError(f"no command {request.get('command')!r}; there are: {known}")
+        raise UnknownCommand(f"no command {request.get('command')!r}; there are: {known}")
     return handler
 
 
@@ -214,7 +225,7 @@ def _listener(run_dir: Path) -> Iterator[tuple[Path, socket.socket]]:
             path.unlink(missing_ok=True)  # the lock is ours: the socket's daemon has ended
             listener = stack.enter_context(unix_listener(path, mode=0o600, backlog=_BACKLOG))
         except OSError as error:
-            raise MetagpuError(
+            raise FileNotWritten(
                 f"cannot make {error.filename or path}: {error.strerror or error}; {_fix(error)}"
             ) from error
         yield path, listener

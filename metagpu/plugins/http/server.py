@@ -18,7 +18,7 @@ import anyio
 import h11
 import structlog
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import AddressUnusable
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.runtime.rate_limit import TokenBucket
@@ -97,7 +97,7 @@ class PageServer:
         try:
             self._listener = bind_address(self._address, self._timing.silence)
         except OSError as error:
-            raise MetagpuError(bind_problem(self._address, error, option)) from error
+            raise AddressUnusable(bind_problem(self._address, error, option)) from error
         self.port = self._listener.getsockname()[1]
 
     async def run(self) -> None:

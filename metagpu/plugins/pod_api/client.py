@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import DaemonRefusal, NoDaemon
 from metagpu.plugins.pod_api.frames import HEAD, request_frame
 
 ANSWER_TIMEOUT: Final = 10.0
@@ -15,7 +15,8 @@ def ask_daemon(path: Path, *arguments: str, timeout: float = ANSWER_TIMEOUT) -> 
     """Send a command line of this container to the daemon; return the output. Blocks.
 
     Raises:
-        MetagpuError: no daemon answers, or it refuses: the text is the daemon's then.
+        NoDaemon: no daemon answers, or breaks off.
+        DaemonRefusal: it refuses; the text is the daemon's.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -25,14 +26,14 @@ def ask_daemon(path: Path, *arguments: str, timeout: float = ANSWER_TIMEOUT) -> 
             with connection.makefile("rb") as file:
                 return _read_answer(file, path)
     except FileNotFoundError as error:
-        raise MetagpuError(
+        raise NoDaemon(
             f"there is no {path}: metagpu does not run on this node now, or not for containers, "
             "or this container holds no share"
         ) from error
     except TimeoutError as error:
-        raise MetagpuError(f"metagpu on {path} sent nothing for {timeout:g} s") from error
+        raise NoDaemon(f"metagpu on {path} sent nothing for {timeout:g} s") from error
     except OSError as error:
-        raise MetagpuError(f"no daemon answers on {path}: {error.strerror or error}") from error
+        raise NoDaemon(f"no daemon answers on {path}: {error.strerror or error}") from error
 
 
 def _read_answer(file: BinaryIO, path: Path) -> str:
@@ -41,9 +42,9 @@ def _read_answer(file: BinaryIO, path: Path) -> str:
         kind, number = HEAD.unpack(head)
         if kind == b"x":
             if number:
-                raise MetagpuError(texts[b"e"].decode().removeprefix("mgctl: ").strip())
+                raise DaemonRefusal(texts[b"e"].decode().removeprefix("mgctl: ").strip(), None)
             return texts[b"o"].decode()
         if kind not in texts:
-            raise MetagpuError(f"{path} is not metagpu's socket: its answer has an unknown format")
+            raise NoDaemon(f"{path} is not metagpu's socket: its answer has an unknown format")
         texts[kind] += file.read(number)
-    raise MetagpuError("metagpu broke off its answer; it may have been restarted")
+    raise NoDaemon("metagpu broke off its answer; it may have been restarted")

@@ -13,7 +13,7 @@ import anyio
 import structlog
 from anyio import to_thread
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import FileNotWritten, MetagpuError, PackageIncomplete
 from metagpu.core.grants.injection import CLIENT_NAME
 
 MGCTL_PROGRAMS: Final = Path(__file__).parents[2] / "programs"
@@ -66,7 +66,7 @@ def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
     try:
         content = program.read_bytes()
     except OSError as error:
-        raise MetagpuError(
+        raise PackageIncomplete(
             f"this installation has no {program.name} ({error.strerror}); build it with "
             "`make mgctl` before the package is built"
         ) from error
@@ -84,7 +84,7 @@ def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
             new.chmod(0o755)
             new.replace(target)
     except OSError as error:
-        raise MetagpuError(
+        raise FileNotWritten(
             f"{error.filename or target} cannot be made: {error.strerror or error}; run as root, "
             "or name another folder with --pod-dir"
         ) from error

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import MalformedRequest
 
 REQUEST_LIMIT: Final = 4096
 """Bytes of a request, without its length field."""
@@ -15,10 +15,6 @@ HEAD: Final = struct.Struct(">cI")
 
 _VERSION: Final = b"mgctl/1 "
 _FACTS: Final = re.compile(rb"tty=([01]) columns=([0-9]{1,5}) rows=([0-9]{1,5}) old=([01])")
-
-
-class MalformedRequest(MetagpuError):
-    """Raised when bytes are no request of our `mgctl`."""
 
 
 class PodRequest(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import pytest
 
-from metagpu.core.errors import MetagpuError
+from metagpu.core.errors import DaemonRefusal, MetagpuError, UnknownGpu
 from metagpu.plugins.control.client import SOCKET_NAME, send_request
 from metagpu.plugins.control.socket import LOCK_NAME, CommandHandler, control_server
 
@@ -28,7 +28,7 @@ async def echo(request: Mapping[str, Any]) -> object:
 
 async def refuse(request: Mapping[str, Any]) -> object:
     """Refuse the request as a command does."""
-    raise MetagpuError(f"there is no GPU {request['gpu']}")
+    raise UnknownGpu(f"there is no GPU {request['gpu']}")
 
 
 async def fail(_: Mapping[str, Any]) -> object:
@@ -83,35 +83,51 @@ async def test_several_requests_on_one_connection(tmp_path: Path) -> None:
             path, b'{"command":"echo"}', b"nonsense", b'{"command":"echo","n":2}'
         )
 
-    assert [list(answer) for answer in answers] == [["ok"], ["error"], ["ok"]]
+    assert [list(answer) for answer in answers] == [["ok"], ["error", "reason"], ["ok"]]
     assert answers[2] == {"ok": {"command": "echo", "n": 2}}
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "text", "reason"),
     [
-        (b'{"command":"dance"}', "no command 'dance'; there are: echo, refuse, fail, odd"),
-        (b"{}", "no command None; there are: echo, refuse, fail, odd"),
-        (b'{"command":["echo"]}', "no command ['echo']; there are: echo, refuse, fail, odd"),
-        (b"{", "Input data was truncated"),
-        (b"[]", "Expected `object`, got `array`"),
-        (b"\xff", "JSON is malformed: invalid character (byte 0)"),
-        (b'{"\x80":1}', "'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte"),
-        (b'{"command":"refuse","gpu":7}', "there is no GPU 7"),
+        (
+            b'{"command":"dance"}',
+            "no command 'dance'; there are: echo, refuse, fail, odd",
+            "unknown_command",
+        ),
+        (b"{}", "no command None; there are: echo, refuse, fail, odd", "unknown_command"),
+        (
+            b'{"command":["echo"]}',
+            "no command ['echo']; there are: echo, refuse, fail, odd",
+            "unknown_command",
+        ),
+        (b"{", "Input data was truncated", "malformed_request"),
+        (b"[]", "Expected `object`, got `array`", "malformed_request"),
+        (b"\xff", "JSON is malformed: invalid character (byte 0)", "malformed_request"),
+        (
+            b'{"\x80":1}',
+            "'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
+            "malformed_request",
+        ),
+        (b'{"command":"refuse","gpu":7}', "there is no GPU 7", "unknown_gpu"),
         (
             b'{"command":"fail"}',
             "the daemon failed (ZeroDivisionError('division by zero')); its log has the details",
+            "internal_error",
         ),
         (
             b'{"command":"refuse"}',
             "the daemon failed (KeyError('gpu')); its log has the details",
+            "internal_error",
         ),
     ],
 )
-async def test_a_failed_request_is_an_error(tmp_path: Path, line: bytes, text: str) -> None:
+async def test_a_failed_request_is_an_error(
+    tmp_path: Path, line: bytes, text: str, reason: str
+) -> None:
     """Unknown commands, invalid requests and failing handlers each have an error as answer."""
     async with control_server(tmp_path, HANDLERS) as path:
-        assert await converse(path, line) == [{"error": text}]
+        assert await converse(path, line) == [{"error": text, "reason": reason}]
 
 
 async def test_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
@@ -124,10 +140,11 @@ async def test_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_an_error_reaches_the_command_line(tmp_path: Path) -> None:
-    """A client raises the daemon's error."""
+    """A client raises the daemon's error, with the daemon's reason."""
     async with control_server(tmp_path, HANDLERS):
-        with pytest.raises(MetagpuError, match=r"^there is no GPU 7$"):
+        with pytest.raises(DaemonRefusal, match=r"^there is no GPU 7$") as caught:
             await asked(tmp_path, command="refuse", gpu=7)
+    assert caught.value.reason == "unknown_gpu"
 
 
 async def test_a_caller_that_hangs_up_costs_nothing(tmp_path: Path) -> None:
@@ -196,7 +213,7 @@ async def test_another_user_is_refused_before_a_byte_is_read(tmp_path: Path) -> 
         await anyio.Path(path).chmod(0o666)
         done = await anyio.run_process([sys.executable, "-S", "-c", ASK_AS_NOBODY, path])
 
-    assert done.stdout == b'{"error":"only root may ask the daemon"}\n'
+    assert done.stdout == b'{"error":"only root may ask the daemon","reason":"not_permitted"}\n'
     assert asked == []
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metagpu.core.errors import MalformedRequest
 from metagpu.plugins.pod_api.frames import (
     LENGTH,
     REQUEST_LIMIT,
-    MalformedRequest,
     PodRequest,
     exit_frame,
     parse_length,
