@@ -87,7 +87,7 @@ def run_command(program: str, args: argparse.Namespace, do: Callable[[], int]) -
     """Run a command and flush its output; return its status, 1 for lost output.
 
     A `MetagpuError` is one line on stderr and the status 1: with `-o json` an object with the
-    error's reason.
+    error's reason, and for a daemon whose log is JSON a line of the log.
     """
     try:
         status = do()
@@ -97,7 +97,7 @@ def run_command(program: str, args: argparse.Namespace, do: Callable[[], int]) -
         known = _metagpu_error(error)
         if known is None:
             raise
-        print(_failure(program, known, getattr(args, "output", "")), file=sys.stderr)  # noqa: T201 - a command line speaks so
+        print(_failure(program, known, args), file=sys.stderr)  # noqa: T201 - a command line speaks so
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -121,11 +121,14 @@ def _metagpu_error(error: BaseException) -> MetagpuError | None:
     return error if isinstance(error, MetagpuError) else None
 
 
-def _failure(program: str, error: MetagpuError, form: str) -> str:
+def _failure(program: str, error: MetagpuError, args: argparse.Namespace) -> str:
     """Return the line about an error: of one by the API server, its own text."""
     text = error.message if isinstance(error, ClusterError) and error.message else str(error)
-    if form == "json":
-        return json.dumps({"reason": error.reason, "error": text})
+    described = {"reason": error.reason, "error": text}
+    if getattr(args, "output", "") == "json":
+        return json.dumps(described)
+    if getattr(args, "log_format", "") == "json":
+        return json.dumps({**described, "event": "daemon failed", "level": "error"})
     return f"{program}: {text}"
 
 

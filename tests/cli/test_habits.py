@@ -152,6 +152,21 @@ def test_with_json_a_failure_has_a_reason(  # noqa: PLR0917 - the rows of a tabl
     assert capsys.readouterr().err.partition(": ")[2] == f"{found['error']}\n"
 
 
+@pytest.mark.parametrize("command", ["run --cluster dance", "webhook --order dance"])
+def test_a_daemon_that_fails_ends_its_log_with_the_reason(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error that ends a daemon is the last line of its log, also as JSON."""
+    assert metagpu.main([*command.split(), "--log-format", "json"]) == 1
+    line = json.loads(capsys.readouterr().err)
+    assert (line["event"], line["level"], line["reason"]) == (
+        "daemon failed",
+        "error",
+        "unknown_value",
+    )
+    assert "'dance' is no" in line["error"]
+
+
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])
 def test_the_log_has_colours_on_terminals_alone(
     monkeypatch: pytest.MonkeyPatch,
