@@ -43,7 +43,10 @@ class ClaimReservations:
         self._failures = LogOnce()
 
     async def run(self) -> None:
-        """Follow the pods until cancelled; then no claim is reserved."""
+        """Follow the pods until cancelled; then no claim is reserved.
+
+        What is being prepared then keeps its leases: its call is answered yet.
+        """
         try:
             async with anyio.create_task_group() as group:
                 async for named in self._registry.watch(_named_claims):
@@ -54,7 +57,8 @@ class ClaimReservations:
                         group.start_soon(self._keep, namespace, name, ended)
         finally:
             for claim in list(self._states.reserved):
-                self._release(claim)
+                if not self._states.lock_of(claim).locked():
+                    self._release(claim)
 
     async def _keep(self, namespace: str, name: str, ended: anyio.Event) -> None:
         """Lease the shares of a claim until the kubelet asks for it, or its pods are gone."""

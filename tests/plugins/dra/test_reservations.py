@@ -203,7 +203,9 @@ async def test_claims_of_other_drivers_leave_nothing(node: DraNode) -> None:
 
 
 SMALL = CONFIG.replace("sharesPerGpu: 100", "sharesPerGpu: 4")
-CALLS = st.sampled_from(("prepare", "prepare", "pod gone", "pod bound", "unprepare", "one front"))
+CALLS = st.sampled_from(
+    ("prepare", "prepare", "pod gone", "pod bound", "unprepare", "one front", "end")
+)
 
 
 @given(calls=st.lists(st.tuples(CALLS, st.integers(0, 12)), max_size=5), delay=st.integers(0, 3))
@@ -215,6 +217,11 @@ def test_no_order_of_calls_takes_the_lease_of_a_prepared_claim(
     async def run(node: DraNode) -> None:
         claim = node.allocate("early", node.fraction(gpu(0), 3))
         preparer, answered = node.front.preparer, list[object]()
+        following = anyio.CancelScope()
+
+        async def follow() -> None:
+            with following:
+                await node.front.reservations.run()
 
         async def call(what: str, start: int) -> None:
             await turns(start)
@@ -224,11 +231,13 @@ def test_no_order_of_calls_takes_the_lease_of_a_prepared_claim(
                 await preparer.unprepare(claim)
             elif what == "one front":
                 node.offer([gpu(0)], SMALL)
+            elif what == "end":  # of the daemon: calls that have begun are answered
+                following.cancel()
             else:
                 bind(node, *((claim,) if what == "pod bound" else ()))
 
-        async with anyio.create_task_group() as following:
-            following.start_soon(node.front.reservations.run)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow)
             bind(node, claim)
             await turns()
             node.delay = delay
@@ -244,7 +253,7 @@ def test_no_order_of_calls_takes_the_lease_of_a_prepared_claim(
             bind(node)
             await turns()
             assert len(node.leased(claim)) == (3 if prepared else 0)
-            following.cancel_scope.cancel()
+            following.cancel()
 
     with TemporaryDirectory() as folder:
         node = DraNode(Path(folder))
