@@ -75,6 +75,8 @@ def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterato
         await_registered(cluster)
         yield it
         leave_nothing(cluster)
+    for file in node.paths.cdi.glob("metagpu.io-*.json"):
+        file.unlink()  # an uninstallation of later tests leaves nothing
 
 
 @dataclass(eq=False)

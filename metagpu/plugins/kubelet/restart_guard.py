@@ -110,7 +110,9 @@ class KubeletReadiness(msgspec.Struct):
     ) -> frozenset[ShareId]:
         """Return the leased ids that this kubelet's checkpoint named, and names no more.
 
-        An entry of a pod that has ended, as the API server reports, names nothing.
+        An entry of a pod that has ended, as the API server reports, names nothing. For a grant
+        whose pod is not known yet, it may be that of the ids' last holder: the lists that follow
+        the grant make the kubelet write several checkpoints before it has the answer.
         The file that a kubelet finds at its start may be damaged, so that it takes nothing of it:
         for a lease with a holder, only checkpoints that it wrote itself count.
         """
@@ -123,7 +125,8 @@ class KubeletReadiness(msgspec.Struct):
 
         for lease in _leases(snapshot):
             share, key = lease.share.id, (lease.share.id, lease.since)
-            if lease.unanswered or lease.since >= at:
+            granted_only = lease.holder is None and not lease.from_checkpoint
+            if lease.unanswered or lease.since >= at - granted_only * self.timing.written:
                 continue
             before = self._named.get(key)
             if share in lasting or (before is None and share in allocated.resources):

@@ -33,6 +33,8 @@ class KubeletTiming(msgspec.Struct, frozen=True):
         settle: from a grant to the request that finds its pod: the kubelet lists the pod once it
             is admitted. It also keeps a burst of pods far below the kubelet's limit of 100
             requests a second.
+        written: from a grant to the checkpoint that names it, on a node without a free processor.
+            Those before name the last holder of the same ids, or nobody.
         after_end: from the end of a pod at the API server to the request. One request serves all
             pods that end at once.
         poll_deadline: of a PodResources request.
@@ -66,6 +68,7 @@ class KubeletTiming(msgspec.Struct, frozen=True):
     poll_period: float = 10.0
     contended_period: float = 2.0
     settle: float = 0.5
+    written: float = 2.0
     after_end: float = 0.005
     poll_deadline: float = 5.0
     readiness: float = 60.0

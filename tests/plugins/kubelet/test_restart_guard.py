@@ -24,7 +24,7 @@ SHARE, OTHER = LAYOUT.shares[:2]
 NODE = after(GpusFound((GPU,), at=0), LAYOUT.offer_fact)
 ALICE = Holder("team", "alice", "main")
 HELD = after(LeasesObserved({SHARE.id: ALICE}, at=1), since=NODE)
-CLAIMED = after(SharesClaimed((SHARE,), at=1), since=NODE)
+CLAIMED = after(SharesClaimed((SHARE,), at=0), since=NODE)
 KUBELET = (0, 0, 100)
 
 
@@ -127,6 +127,25 @@ def test_a_claim_that_was_not_named_yet_has_not_ended() -> None:
     looks = [judged(judge, at, answer(at), file(100 * at), CLAIMED) for at in (3, 4, 5, 6)]
 
     assert not any(it.released for it in looks)
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_the_last_holder_of_the_same_ids_releases_no_claim(*, names_it: bool) -> None:
+    """Lists that follow a grant make the kubelet write before it has the answer."""
+    judge, granted = ready(), 10.0
+    ended = PodsListed((KnownPod("uid", "team", "alice", "Succeeded"),))
+    snapshot = after(ended, SharesClaimed((SHARE,), at=granted), since=NODE)
+    judged(judge, 5, answer(5), file(200, SHARE.id), NODE)
+    before = [SHARE.id] if names_it else []
+    files = [file(200, SHARE.id), *(file(300 + n, *before) for n in range(4))]
+    for n, it in enumerate(files):
+        at = granted + 0.01 * (n + 1)
+        assert not judged(judge, at, answer(at), it, snapshot).released
+
+    for n in range(4):
+        at = granted + TIMING.written + n + 1
+        written = file(400 + n, SHARE.id, uid="next")
+        assert not judged(judge, at, answer(at), written, snapshot).released
 
 
 def test_a_claim_that_waits_for_hardware_is_not_released() -> None:
