@@ -164,15 +164,22 @@ async def test_pods_do_not_notice_an_exchange(tmp_path: Path) -> None:
             assert it.kubelet.open_streams[METAGPU] == 1
 
 
-SHORT = (
-    "from metagpu.agent import timing, exchange\n"
-    "from metagpu.cli import metagpu\n"
-    "metagpu.TAKEOVER_RETRY = 1.0\n"
-    "short = exchange.ExchangeTiming(answer=2.0)\n"
-    "whole = timing.AgentTiming\n"
-    "timing.AgentTiming = lambda: whole(exchange=short)"
-)
-"""Python that has a daemon wait two seconds for answers, and ask again after one."""
+SHORT = """
+from metagpu.agent import exchange, predecessor
+
+greet = predecessor.Predecessor.greet
+
+async def short(self):
+    whole, self._timing = self._timing, exchange.ExchangeTiming(answer=2.0)
+    await greet(self)
+    self._timing = whole
+
+predecessor.Predecessor.greet = short
+"""
+"""Python that has a daemon wait two seconds for the first answer, and long for the others.
+
+An exchange that has begun and then fails may leave a gap: no step of it has a short deadline.
+"""
 DIES = "import os; from metagpu.agent import {module} as it; it.{name} = lambda *_: os._exit(9)"
 """Python that has a daemon end, as by `kill -9`, where it calls a function."""
 
