@@ -62,10 +62,10 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "MetagpuResourceNotRegistered": [
         Case(f"metagpu_resource_registered{{{RESOURCE}}}", "0x60", "1 0 0 1x60"),
-        Case(f"metagpu_resource_registration_problem{{{RESOURCE}}}", "1x60", "0 1 1 0x60"),
+        Case(f"metagpu_resource_registration_problem{{{RESOURCE}}}", "1x60", "_ 1 1 stale"),
     ],
     "MetagpuCompetingPlugin": [
-        Case(f"metagpu_resource_served_by_other_plugin{{{RESOURCE}}}", "1x60", "0 1 0x60")
+        Case(f"metagpu_resource_served_by_other_plugin{{{RESOURCE}}}", "1x60", "_ 1 stale")
     ],
     "MetagpuPodsRefused": [
         Case(

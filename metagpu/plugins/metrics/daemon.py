@@ -3,19 +3,19 @@
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
-from metagpu.core.errors import RequestError
-from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.offers import Front
+from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid import Severity, rule_for
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
     PREPARE,
+    CallOutcome,
     CallStats,
     KubeletCall,
     KubeletCallStats,
@@ -25,12 +25,21 @@ from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.gpus import gpu_label_values
-from metagpu.plugins.metrics.samples import HistogramValue, Sample
+from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, Sample
 from metagpu.plugins.metrics.sources import MetricSources, NvmlStatus
 
 _SIGNALS: Final = ("SIGTERM", "SIGKILL")
 _KINDS: Final = {True: "corrected", False: "uncorrected"}
 _NO_GPU: Final = ("", "")
+_OF_A_REQUEST: Final = frozenset(CallOutcome) - {CallOutcome.ABANDONED}
+_OUTCOMES_FROM_ZERO: Final = MappingProxyType(
+    {
+        KubeletCall.ALLOCATE: _OF_A_REQUEST,
+        KubeletCall.PREFERRED: {CallOutcome.ANSWERED},  # at worst by the kubelet's own order
+        KubeletCall.PRE_START: _OF_A_REQUEST,
+    }
+)
+"""Outcomes that have a series before their first call: `increase` misses the first of others."""
 
 
 def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) -> list[Sample]:
@@ -124,7 +133,8 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
     for call, it in stats.calls.items():
         if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
             for outcome, count in it.outcomes.items():
-                yield Sample(d.CALLS, (resource, call, outcome), count)
+                if count or outcome in _OUTCOMES_FROM_ZERO[call]:
+                    yield Sample(d.CALLS, (resource, call, outcome), count)
     for kind, count in stats.refusals.items():
         yield Sample(d.REFUSALS, (resource, kind.reason), count)
 
@@ -137,21 +147,18 @@ def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
 
 
 def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
-    """Yield all counters of all GPUs, also those at 0: `increase` needs a first value."""
+    """Yield the counters of all GPUs, also those at 0: `increase` needs a first value."""
     gpu_labels = _all_gpu_labels(snapshot)
-    if snapshot.offers_of(Front.DRA):
-        for kind in dict.fromkeys([*RequestError.__subclasses__(), *counts.refused_claims]):
-            yield Sample(d.CLAIM_REFUSALS, (kind.reason,), counts.refused_claims[kind])
+    for kind, count in counts.refused_claims.items():
+        yield Sample(d.CLAIM_REFUSALS, (kind.reason,), count)
     yield Sample(f.ANNOTATIONS_REJECTED, (), counts.rejected_annotations)
     for gpu, labels in gpu_labels.items():
         for fault in Fault:
             yield Sample(f.GPU_FAULTS, (*labels, fault), counts.faults[gpu, fault])
         yield Sample(f.GPU_RECOVERIES, labels, counts.recoveries[gpu])
-        yield Sample(f.MIG_DEVICE_FAULTS, labels, counts.mig_device_faults[gpu])
-        yield Sample(f.WARNINGS, labels, counts.warnings[gpu])
         yield Sample(f.UNAUTHORIZED_CONTAINERS, labels, counts.unauthorized_containers[gpu])
-        for signal in _SIGNALS:
-            yield Sample(f.SIGNALS, (*labels, signal), counts.signals[gpu, signal])
+        for family, further, count in _of_mode(counts, snapshot.gpus[gpu].gpu):
+            yield Sample(family, (*labels, *further), count)
 
     severities = Counter(
         {(*labels, str(it)): 0 for labels in gpu_labels.values() for it in Severity}
@@ -168,6 +175,20 @@ def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
     for (where, corrected), count in counts.memory_errors.items():
         errors[(*_labels_of(where, gpu_labels), _KINDS[corrected])] += count
     yield from (Sample(f.GPU_MEMORY_ERRORS, labels, count) for labels, count in errors.items())
+
+
+def _of_mode(
+    counts: EventCounters, gpu: Gpu
+) -> Iterator[tuple[MetricFamily, tuple[str, ...], int]]:
+    """Yield the counters of one MIG mode: of the other one, those above 0."""
+    of_mig = [(f.MIG_DEVICE_FAULTS, (), counts.mig_device_faults[gpu.id])]
+    of_limits = [
+        (f.WARNINGS, (), counts.warnings[gpu.id]),
+        *((f.SIGNALS, (it,), counts.signals[gpu.id, it]) for it in _SIGNALS),
+    ]
+    present, past = (of_mig, of_limits) if gpu.mig_enabled else (of_limits, of_mig)
+    yield from present
+    yield from (it for it in past if it[-1])
 
 
 def _all_gpu_labels(snapshot: Snapshot) -> Mapping[GpuId, tuple[str, str]]:

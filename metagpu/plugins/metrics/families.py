@@ -88,7 +88,7 @@ GPU_CORDONED: Final = _gpu_gauge(
 )
 GPU_OWNED: Final = _gpu_gauge(
     "gpu_owned",
-    "Whether the backend owns the GPU, 1 or 0: containers hold its shares, or its cleanup runs.",
+    "Backend that owns the GPU, while containers hold its shares or its cleanup runs; always 1.",
     "backend",
 )
 GPU_READY: Final = _gpu_gauge(
@@ -143,11 +143,11 @@ RESOURCE_REGISTERED: Final = _resource_gauge(
 )
 RESOURCE_OF_OTHER_PLUGIN: Final = _resource_gauge(
     "resource_served_by_other_plugin",
-    "Whether a competing device plugin serves the resource in place of metagpu, 1 or 0.",
+    "Resource that a competing device plugin serves in place of metagpu; always 1.",
 )
 RESOURCE_REGISTRATION_PROBLEM: Final = _resource_gauge(
     "resource_registration_problem",
-    "Whether the kubelet lacks the resource for 5 s or counts it otherwise than listed, 1 or 0.",
+    "Resource that the kubelet lacks for 5 s or counts otherwise than listed; always 1.",
 )
 
 # --- containers ---------------------------------------------------------------------------------
@@ -170,10 +170,6 @@ CONTAINER_LIMIT: Final = _container_gauge(
 CONTAINER_USED: Final = _container_gauge(
     "container_memory_used_bytes",
     "Memory of the GPU that all processes of the container use, 0 without processes.",
-)
-CONTAINER_EXCESS: Final = _container_gauge(
-    "container_memory_excess_bytes",
-    "Memory that the container uses above its limit now, 0 within the limit.",
 )
 CONTAINER_UTILIZATION: Final = _container_gauge(
     "container_utilization_ratio",

@@ -47,12 +47,14 @@ def _gpu(state: GpuState, pool: str) -> Iterator[Sample]:
     if (fault := state.verdict.fault) is not None:
         yield Sample(f.GPU_FAULT, (*me, fault), 1)
     yield Sample(f.GPU_REPORTS_XIDS, me, state.unheard is None)
-    yield Sample(f.GPU_UNHEALTHY_MIG_DEVICES, me, len(state.mig_faults))
+    if gpu.mig_enabled or state.mig_faults:
+        yield Sample(f.GPU_UNHEALTHY_MIG_DEVICES, me, len(state.mig_faults))
     yield Sample(f.GPU_PAUSED, me, len(state.paused_shares))
     yield Sample(f.GPU_CORDONED, me, state.cordon is not None)
     yield Sample(f.GPU_ORPHANED, me, len(state.orphaned_leases))
+    if state.owner:
+        yield Sample(f.GPU_OWNED, (*me, state.owner), 1)
     for backend in backends:
-        yield Sample(f.GPU_OWNED, (*me, backend), state.owner == backend)
         yield Sample(f.GPU_READY, (*me, backend), backend not in state.suspended)
 
 
@@ -89,6 +91,7 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
 
     for resource, offer in snapshot.offers.items():
         parts = {part.gpu: part for part in free_parts(snapshot, offer)}
+        may_hold_back = offer.rule.requests is not RequestRule.ANY
         listed = free = held_back = 0
         for gpu, shares in offer.by_gpu.items():
             state, left = snapshot.gpus[gpu], parts[gpu].free
@@ -98,23 +101,20 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             free, held_back = free + left, held_back + kept
 
             yield Sample(f.GPU_FREE, me, left)
-            if offer.rule.requests is not RequestRule.ANY:
+            if may_hold_back:
                 yield Sample(f.GPU_HELD_BACK, me, kept)
         yield Sample(f.RESOURCE_CAPACITY, (resource,), len(offer.shares))
         yield Sample(f.RESOURCE_ALLOCATABLE, (resource,), listed)
         yield Sample(f.RESOURCE_HELD, (resource,), held[resource])
         yield Sample(f.RESOURCE_FREE, (resource,), free)
-        yield Sample(f.RESOURCE_HELD_BACK, (resource,), held_back)
+        if may_hold_back:
+            yield Sample(f.RESOURCE_HELD_BACK, (resource,), held_back)
         largest = largest_request(offer.rule.requests, list(parts.values()))
         yield Sample(f.RESOURCE_LARGEST_REQUEST, (resource,), largest)
-        yield Sample(
-            f.RESOURCE_OF_OTHER_PLUGIN, (resource,), resource in snapshot.competing_plugins
-        )
-        yield Sample(
-            f.RESOURCE_REGISTRATION_PROBLEM,
-            (resource,),
-            resource in snapshot.registration_problems,
-        )
+        if resource in snapshot.competing_plugins:
+            yield Sample(f.RESOURCE_OF_OTHER_PLUGIN, (resource,), 1)
+        if resource in snapshot.registration_problems:
+            yield Sample(f.RESOURCE_REGISTRATION_PROBLEM, (resource,), 1)
 
 
 def _healthy(state: GpuState, shares: tuple[Share, ...], unhealthy: frozenset[str]) -> list[Share]:

@@ -84,26 +84,21 @@ def _container(
     state = snapshot.gpus[usages[-1].gpu]
     me = (holder.namespace, holder.pod, holder.container, *gpu_label_values(state.gpu))
     processes = [process for usage in usages for process in usage.processes]
-    memory = [usage.memory for usage in usages]
-    settings = rules.settings(state.gpu.id)
-    limits_in_force = [effective_limit(usage, snapshot, settings) for usage in usages]
+    in_force = effective_limit(usages[-1], snapshot, rules.settings(state.gpu.id))
     guard = container_guard(usages[-1], rules.guards)
     enforced = guard is Guard.ENFORCER
     if enforced and rules.is_driver_limited(usages[-1]):
         guard = Guard.DRIVER
     backends = ",".join(sorted({share.backend for share in usages[-1].shares}))
-    policy = str(limits_in_force[-1].settings.policy) if enforced else ""
+    policy = str(in_force.settings.policy) if enforced else ""
 
     yield Sample(f.CONTAINER_INFO, (*me, backends, str(guard or ""), policy), 1)
     yield Sample(f.CONTAINER_PROCESSES, me, len(processes))
-    yield Sample(f.CONTAINER_USED, me, sum(memory))
+    yield Sample(f.CONTAINER_USED, me, sum(usage.memory for usage in usages))
     if (share := usages[-1].share_memory) is not None:
         yield Sample(f.CONTAINER_SHARE, me, share)
-    limits = [each.limit if enforced else None for each in limits_in_force]
-    if (limit := limits[-1]) is not None:
-        over = [used - at for used, at in zip(memory, limits, strict=True) if at is not None]
-        yield Sample(f.CONTAINER_LIMIT, me, limit)
-        yield Sample(f.CONTAINER_EXCESS, me, max(0, *over))
+    if enforced and in_force.limit is not None:
+        yield Sample(f.CONTAINER_LIMIT, me, in_force.limit)
     if (utilization := usage_now.utilization.get(state.gpu.id)) is not None:
         own = sum(utilization.get(process.pid, 0) for process in processes)
         yield Sample(f.CONTAINER_UTILIZATION, me, min(1.0, own / _PERCENT))

@@ -21,7 +21,13 @@ from metagpu.core.state.events import (
     ResourceClaimRefused,
     XidReported,
 )
-from metagpu.core.state.facts import CompetingPluginFound, DriverRead, GpusFound, SharesOffered
+from metagpu.core.state.facts import (
+    CompetingPluginFound,
+    DriverRead,
+    GpusFound,
+    InstanceFaulted,
+    SharesOffered,
+)
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.plugins.metrics import daemon_families as d
@@ -135,8 +141,9 @@ def test_every_counter_begins_at_zero() -> None:
     absent = {it for it in f.FAMILIES if it.type is MetricType.COUNTER} - there
 
     assert absent == {
-        d.CLAIM_REFUSALS,  # where a pool has the front dra
-        d.REFUSALS,  # by reason: from the first one on; calls that were refused begin at zero
+        f.MIG_DEVICE_FAULTS,  # where a GPU is in MIG mode
+        # By reason: from the first one on; calls that were refused begin at zero.
+        *(d.CLAIM_REFUSALS, d.REFUSALS),
         d.EVENTS_DROPPED,  # where no API server is used
         f.GPU_XIDS,  # by number: from the first one on
         *sensor_families.FAMILIES,
@@ -147,7 +154,9 @@ def test_every_counter_begins_at_zero() -> None:
     assert values["metagpu_gpu_faults_total", *ON_A, Fault.DRIVER] == 0
     assert values["metagpu_enforcement_signals_total", *ON_A, "SIGKILL"] == 0
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "answered"] == 0
-    assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "refused"] == 0
+    calls = [it[2:] for it in values if it[0] == "metagpu_kubelet_calls_total"]
+    assert calls == [("Allocate", it) for it in ("answered", "refused", "failed")]
+    assert not any(name[0] == "metagpu_gpu_mig_device_faults_total" for name in values)
 
 
 def test_version_and_loop() -> None:
@@ -204,20 +213,16 @@ def test_what_was_done_about_memory() -> None:
     assert values["metagpu_enforcement_annotations_rejected_total",] == 1
 
 
-def test_refused_claims_are_counted_where_a_pool_has_the_front_dra() -> None:
-    """Each reason has a series before the first refusal."""
+def test_refused_claims_are_counted_by_reason() -> None:
+    """A reason has a series from the first refusal on."""
     counts, name = EventCounters(), "metagpu_kubelet_claim_refusals_total"
     for cause in (DeviceOccupied, ProvisioningLasts):
         counts.count(ResourceClaimRefused(ResourceClaimRef("team", "half", "u"), cause))
-    text = "version: metagpu/v1\npools: [{name: a, fronts: [dra], backends: [{backend: whole}]}]\n"
-    by_claims = sources()
-    by_claims.registry.apply(layout_of(A, text=text).offer_fact)
-    values = measured(by_claims, counts)
+    values = measured(counts=counts)
 
     assert values[name, "device_occupied"] == 1
     assert values[name, "provisioning_lasts"] == 1
-    assert values[name, "share_taken"] == 0
-    assert not any(name in it for it in measured(counts=counts))
+    assert not any(name in it for it in measured())
 
 
 def test_api_server() -> None:
@@ -277,6 +282,39 @@ def test_calls_of_the_kubelet() -> None:
     assert isinstance(spread, HistogramValue)
     assert (sum(spread.counts), spread.bounds) == (3, BUCKET_BOUNDS)
     assert spread.total == pytest.approx(1.7002)
+
+
+def test_calls_that_end_early_or_prefer_shares_have_no_zeros() -> None:
+    """A preference always has an answer: what else may happen has a series once it has."""
+    it = sources()
+    preferred = it.kubelet.of_resource(METAGPU).calls[KubeletCall.PREFERRED]
+    preferred.record(CallOutcome.ANSWERED, 0.2)
+    call = "metagpu_kubelet_calls_total", METAGPU, "GetPreferredAllocation"
+    assert {name: n for name, n in measured(it).items() if name[:3] == call} == {
+        (*call, "answered"): 1
+    }
+
+    preferred.record(CallOutcome.ABANDONED, 0.2)
+    assert measured(it)[*call, "abandoned"] == 1
+
+
+def test_counters_of_mig_mode_and_of_other_gpus() -> None:
+    """MIG devices have faults, other GPUs limits; a count stays when the mode changes."""
+    it, counts = sources(), EventCounters()
+    faults = "metagpu_gpu_mig_device_faults_total", *ON_A
+    signals = "metagpu_enforcement_signals_total", *ON_A
+    counts.signals[A.id, "SIGTERM"] += 1
+    it.registry.apply(GpusFound((replace(A, mig_enabled=True),), at=1))
+    values = measured(it, counts)
+    assert values[faults] == 0
+    assert values[*signals, "SIGTERM"] == 1
+    assert (*signals, "SIGKILL") not in values
+
+    counts.count(InstanceFaulted(A.id, "MIG-x", "XID 94", at=2))
+    it.registry.apply(GpusFound((A,), at=3))
+    values = measured(it, counts)
+    assert values[faults] == 1
+    assert values[*signals, "SIGKILL"] == 0
 
 
 def test_a_resource_that_is_on_offer_no_more_keeps_its_counts() -> None:

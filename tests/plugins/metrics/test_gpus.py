@@ -63,7 +63,7 @@ def test_an_idle_node() -> None:
     assert ("metagpu_gpu_memory_reserved_bytes", *ON_B) not in values
     assert values["metagpu_gpu_healthy", *ON_A] == 1
     assert not any(name[0] == "metagpu_gpu_fault" for name in values)
-    assert values["metagpu_gpu_owned", *ON_A, "fraction"] == 0
+    assert not any(name[0] == "metagpu_gpu_owned" for name in values)
     assert values["metagpu_gpu_backend_ready", *ON_A, "whole"] == 1
     assert values["metagpu_resource_capacity_shares", METAGPU] == 20
     assert values["metagpu_resource_free_shares", METAGPU] == 20
@@ -75,8 +75,9 @@ def test_leases_have_series() -> None:
     values = valued(snapshot_samples(held(3), LAYOUT))
 
     assert values["metagpu_container_shares", "team", "alice", "main", *ON_A, METAGPU] == 3
-    assert values["metagpu_gpu_owned", *ON_A, "fraction"] == 1
-    assert values["metagpu_gpu_owned", *ON_A, "whole"] == 0
+    assert [it for it in values if it[0] == "metagpu_gpu_owned"] == [
+        ("metagpu_gpu_owned", *ON_A, "fraction")
+    ]
     assert values["metagpu_gpu_resource_free_shares", *ON_A, METAGPU] == 7
     assert values["metagpu_gpu_resource_free_shares", *ON_A, WHOLE] == 0
     assert values["metagpu_resource_held_shares", METAGPU] == 3
@@ -97,6 +98,7 @@ def test_held_back_shares_have_series() -> None:
     assert values["metagpu_gpu_resource_held_back_shares", *ON_A, METAGPU] == 0
     assert values["metagpu_gpu_resource_held_back_shares", *ON_B, METAGPU] == 6
     assert values["metagpu_resource_largest_request_shares", METAGPU] == 7
+    assert ("metagpu_resource_held_back_shares", WHOLE) not in values  # any GPUs make a request
 
 
 def test_a_lease_without_a_name_counts_as_held() -> None:
@@ -151,10 +153,20 @@ def test_what_is_wrong_with_a_gpu() -> None:
     assert values["metagpu_gpu_reports_xids", *ON_A] == 0
     assert values["metagpu_gpu_reports_xids", *ON_B] == 1
     assert values["metagpu_gpu_unhealthy_mig_devices", *ON_B] == 1
+    assert ("metagpu_gpu_unhealthy_mig_devices", *ON_A) not in values
     assert values["metagpu_gpu_paused_shares", *ON_B] == 1
     assert values["metagpu_gpu_paused_shares", *ON_A] == 0
     assert values["metagpu_gpu_backend_ready", *ON_B, "whole"] == 0
     assert values["metagpu_gpu_backend_ready", *ON_B, "fraction"] == 1
+
+
+def test_a_gpu_in_mig_mode_counts_its_mig_devices_from_zero() -> None:
+    """Faults of MIG devices have series where the GPU is in MIG mode, before the first one."""
+    with_mig = replace(A, mig_enabled=True)
+    values = valued(snapshot_samples(after(GpusFound((with_mig, B), at=1), since=FRESH), LAYOUT))
+
+    assert values["metagpu_gpu_unhealthy_mig_devices", *ON_A] == 0
+    assert ("metagpu_gpu_unhealthy_mig_devices", *ON_B) not in values
 
 
 def test_what_waits_for_the_end_of_a_pod() -> None:
@@ -178,7 +190,7 @@ def test_a_competing_plugin_is_marked() -> None:
     values = valued(snapshot_samples(snapshot, LAYOUT))
 
     assert values["metagpu_resource_served_by_other_plugin", WHOLE] == 1
-    assert values["metagpu_resource_served_by_other_plugin", METAGPU] == 0
+    assert ("metagpu_resource_served_by_other_plugin", METAGPU) not in values
 
 
 def test_a_registration_problem_is_marked() -> None:
@@ -187,7 +199,7 @@ def test_a_registration_problem_is_marked() -> None:
     values = valued(snapshot_samples(snapshot, LAYOUT))
 
     assert values["metagpu_resource_registration_problem", WHOLE] == 1
-    assert values["metagpu_resource_registration_problem", METAGPU] == 0
+    assert ("metagpu_resource_registration_problem", METAGPU) not in values
 
 
 def test_a_gpu_in_no_pool() -> None:

@@ -27,14 +27,13 @@ def measured(rules: ReportRules = RULES, **changes: object) -> dict[tuple[str, .
 
 
 def test_a_containers_part_of_a_gpu() -> None:
-    """A container has memory, limit, use and excess in bytes, over all its processes."""
+    """A container has memory, limit and use in bytes, over all its processes."""
     values, of_alice = measured(at=1234.5), (*IS_ALICE, *ON_A)
 
     assert values["metagpu_usage_timestamp_seconds",] == 1234.5
     assert values["metagpu_container_memory_share_bytes", *of_alice] == 12288 * MIB
     assert values["metagpu_container_memory_limit_bytes", *of_alice] == (12102 + 512) * MIB
     assert values["metagpu_container_memory_used_bytes", *of_alice] == 13000 * MIB
-    assert values["metagpu_container_memory_excess_bytes", *of_alice] == (13000 - 12614) * MIB
     assert values["metagpu_container_processes", *of_alice] == 2
     assert values["metagpu_container_utilization_ratio", *of_alice] == 0.45
     assert values["metagpu_container_info", *of_alice, "fraction", "enforcer", "kill"] == 1
@@ -46,7 +45,6 @@ def test_an_idle_container_has_zeros() -> None:
 
     for who in ((*IS_BOB, *ON_A), (*IS_ALICE, *ON_B)):
         assert values["metagpu_container_memory_used_bytes", *who] == 0
-        assert values["metagpu_container_memory_excess_bytes", *who] == 0
         assert values["metagpu_container_processes", *who] == 0
 
 
@@ -112,7 +110,7 @@ def test_the_drivers_own_limit_is_the_guard() -> None:
 
 
 def test_a_pod_and_the_one_it_replaces_are_one_series() -> None:
-    """Two containers of one name are summed; the larger excess counts."""
+    """Two containers of one name are summed."""
     snapshot, _ = node()
     lives = [container_of(ALICE, life) for life in (0, 1)]
     identities = {pid: ProcessIdentity(pid, 5, lives[pid]) for pid in (0, 1)}
@@ -125,7 +123,6 @@ def test_a_pod_and_the_one_it_replaces_are_one_series() -> None:
     values = valued(usage_samples(snapshot, NodeUsage(gpus=accounts), RULES))
 
     assert values["metagpu_container_memory_used_bytes", *IS_ALICE, *ON_A] == 13100 * MIB
-    assert values["metagpu_container_memory_excess_bytes", *IS_ALICE, *ON_A] == 386 * MIB
     assert values["metagpu_container_processes", *IS_ALICE, *ON_A] == 2
 
 
