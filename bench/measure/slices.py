@@ -1,4 +1,4 @@
-"""ResourceSlices: the delay of a registration and of a change, and the rate of writes."""
+"""ResourceSlices: the delay of a registration and of a change, and the rates of writes."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -33,12 +33,20 @@ pools:
       - {backend: fraction, sharesPerGpu: 100}
       - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb], enableMig: true}
 """
+_BOTH_FRONTS: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    fronts: [device-plugin, dra]
+    backends: [{backend: whole}, {backend: fraction, sharesPerGpu: 100}]
+"""
 _SLICES: Final = "resourceslices"
 _CALM: Final = 0.7
 """Seconds between two changes, in which a node may write a slice."""
 _RATE: Final = 2.0
 """Slices that a node may write a second."""
 _CHURN: Final = 10.0
+_SETTLING: Final = 3.0
 _TIMEOUT: Final = 60.0
 
 
@@ -54,7 +62,7 @@ async def _slices(plan: Plan) -> list[Figure]:
         plan.report(f"slices: registration {number}")
         server = SimApiServer()
         server.add_node(_NODE)
-        async with server.running(), _registering(server) as (subject, began):
+        async with server.running(), _registering(server, _CONFIG) as (subject, began):
             await server.until(partial(_are_published, server), within=_TIMEOUT)
             registered.seconds.append(time.perf_counter() - began)
             if number == rounds - 1:
@@ -63,23 +71,30 @@ async def _slices(plan: Plan) -> list[Figure]:
                     await anyio.sleep(_CALM)
                 plan.report("slices: churn")
                 churn = await _churn(server, subject, plan)
+
+    plan.report("slices: churn under both fronts")
+    server = SimApiServer()
+    server.add_node(_NODE)
+    async with server.running(), _registering(server, _BOTH_FRONTS) as (subject, _):
+        await server.until(partial(_are_published, server), within=_TIMEOUT)
+        in_turns = await _churn(server, subject, plan)
     return [
         registered.figure(f"registration to the slices of {_GPUS} GPUs with MIG", target=1000),
         registered.worst("registration to the slices, worst"),
         changed.figure(f"change of one GPU of {_GPUS} to its slice", target=100),
         changed.worst("change of one GPU to its slice, worst"),
-        Figure(
-            name=f"slices written a second, {_GPUS} GPUs changing all the time",
-            unit="1/s",
-            measured=churn,
-            target=_RATE,
-            calls=1,
-        ),
+        _written(f"{_GPUS} GPUs changing all the time", churn),
+        _written(f"{_GPUS} GPUs in turns, both fronts, changing all the time", in_turns),
     ]
 
 
+def _written(what: str, rate: float) -> Figure:
+    name = f"slices written a second, {what}"
+    return Figure(name=name, unit="1/s", measured=rate, target=_RATE, calls=1)
+
+
 @asynccontextmanager
-async def _registering(server: SimApiServer) -> AsyncIterator[tuple[Daemon, float]]:
+async def _registering(server: SimApiServer, config: str) -> AsyncIterator[tuple[Daemon, float]]:
     """Run a daemon, and register its driver as a kubelet does; yield it and the time of that."""
     with daemon.folder() as folder:
         joins = {
@@ -87,7 +102,7 @@ async def _registering(server: SimApiServer) -> AsyncIterator[tuple[Daemon, floa
             "--kubeconfig": server.kubeconfig(folder),
             "--cdi-dir": folder / "cdi",
         }
-        start = partial(daemon.start, folder, config=_CONFIG, simulate=_SIMULATED, further=joins)
+        start = partial(daemon.start, folder, config=config, simulate=_SIMULATED, further=joins)
         subject = await to_thread.run_sync(start)
         try:
             began = await to_thread.run_sync(_register, folder, subject)
@@ -157,17 +172,16 @@ def _set_cordon(subject: Daemon, gpu: str, cordon: bool) -> None:  # noqa: FBT00
 
 
 async def _churn(server: SimApiServer, subject: Daemon, plan: Plan) -> float:
-    """Change all GPUs all the time; return the writes a second.
+    """Change all GPUs all the time; return the writes a second, once those at once are done."""
+    changes = _changes(subject)
+    while not plan.quick and await _rate(server, changes, _SETTLING) > _RATE + 1 / _SETTLING:
+        pass
+    return await _rate(server, changes, _CHURN)
 
-    They are counted once as many slices have been written as may be at once, each of them twice,
-    and as many as may be since.
-    """
-    at_once, changes = _writes(server) + 2 * len(_specs(server)), _changes(subject)
-    began = time.perf_counter()
-    while not plan.quick and _writes(server) < at_once + _RATE * (time.perf_counter() - began) - 1:
-        await anext(changes)
+
+async def _rate(server: SimApiServer, changes: AsyncIterator[None], seconds: float) -> float:
     began, writes = time.perf_counter(), _writes(server)
-    while time.perf_counter() < began + _CHURN:
+    while time.perf_counter() < began + seconds:
         await anext(changes)
     return (_writes(server) - writes) / (time.perf_counter() - began)
 

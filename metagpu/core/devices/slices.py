@@ -165,7 +165,12 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
 def _free_shares(
     device: Device, snapshot: Snapshot, state: GpuState, busy: frozenset[ShareId]
 ) -> list[Share]:
-    """Return the shares of a device that claims have or may have."""
+    """Return the shares of a device that claims have or may have.
+
+    Out of turn these are all: nothing is allocated, and pods come and go without a write.
+    """
+    if not state.open_to_claims:
+        return list(device.shares)
     free = [share for share in device.shares if share.id not in busy]
     if _is_full(device, snapshot, state):
         free = [share for share in free if share.id in state.leases]

@@ -59,19 +59,13 @@ class SliceTiming(msgspec.Struct, frozen=True):
         edited: before a slice that somebody edited is written again; a deleted one is at once.
         burst: how often as many slices may be written at once as the node has.
         rate: writes of slices of the node a second, after these.
-        turns: further ones for each GPU of both fronts, whose turns are taints.
         probe: between two questions whether the API server still drops fields.
     """
 
     edited: float = 30.0
     burst: int = 2
     rate: float = 2.0
-    turns: float = 0.5
     probe: float = 600.0
-
-    def writes_of(self, states: Iterable[GpuState]) -> float:
-        """Return the writes a second of a node with these GPUs."""
-        return self.rate + self.turns * sum(it.has_both_fronts for it in states)
 
 
 class _Published(msgspec.Struct, frozen=True):
@@ -148,7 +142,6 @@ class SlicePublisher:
             return None  # before a layout is applied, slices of an earlier daemon stay
         wanted = await self._wanted(snapshot)
         self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
-        self._bucket.rate = self.timing.writes_of(snapshot.gpus.values())
         waits, refused = list[float | None](), list[ClusterError]()
         for gpu, specs in sorted(wanted.items(), key=lambda it: self._last_written(it[1])):
             try:

@@ -161,6 +161,18 @@ async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> N
         assert pool.registry.snapshot.gpus[gpu(0).id].turn == before
 
 
+async def test_out_of_turn_pods_come_and_go_without_a_write() -> None:
+    """The taint keeps claims away, whatever is free: the end of the taint has the capacity too."""
+    pool = BothFronts()
+    pool.give(OfferTurn("fraction", 0))
+    before = slices_of(pool.registry.snapshot, "n1", "gpu.metagpu.io")
+    pool.hold(30)
+    assert slices_of(pool.registry.snapshot, "n1", "gpu.metagpu.io") == before
+    assert pool.device() == (100, {OUT_OF_TURN})
+    pool.give(OfferTurn(BY_CLAIMS, 1))
+    assert pool.device() == (70, set())
+
+
 async def test_without_turns_both_fronts_see_what_is_free() -> None:
     """With `offer: all` the lease decides: each side sees what the other one holds."""
     async with taking_turns(BothFronts(more="\n    offer: all")) as pool:

@@ -167,15 +167,6 @@ def _has_taints(server: SimApiServer, index: int, wanted: set[str]) -> bool:
     return taints(server, index) == wanted
 
 
-async def test_gpus_of_both_fronts_have_writes_of_their_turns(tmp_path: Path) -> None:
-    """The turns of many GPUs, each a write, leave the two writes a second to all else."""
-    counts = {}
-    for fronts in ("dra", "device-plugin, dra"):
-        async with publishing(tmp_path, FOUR.replace("[dra]", f"[{fronts}]")) as it:
-            counts[fronts] = SliceTiming().writes_of(it.registry.snapshot.gpus.values())
-    assert counts == {"dra": 2, "device-plugin, dra": 3}
-
-
 async def test_a_gpu_that_changes_seldom_is_written_first(tmp_path: Path) -> None:
     """The fault of a GPU does not wait for those that change all the time."""
     async with publishing(tmp_path) as it:
