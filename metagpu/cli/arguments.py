@@ -127,7 +127,8 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         "validate",
         "check configuration files; print line, path and fix of every error",
         "metagpu validate metagpu.yaml\n"
-        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4",
+        "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4\n"
+        "  kubectl get deviceclasses -o yaml | metagpu validate metagpu.yaml --device-classes -",
     )
     it.add_argument(
         "files",
@@ -140,6 +141,14 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         "--convert",
         action="store_true",
         help="print the configuration of all files together as metagpu/v1",
+    )
+    it.add_argument(
+        "--device-classes",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="also refuse a resource of the device plugin that a DeviceClass of this manifest has "
+        "as its extendedResourceName, where a pool has the front `dra`; `-` for stdin",
     )
     add_output(it)
     add_choice(it)

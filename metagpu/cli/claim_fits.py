@@ -1,12 +1,11 @@
 """Claims of a manifest that fit on the idle node: `metagpu explain --claim`."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from metagpu.cli.kube_documents import Document
 from metagpu.core.devices.devices import gpu_of_pool
 from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
@@ -15,8 +14,6 @@ from metagpu.sim.allocation.obstacles import find_obstacle
 from metagpu.sim.allocation.pools import DevicePools, gather_pools
 from metagpu.sim.cluster.claim_objects import device_classes
 from metagpu.sim.cluster.document_forms import check_document, check_pod_claims
-
-Document = Mapping[str, Any]
 
 _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "Pod": ("spec",),
@@ -27,54 +24,12 @@ _OF_CLAIMS: Final = {"resourceClaimName": "ResourceClaim"} | {
     "resourceClaimTemplateName": "ResourceClaimTemplate"
 }
 
-_OF_TAGS: Final = (ValueError, LookupError, AttributeError, TypeError)
-"""What PyYAML raises for a text that its tag does not fit, such as `!!bool maybe`."""
-
 
 class _Used(msgspec.Struct, frozen=True):
     """Claims that are allocated together: those of a pod, or one that no pod names."""
 
     pod: str
     names: tuple[tuple[str, str], ...]
-
-
-def read_documents(file: str) -> Sequence[Document]:
-    """Read the objects of a manifest, or of stdin for `-`; blocks.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-    """
-    import yaml
-
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        problem = f"cannot read {file}: {describe_error(error)}"
-        raise ConfigError(problem, ConfigReason.UNREADABLE) from error
-    try:
-        found = [it for it in yaml.safe_load_all(text) if it is not None]
-    except RecursionError as error:
-        problem = f"{file} is no YAML: it is nested too deep"
-        raise ConfigError(problem, ConfigReason.NO_YAML) from error
-    except (yaml.YAMLError, *_OF_TAGS) as error:
-        cause = " ".join(describe_error(error).split())
-        raise ConfigError(f"{file} is no YAML: {cause}", ConfigReason.NO_YAML) from error
-    if not found or not all(map(_is_object, found)):
-        problem = f"{file}: no objects of Kubernetes; write each with apiVersion and kind"
-        raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT)
-    for it in found:
-        if not isinstance(it.get("metadata") or {}, dict):
-            problem = f"{file}: {it['kind']}: its metadata is no object with a name"
-            raise ConfigError(problem, ConfigReason.WRONG_TYPE)
-    return found
-
-
-def _is_object(document: object) -> bool:
-    return (
-        isinstance(document, dict)
-        and isinstance(document.get("kind"), str)
-        and document["kind"] != ""
-    )
 
 
 def claim_fits(

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,14 @@ from metagpu.agent.config_source import Checked, ConfigSource, Loaded
 from metagpu.cli.options import source_of
 from metagpu.compat.contract import CompatNote
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.core.errors import ConfigError
+from metagpu.core.devices.extended_resources import (
+    ExtendedResource,
+    classes_of_driver,
+    extended_resource_of,
+)
+from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError
+from metagpu.core.grants.injection import Injection
+from metagpu.core.model.offers import Front
 from metagpu.display.encoding import encode
 from metagpu.plugins.control.client import send_request
 
@@ -28,8 +35,9 @@ def validate(args: argparse.Namespace) -> int:
     if args.convert:
         return _convert(source_of(args, args.files))
 
+    classes = _classes_in(args.device_classes)
     checks = [
-        (file, label, found)
+        (file, label, _with_classes(found, classes))
         for file in args.files
         for label, found in _check(source_of(args, [file]))
     ]
@@ -90,6 +98,58 @@ def _check(source: ConfigSource) -> Iterable[tuple[str, Checked]]:
                 yield label, Checked(None, (error,))
     except ConfigError as error:
         yield "", Checked(None, (error,))
+
+
+def _classes_in(files: Sequence[str]) -> Mapping[str, Sequence[ExtendedResource]]:
+    """Return the extended resources of the DeviceClasses in each file.
+
+    Raises:
+        ConfigError: a file cannot be read, or a class has another form.
+    """
+    if not files:
+        return {}
+
+    from metagpu.cli.kube_documents import read_documents
+    from metagpu.sim.cluster.document_forms import check_document
+
+    found: dict[str, list[ExtendedResource]] = {}
+    for file in files:
+        classes = [it for it in read_documents(file) if it["kind"] == "DeviceClass"]
+        try:
+            for it in classes:
+                check_document(it)
+        except MetagpuError as error:
+            raise ConfigError(f"{file}: {error}", ConfigReason.INVALID_VALUE) from error
+        served = map(extended_resource_of, classes)
+        found[file] = [it for it in served if it is not None]
+    return found
+
+
+def _with_classes(checked: Checked, classes: Mapping[str, Sequence[ExtendedResource]]) -> Checked:
+    """Return an outcome with an error for each name that a DeviceClass has too."""
+    if checked.loaded is None or checked.errors:
+        return checked
+    config = checked.loaded.config
+    driver, built = config.root.dra.driver, config.build_backends(Injection())
+    if not any(Front.DRA in pool.front_set for pool, _ in built):
+        return checked  # nothing is published here that a class could select
+    errors = [
+        config.error(
+            f"pools[{number}].backends[{place}].resource",
+            f"{resource} is offered by the device plugin, and is the extendedResourceName of the "
+            f"DeviceClass {taken[resource]} ({file}): while none is free, the scheduler would take "
+            "the class, which counts devices; give it another `resource`, or change the class",
+            ConfigReason.NAME_TAKEN,
+        )
+        for file, found in classes.items()
+        if (taken := classes_of_driver(found, driver))
+        for number, (pool, backends) in enumerate(built)
+        if Front.DEVICE_PLUGIN in pool.front_set
+        for place, backend in enumerate(backends)
+        for resource in backend.resources
+        if resource in taken
+    ]
+    return replace(checked, errors=(*checked.errors, *errors))
 
 
 def _print_checks(checks: Iterable[tuple[Path, str, Checked]]) -> None:
