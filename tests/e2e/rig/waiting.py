@@ -1,7 +1,15 @@
-"""Wait for a condition instead of for a time."""
+"""Wait for a condition instead of for a time.
 
+A limit says when a test gives up, not how long a thing may take. How long it took is written to the
+file WAITS, a line for each wait:
+
+$ WAITS=/tmp/waits python -m pytest tests/e2e/test_dra.py -m e2e
+"""
+
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from tests.e2e.rig.errors import DeadlineError, RigError
@@ -9,6 +17,7 @@ from tests.e2e.rig.errors import DeadlineError, RigError
 Found = TypeVar("Found")
 
 PAUSE_S = 0.2
+WAITS = os.environ.get("WAITS")
 
 
 def wait_for(
@@ -22,7 +31,8 @@ def wait_for(
     Raises:
         DeadlineError: the time is up; the text has the last answer or error.
     """
-    end = time.monotonic() + within_s
+    began = time.monotonic()
+    end = began + within_s
     while True:
         try:
             found = probe()
@@ -30,7 +40,15 @@ def wait_for(
         except RigError as error:
             found, seen = None, error
         if found:
+            _note(condition, time.monotonic() - began)
             return found
         if time.monotonic() >= end:
             raise DeadlineError(f"waited {within_s:g} s for {condition}; last seen: {seen!r}")
         time.sleep(pause_s)
+
+
+def _note(condition: str, seconds: float) -> None:
+    if WAITS:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        with Path(WAITS).open("a", encoding="utf-8") as file:
+            file.write(f"{seconds:6.2f} s  {test}: {condition}\n")
