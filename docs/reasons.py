@@ -13,8 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from metagpu.core.errors import ConfigReason, MetagpuError, RequestError, reason_of
+from metagpu.core.config.errors import ConfigReason
+from metagpu.core.errors import MetagpuError, reason_of
 from metagpu.core.model.remarks import RemarkReason
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.kubectl.obstacles import Obstacle

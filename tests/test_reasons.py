@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs import reasons
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 from metagpu.plugins.cluster.event_reasons import EventReason
 
 

@@ -21,10 +21,11 @@ from metagpu.agent.monitor_file import MonitorFile
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.mig_reading import read_instances
-from metagpu.core.errors import CdiError, CdiNameMissing, DriverError
+from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.files import replace_text

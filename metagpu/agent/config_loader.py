@@ -18,8 +18,9 @@ from metagpu.agent.config_source import (
 )
 from metagpu.agent.config_watch import ConfigWatchTiming, changes
 from metagpu.agent.layout_manager import LayoutManager
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigStatus
-from metagpu.core.errors import ConfigError, InternalError
+from metagpu.core.errors import InternalError
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import ConfigRejected, Event
 

@@ -16,9 +16,9 @@ from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConf
 from metagpu.core.config import profiles
 from metagpu.core.config.config import DEFAULT, Config
 from metagpu.core.config.document import MAX_TEXT, Document
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.paths import parent_path
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.layout.layout import check_layout
 
 _MAX_BYTES: Final = 4 * MAX_TEXT

@@ -13,10 +13,11 @@ from anyio import to_thread
 from metagpu.agent.cdi_file import CdiFile
 from metagpu.agent.paths import AgentPaths
 from metagpu.core.config.config import Config
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import OffersExisting
 from metagpu.core.contracts.mig_reading import read_instances
-from metagpu.core.errors import CdiError, ConfigError, ConfigReason, DriverError
+from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner

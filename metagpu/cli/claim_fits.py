@@ -6,8 +6,9 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.cli.kube_documents import Document
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.devices.devices import gpu_of_pool
-from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, describe_error
+from metagpu.core.errors import MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
 from metagpu.sim.allocation.obstacles import find_obstacle

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from metagpu.agent.config_source import Checked, ConfigSource, Loaded
 from metagpu.cli.options import source_of
 from metagpu.compat.contract import CompatNote
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.devices.extended_resources import (
     ExtendedResource,
     classes_of_driver,
     extended_resource_of,
 )
-from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError
+from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.offers import Front
 from metagpu.display.encoding import encode

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from metagpu.core.errors import ConfigError, ConfigReason, describe_error
+from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.errors import describe_error
 
 Document = Mapping[str, Any]
 

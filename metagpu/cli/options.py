@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from metagpu.agent import paths
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature, resolve_settings
 from metagpu.plugins.http.address import ListenAddress, parse_address

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from metagpu.agent import paths
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 if TYPE_CHECKING:
     from metagpu.agent.agent import Agent

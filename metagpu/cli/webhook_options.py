@@ -6,7 +6,7 @@ from typing import Final
 
 from metagpu.cli.options import Variable, add_kubeconfig, add_metrics_address, metrics_of
 from metagpu.cli.resource_names import add_resource_names, resource_names_of
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.plugins.http.address import parse_address
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
 from metagpu.webhook.settings import WebhookSettings

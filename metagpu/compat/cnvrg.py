@@ -18,7 +18,7 @@ from metagpu.compat.contract import (
 )
 from metagpu.compat.keys import IgnoredKey, fold_case, ignored_keys
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 
 _AUTO_SHARES: Final = 100
 """Shares of each GPU with `autoReshare`."""

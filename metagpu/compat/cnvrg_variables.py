@@ -12,7 +12,7 @@ import msgspec
 from metagpu.compat.contract import CompatNote, ConfigDraft, Data, Origin
 from metagpu.compat.environment import note_variable, parse_bool, variable_origin
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 PREFIX: Final = "METAGPU_DEVICE_PLUGIN_"
 MEMORY_ENFORCER: Final = f"{PREFIX}MEMORYENFORCER"

@@ -8,7 +8,7 @@ import msgspec
 
 from metagpu.core.config.config import VERSION
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError, ConfigReason, at_place
+from metagpu.core.config.errors import ConfigError, ConfigReason, at_place
 
 Data = dict[str, Any]
 """Plain data of a part of a configuration."""

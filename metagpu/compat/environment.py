@@ -5,7 +5,7 @@ from typing import Final
 
 from metagpu.compat.contract import CompatNote, Origin
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 TRUTH: Final = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
 """The words for true and false of Go's `strconv.ParseBool`, in any case."""

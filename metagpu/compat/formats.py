@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from metagpu.compat.contract import ConversionContext, ConvertedConfig
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.suggestions import suggest
-from metagpu.core.errors import ConfigError, ConfigReason
 
 
 class ConfigFormat(StrEnum):

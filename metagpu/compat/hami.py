@@ -20,7 +20,7 @@ from metagpu.compat.contract import (
 )
 from metagpu.compat.keys import IgnoredKey, fold_case, ignored_keys
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 
 _DEFAULT_SPLIT: Final = 10
 """HAMi's own number of pods on a GPU."""

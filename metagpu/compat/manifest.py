@@ -13,8 +13,8 @@ import msgspec
 from metagpu.compat.contract import CompatNote, Origin
 from metagpu.compat.formats import recognize
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.paths import join_path, key_path
-from metagpu.core.errors import ConfigError, ConfigReason
 
 _MAX_DOCUMENTS: Final = 200
 """Of one file; with more it is read as one document, and refused."""

@@ -11,9 +11,9 @@ import msgspec
 from metagpu.compat import selection
 from metagpu.compat.contract import ConversionContext, Data, Origin
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import ConfigReason
 from metagpu.core.config.paths import key_path
 from metagpu.core.config.suggestions import allowed_values
-from metagpu.core.errors import ConfigReason
 
 _CONFIGS: Final = "mig-configs"
 

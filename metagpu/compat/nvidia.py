@@ -30,7 +30,7 @@ from metagpu.compat.nvidia_file import NvidiaReplication
 from metagpu.compat.nvidia_instances import LayoutInstances, SharedEntry, pool_name
 from metagpu.compat.nvidia_variables import NvidiaSettings
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 
 _PREFIX: Final = "nvidia.com/"
 _GPU: Final = "nvidia.com/gpu"

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from metagpu.core.config.decode_errors import describe_mismatch
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.units import Bytes, decode_unit
 from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE
-from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.model.claim_sharing import (
     AllocatedPart,
     ClaimSharing,

@@ -10,7 +10,7 @@ import msgspec
 from metagpu.compat.backend_options import Strategy
 from metagpu.compat.keys import IgnoredKey
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 
 _GFD: Final = "shaped GPU Feature Discovery's labels; metagpu has its own, see --cluster"
 _ROOT: Final = "set where the driver is; metagpu looks for it, and takes {} as well"

@@ -15,7 +15,7 @@ from metagpu.compat.contract import CompatNote, ConfigDraft, Origin
 from metagpu.compat.environment import TRUTH, note_variable, parse_bool
 from metagpu.compat.keys import IgnoredKey
 from metagpu.compat.nvidia_file import CDI_FILES, IGNORED_KEYS, NvidiaFlags, NvidiaPluginFlags
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 _SIGNAL: Final = "signalled the plugin after a choice; metagpu reloads by itself"
 _CLIENTS: Final = (

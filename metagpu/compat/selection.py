@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from metagpu.compat.contract import Data, Origin
-from metagpu.core.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason
 
 _GPU_UUID: Final = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _MIG_DEVICE: Final = re.compile(r"\d+:\d+|MIG-[0-9a-fA-F-]{36}|MIG-GPU-[0-9a-fA-F-]{36}/\d+/\d+")

@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError, ConfigReason, FileNotWritten, PackageIncomplete
+from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.errors import FileNotWritten, PackageIncomplete
 
 UNITS: Final = Path("etc/systemd/system")
 SETTINGS: Final = Path("etc/metagpu")

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.errors import SeveralNamespaces
+from metagpu.kubectl.errors import SeveralNamespaces
 
 Object = Mapping[str, Any]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
-from metagpu.core.errors import NoKubeconfig
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
 from metagpu.kubectl import items
+from metagpu.kubectl.errors import NoKubeconfig
 from metagpu.kubectl.loading import quick_loading
 from metagpu.kubectl.output import silent_nodes
 from metagpu.kubectl.tables import draw_items, draw_top

@@ -7,9 +7,10 @@ from typing import Any
 import anyio
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import CordonFailed, NoAnswer, NodeNotServed, NotCordoned, UnknownGpu
+from metagpu.core.errors import NotCordoned, UnknownGpu
 from metagpu.core.runtime.backoff import Backoff
 from metagpu.kubectl.agent_pods import AgentPod
+from metagpu.kubectl.errors import CordonFailed, NoAnswer, NodeNotServed
 from metagpu.kubectl.viewer import STATUS, ClusterViewer
 from metagpu.plugins.cluster.settings import CORDON_PREFIX
 

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, NoAnswer, NodeNotServed
+from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
 from metagpu.display.encoding import encode
 from metagpu.display.status import show_explanation
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.errors import NoAnswer, NodeNotServed
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, Object
 
 _FORBIDDEN: Final = 403

@@ -10,10 +10,11 @@ import anyio
 from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, DrainFailed, MetagpuError, NoAnswer
+from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.display.table import render, stdout_terminal
 from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu
+from metagpu.kubectl.errors import DrainFailed, NoAnswer
 from metagpu.kubectl.holders import (
     UNNAMED,
     DrainedPod,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.kubectl.pod_shape import check_pod
 
 _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {

@@ -8,11 +8,12 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.cli.live import print_text
-from metagpu.core.errors import ClusterError, UnknownPod
+from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.claim_reader import read_claims
+from metagpu.kubectl.errors import UnknownPod
 from metagpu.kubectl.judgement import (
     Judgement,
     conclude,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 import msgspec
 
-from metagpu.core.errors import ClusterError, MetagpuError, NotInstalled
+from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.kubectl.agent_pods import SELECTOR, AgentPod, choose_agents
+from metagpu.kubectl.errors import NotInstalled
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import anyio
 from msgspec.structs import replace
 
 from metagpu.core.config.config import parse
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Backend, Options, installed_backends
 from metagpu.core.contracts.capabilities import (
     Provisions,
     members_without_effect,
     no_shares_reason,
 )
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import ID_LIMIT, Layout, build_layout

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.sim.kubelet.kubelet import (
     AdmissionError,
     ContainerRunOptions,

@@ -13,11 +13,12 @@ from metagpu.agent import cdi_file, driver_edits
 from metagpu.agent.cdi_file import NO_DEVICE_NODES, CdiFile, CdiTiming
 from metagpu.agent.driver_edits import DriverEdits
 from metagpu.core.contracts.programs import Programs
-from metagpu.core.errors import CdiError, CdiNameMissing, ProgramError, ProgramMissing
+from metagpu.core.errors import CdiError, ProgramError, ProgramMissing
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.facts import DriverRead, GpusFound, ProvisioningReported

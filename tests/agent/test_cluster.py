@@ -9,8 +9,8 @@ import pytest
 from metagpu.agent import config_loader
 from metagpu.agent.config_source import ConfigSource
 from metagpu.compat.contract import ConversionContext
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ProfileChoice
-from metagpu.core.errors import ConfigError
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.events import ConfigRejected
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings, Feature

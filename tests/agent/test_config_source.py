@@ -10,8 +10,8 @@ import yaml
 from metagpu.agent.config_source import ConfigSource, Loaded, to_yaml
 from metagpu.compat.contract import ConversionContext
 from metagpu.core.config.document import MAX_TEXT, Document
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ClusterChoice, ProfileChoice
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.xid import Severity

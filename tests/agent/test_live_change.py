@@ -9,8 +9,8 @@ import pytest
 
 from metagpu.agent import config_loader
 from metagpu.agent.config_source import ConfigSource
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ProfileChoice
-from metagpu.core.errors import ConfigError
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_config_watch import mounted

@@ -8,8 +8,8 @@ import pynvml
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import Feature

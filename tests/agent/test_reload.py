@@ -13,7 +13,7 @@ from metagpu.agent.config_source import Backends, ConfigSource, ConfigText, Load
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.config.config import Config
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.status import explain_report

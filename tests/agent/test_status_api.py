@@ -11,7 +11,8 @@ import pytest
 
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import cluster_of, resolve_environment, status_api_of
-from metagpu.core.errors import ClusterError, ConfigError
+from metagpu.core.config.errors import ConfigError
+from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER, ClusterSettings, Feature
 from metagpu.plugins.cluster.token_review import ACCESS_REVIEWS, DENIED, REMEMBERED, REVIEWS

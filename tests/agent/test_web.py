@@ -12,7 +12,7 @@ import pytest
 from metagpu.agent.optional_parts import build_web
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import resolve_environment, web_of
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.http.address import ListenAddress

@@ -14,8 +14,8 @@ from metagpu.cli.options import (
     resolve_environment,
     source_of,
 )
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ProfileChoice
-from metagpu.core.errors import ConfigError
 
 
 def settled(*arguments: str, **environment: str) -> argparse.Namespace:

@@ -12,7 +12,7 @@ from metagpu.compat import cnvrg, formats, hami, manifest, mig_parted, nvidia_fi
 from metagpu.compat.contract import ConversionContext, ConvertedConfig
 from metagpu.core.config.config import Config
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu

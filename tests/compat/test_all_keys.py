@@ -20,7 +20,7 @@ from metagpu.compat import (
     nvidia_variables,
 )
 from metagpu.compat.contract import ConvertedConfig
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from tests.compat.rig import FILE_STRUCTS, converted
 from tests.rigs.build import gpu
 

@@ -12,7 +12,7 @@ from metagpu.compat import formats, manifest
 from metagpu.compat.contract import ConversionContext
 from metagpu.compat.formats import ConfigFormat
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from tests.compat.rig import FILES, converted, offered, refusal
 from tests.rigs.build import gpu
 

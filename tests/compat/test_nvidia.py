@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.compat import manifest
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from tests.compat.nvidia_texts import FOUR, SLICES, slices
 from tests.compat.rig import FILES, converted, notes, offered, pools
 from tests.rigs.build import gpu

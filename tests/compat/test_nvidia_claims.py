@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metagpu.compat.nvidia_claims import read_sharing
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.model.claim_sharing import (
     AllocatedPart,
     ClaimSharing,

@@ -3,11 +3,16 @@
 import errno
 import inspect
 import re
+from types import ModuleType
 
 import pytest
 
 from metagpu.core import errors
-from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, describe_error
+from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.errors import MetagpuError, describe_error
+from metagpu.core.model import request_errors
+from metagpu.core.model.request_errors import GpuUnhealthy, ProvisioningLasts
+from metagpu.kubectl import errors as kubectl_errors
 
 WRONG = ConfigReason.INVALID_VALUE
 
@@ -35,24 +40,25 @@ def test_a_configuration_error_names_its_place() -> None:
 
 def test_a_reason_is_the_name_of_the_class_or_of_the_kind() -> None:
     """Each class is the reason of its errors, but for a configuration, which has kinds."""
-    assert errors.GpuUnhealthy.reason == "gpu_unhealthy"
-    assert errors.ProvisioningLasts.reason == "provisioning_lasts"
+    assert GpuUnhealthy.reason == "gpu_unhealthy"
+    assert ProvisioningLasts.reason == "provisioning_lasts"
     assert ConfigError("bad", WRONG).reason == "invalid_value"
 
 
-def test_the_drawn_tree_is_the_tree_of_classes() -> None:
+@pytest.mark.parametrize("module", [errors, request_errors, kubectl_errors])
+def test_the_drawn_tree_is_the_tree_of_classes(module: ModuleType) -> None:
     """The module's docstring draws every error class below its base class, and no other name."""
     drawn: dict[str, str] = {}
     parents: list[str] = []
 
-    for line in (errors.__doc__ or "").splitlines():
-        found = re.match(r"((?:│   )*(?:[├└]── )?)([A-Z]\w+)(?: {2,}\S|$)", line)
+    for line in (module.__doc__ or "").splitlines():
+        found = re.match(r"((?:[│ ]   )*(?:[├└]── )?)([A-Z]\w+)(?: {2,}\S|$)", line)
         if found is not None:
             depth = len(found[1]) // 4
             parents[depth:] = [found[2]]
             drawn[found[2]] = parents[depth - 1] if depth else "Exception"
 
-    members = dict(inspect.getmembers(errors, inspect.isclass))
+    members = dict(inspect.getmembers(module, inspect.isclass))
     classes = {name: it for name, it in members.items() if issubclass(it, Exception)}
     assert drawn == {name: cls.__mro__[1].__name__ for name, cls in classes.items()}
     assert all(issubclass(cls, MetagpuError) for cls in classes.values())

@@ -10,8 +10,8 @@ import pytest
 from anyio import to_thread
 from msgspec.structs import replace
 
-from metagpu.core.errors import FractionSplit
 from metagpu.core.model.gpu import MIB
+from metagpu.core.model.request_errors import FractionSplit
 from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod

@@ -13,11 +13,11 @@ from metagpu.backends.common.packing import (
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.contracts.capabilities import DiagnosesGpu, LimitsRequests
-from metagpu.core.errors import FractionSplit
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.offers import OfferPolicy, RequestRule
+from metagpu.core.model.request_errors import FractionSplit
 from metagpu.core.model.shares import Share, by_gpu
 from metagpu.core.model.snapshot import Snapshot
 

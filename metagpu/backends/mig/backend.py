@@ -49,7 +49,6 @@ from metagpu.core.contracts.capabilities import (
 )
 from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
-from metagpu.core.errors import SharesOverlap, TooManyReplicas
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import CDI_STRATEGIES, Injection
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
@@ -57,6 +56,7 @@ from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance, is_mps_share, profile_of
 from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.request_errors import SharesOverlap, TooManyReplicas
 from metagpu.core.model.shares import ProvisionedState, ResourceName, Share, by_gpu
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot

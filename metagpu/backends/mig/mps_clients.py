@@ -7,10 +7,10 @@ from metagpu.backends.common.mps_daemon.client_limits import grant_to_client
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.packing import GpuCandidate, choose_shares_or_fallback
 from metagpu.backends.mig.sharing import MigMpsOptions
-from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import slot_of
+from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
 from metagpu.core.model.shares import Lease, Share, by_gpu, count_containers
 from metagpu.core.model.snapshot import GpuState, Snapshot
 

@@ -47,13 +47,13 @@ from metagpu.core.contracts.capabilities import (
 )
 from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
-from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.claim_sharing import MpsLimits
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.offers import OfferPolicy, RequestRule
 from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
 from metagpu.core.model.shares import Share, ShareId, by_gpu, count_containers
 from metagpu.core.model.snapshot import GpuState, Snapshot
 

@@ -24,16 +24,12 @@ from metagpu.core.contracts.capabilities import (
     SharingStrategy,
 )
 from metagpu.core.contracts.gpu_context import GpuContext
-from metagpu.core.errors import (
-    ProgramError,
-    ProgramMissing,
-    SharingUnavailable,
-    TooManyReplicas,
-)
+from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.driver_roots import MOUNT_HOST
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.privileges import Privilege
+from metagpu.core.model.request_errors import SharingUnavailable, TooManyReplicas
 from metagpu.core.model.shares import Share, Verdict
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.log_once import LogOnce

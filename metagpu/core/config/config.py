@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.config.mgctl import MgctlConfig
 from metagpu.core.config.resource_names import driver_problem, name_problem
@@ -18,7 +19,6 @@ from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
+from metagpu.core.config.errors import ConfigReason
 from metagpu.core.config.paths import key_path, split_path, value_at
 from metagpu.core.config.suggestions import allowed_values
 from metagpu.core.config.units import decode_unit
-from metagpu.core.errors import ConfigReason
 
 _MAX_TRIES: Final = 200
 """The keys that are tried to find the wrong one; a larger mapping is reported as a whole."""

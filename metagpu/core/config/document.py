@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 import yaml
 
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.paths import join_path, renumber, split_path, value_at
 from metagpu.core.config.units import decode_unit
-from metagpu.core.errors import ConfigError, ConfigReason
 
 ValueT = TypeVar("ValueT")
 

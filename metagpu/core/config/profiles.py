@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 DEFAULT: Final = "default"
 """The profile of a node without a choice: the name is that of NVIDIA's plugin."""

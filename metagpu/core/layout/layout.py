@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.config.config import Config, Pool
+from metagpu.core.config.errors import ConfigReason
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.capabilities import (
     HasMetrics,
@@ -19,7 +20,6 @@ from metagpu.core.contracts.capabilities import (
     no_shares_reason,
     offer_rule,
 )
-from metagpu.core.errors import ConfigReason
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from metagpu.core.errors import SharingUnavailable
+from metagpu.core.model.request_errors import SharingUnavailable
 
 
 class OpaqueParameters(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from metagpu.core.errors import RequestError
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName
 
 BUCKET_BOUNDS: Final = (0.00025, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ResourceName
 from metagpu.core.state.facts import Fact
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 TOKEN_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 """The token that Kubernetes gives to a pod with a service account."""

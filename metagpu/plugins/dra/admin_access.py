@@ -7,9 +7,9 @@ its own, so that neither this daemon nor an earlier one takes it for a lease.
 from collections.abc import Awaitable, Callable, Iterable
 
 from metagpu.core.devices.devices import pool_name
-from metagpu.core.errors import UnknownDevice
 from metagpu.core.grants.cdi import MONITOR_KIND
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.request_errors import UnknownDevice
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.claim_states import PreparedClaims

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import anyio
 
 from metagpu.core.devices.devices import pool_name
-from metagpu.core.errors import RequestError
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef, Share
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry

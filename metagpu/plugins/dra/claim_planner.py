@@ -6,8 +6,8 @@ from contextlib import suppress
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, shared_device
-from metagpu.core.errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.offers import Front
+from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.dra.parts import Part, by_request, is_shared

@@ -10,13 +10,9 @@ import anyio
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.errors import (
-    ClusterError,
-    ProvisioningLasts,
-    RequestError,
-    ResourceClaimUnusable,
-)
+from metagpu.core.errors import ClusterError
 from metagpu.core.model.claim_sharing import ReadSharing
+from metagpu.core.model.request_errors import ProvisioningLasts, RequestError, ResourceClaimUnusable
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, ShareId
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.admin_access import (

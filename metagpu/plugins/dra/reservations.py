@@ -10,7 +10,8 @@ import anyio
 import structlog
 
 from metagpu.core.devices.devices import gpu_of_pool
-from metagpu.core.errors import RequestError, describe_error
+from metagpu.core.errors import describe_error
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.log_once import LogOnce

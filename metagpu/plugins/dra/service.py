@@ -11,7 +11,8 @@ import anyio
 import structlog
 from grpclib.const import Handler as Method
 
-from metagpu.core.errors import MetagpuError, RequestError
+from metagpu.core.errors import MetagpuError
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 ALL_ADDRESSES: Final = ""
 _LOCALHOST: Final = "127.0.0.1"

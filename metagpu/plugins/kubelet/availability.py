@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from metagpu.core.errors import (
+from metagpu.core.model import reasons
+from metagpu.core.model.offers import Front
+from metagpu.core.model.request_errors import (
     GpuPaused,
     GpuUnhealthy,
     InstanceUnhealthy,
     ShareTaken,
     UnknownShare,
 )
-from metagpu.core.model import reasons
-from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 

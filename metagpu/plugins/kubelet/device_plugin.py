@@ -18,9 +18,9 @@ from grpclib.exceptions import GRPCError
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import PreparesContainers, Provisions
-from metagpu.core.errors import GpuUnhealthy, RequestError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.grant import Grant
+from metagpu.core.model.request_errors import GpuUnhealthy, RequestError
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import CallOutcome, KubeletCall, ResourceCallStats

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.gpu_preference import GpuPreference, are_equal_parts, by_fullness
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName, Share, by_gpu
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.kubelet.availability import refuse_unavailable

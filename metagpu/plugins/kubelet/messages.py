@@ -7,9 +7,11 @@ from grpclib import GRPCError
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
-from metagpu.core.errors import ConfigError, ConfigReason, MetagpuError, RequestError, UnknownShare
+from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.request_errors import RequestError, UnknownShare
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.kubelet.fast_codec import encode_device

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 """The name of the kubelet's Registration socket in its device-plugins folder."""

@@ -5,7 +5,7 @@ from typing import Final
 
 import anyio
 
-from metagpu.core.errors import ProvisioningFailed, ProvisioningLasts
+from metagpu.core.model.request_errors import ProvisioningFailed, ProvisioningLasts
 from metagpu.core.model.shares import ProvisionedState, ProvisionFailure, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import SharesPending

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import (

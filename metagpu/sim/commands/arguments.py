@@ -6,8 +6,8 @@ from typing import Any, Final, get_args
 
 import msgspec
 
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.units import Bytes, Duration
-from metagpu.core.errors import ConfigError, ConfigReason
 from metagpu.display.options import add_json
 from metagpu.sim.commands.cluster_arguments import add_cluster_arguments
 from metagpu.sim.commands.cluster_commands import AnyClusterCommand

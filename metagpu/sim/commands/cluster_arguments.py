@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.units import Duration
-from metagpu.core.errors import ConfigError, ConfigReason, describe_error
+from metagpu.core.errors import describe_error
 from metagpu.display.options import add_output
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import PodManifest

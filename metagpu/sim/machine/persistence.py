@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.machine.gpu import SimGpu
 from metagpu.sim.machine.mig_driver import MigDriverError, find_profile

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import Options
-from metagpu.core.errors import FractionSplit
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.request_errors import FractionSplit
 from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import GpuFaulted, SharesClaimed
 from tests.backends.fraction.fractions import T4, A, B, C, counted, fraction, node, of

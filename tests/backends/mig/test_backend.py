@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.core.config.config import parse
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.errors import ConfigError, SharesOverlap
 from metagpu.core.grants.grant import DeviceNode
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.reasons import unavailable_reason
+from metagpu.core.model.request_errors import SharesOverlap
 from metagpu.core.model.shares import (
     HardwareDevice,
     Holder,

@@ -8,9 +8,9 @@ from metagpu.backends.common.packing import PlacementPolicy
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.sharing import MigMpsOptions
-from metagpu.core.errors import MultipleDevices, TooManyClients
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpusFound, LeasesObserved, ProvisioningReported, SharesClaimed

@@ -8,10 +8,11 @@ import pytest
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.core.config.config import parse
-from metagpu.core.errors import ConfigError, TooManyReplicas
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import ID_LIMIT
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.request_errors import TooManyReplicas
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, Share
 from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import Snapshot

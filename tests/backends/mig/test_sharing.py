@@ -12,8 +12,8 @@ from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.sharing import MigMpsOptions
 from metagpu.core.config.config import parse
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import ID_LIMIT
 from metagpu.core.model.gpu import MIB, Gpu

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from metagpu.backends.mps.backend import MpsBackend
-from metagpu.core.errors import ConfigError, MultipleDevices, TooManyClients
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
 from metagpu.core.model.shares import Holder, Lease, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import BackendSuspended, GpuFaulted, GpusFound, SharesClaimed

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from metagpu.backends.timeslice import backend as timeslice
 from metagpu.backends.timeslice.backend import TimesliceBackend, TimesliceTiming
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Options, installed_backends
-from metagpu.core.errors import ConfigError, ProgramError, ProgramMissing, TooManyReplicas
+from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.request_errors import TooManyReplicas
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (

@@ -7,8 +7,8 @@ import pytest
 
 from metagpu.backends.fraction.backend import FractionOptions
 from metagpu.core.config.config import parse
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Backend, Options
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu

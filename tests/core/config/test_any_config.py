@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metagpu.core.config.config import DEFAULT, parse
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.xid import Severity
 from tests.core.config.config_texts import TWO_BACKENDS

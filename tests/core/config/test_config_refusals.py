@@ -3,7 +3,7 @@
 import pytest
 
 from metagpu.core.config.config import parse
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from tests.core.config.config_texts import HEAD, POOL, TWO_BACKENDS, backend, refusal, selecting
 from tests.rigs.build import BACKENDS
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from metagpu.core.config.document import Document
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from metagpu.core.config.document import MAX_TEXT, Document
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 
 WRONG = ConfigReason.INVALID_VALUE
 

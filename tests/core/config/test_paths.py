@@ -3,8 +3,8 @@
 import pytest
 
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import ConfigReason
 from metagpu.core.config.paths import join_path, key_path, split_path, value_at
-from metagpu.core.errors import ConfigReason
 
 WRONG = ConfigReason.INVALID_VALUE
 

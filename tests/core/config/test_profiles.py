@@ -2,8 +2,8 @@
 
 import pytest
 
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ProfileChoice, choose_profile, has_profile
-from metagpu.core.errors import ConfigError
 
 SLICES = ("slice-4.yaml", "slice-10", "default")
 

@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Bytes
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from tests.core.config.config_texts import selecting
 from tests.rigs.build import config, gpu

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from metagpu.core.devices.devices import Device, devices_of, find_device, pool_name
-from metagpu.core.errors import UnknownDevice
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.request_errors import UnknownDevice
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import gpu, offered
 

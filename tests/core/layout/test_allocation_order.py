@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.mig import profile_of

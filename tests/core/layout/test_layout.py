@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.config.config import parse
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
 from metagpu.core.model.gpu import Gpu, GpuId

@@ -2,26 +2,27 @@
 
 import pytest
 
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import (
-    ConfigError,
-    ConfigReason,
     DriverError,
     DriverTimeout,
     DriverUnavailable,
-    FractionSplit,
     GpuLost,
-    GpuUnhealthy,
     KubeletError,
     MetagpuError,
     ProgramError,
     ProgramMissing,
+)
+from metagpu.core.model.gpu import Connection, PciPath, Topology
+from metagpu.core.model.request_errors import (
+    FractionSplit,
+    GpuUnhealthy,
     RequestError,
     ShareTaken,
     TooManyReplicas,
     UnknownShare,
 )
-from metagpu.core.model.gpu import Connection, PciPath, Topology
 from metagpu.core.model.shares import Holder, ShareId, Verdict, gpu_of
 from metagpu.core.model.snapshot import GpuState
 from tests.rigs.build import gpu, share

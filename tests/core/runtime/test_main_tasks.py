@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from metagpu.core.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.runtime import main_tasks
 from metagpu.core.runtime.main_tasks import MainTasks, MainTaskTiming
 from tests.rigs.logs import capture_module_logs

@@ -7,7 +7,7 @@ import anyio
 import pytest
 from grpclib.exceptions import GRPCError
 
-from metagpu.core.errors import FractionSplit, GpuUnhealthy, UnknownShare
+from metagpu.core.model.request_errors import FractionSplit, GpuUnhealthy, UnknownShare
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,

@@ -9,14 +9,14 @@ import anyio
 import msgspec
 import pytest
 
-from metagpu.core.errors import (
+from metagpu.core.model.pods import KnownPod, Rejection
+from metagpu.core.model.request_errors import (
     DeviceOccupied,
     FractionSplit,
     GpuUnhealthy,
     RequestError,
     TooManyReplicas,
 )
-from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.state.events import AllocationRefused, ClaimRefusalEnded, ResourceClaimRefused
 from metagpu.core.state.facts import PodsListed

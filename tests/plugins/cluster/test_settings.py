@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.plugins.cluster.settings import (
     ALL_FEATURES,
     ClusterSettings,

@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 from metagpu.core.devices.slices import HELD, OUT_OF_TURN, slices_of
-from metagpu.core.errors import RequestError
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import (
     BY_CLAIMS,
     Holder,

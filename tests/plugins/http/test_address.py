@@ -3,7 +3,7 @@
 import pytest
 
 from metagpu.cli.metagpu import main
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.plugins.http.address import ListenAddress, parse_address
 
 

@@ -16,11 +16,11 @@ from typing import Final
 import pytest
 
 from bench.cluster_model import Cluster, Pod, job_back_off
-from metagpu.core.errors import RequestError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Holder, ResourceName, Share, ShareId
 from metagpu.core.state.facts import (
     GpuFaulted,

@@ -7,8 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from metagpu.core.config.config import parse
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.core.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.plugins.kubelet import messages as wire

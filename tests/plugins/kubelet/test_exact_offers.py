@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from metagpu.core.errors import RequestError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule, largest_request
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Holder, OfferTurn, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import free_parts
 from metagpu.core.state.facts import (

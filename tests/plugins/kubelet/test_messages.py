@@ -5,21 +5,22 @@ import re
 import pytest
 from grpclib.const import Status
 
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import (
-    ConfigError,
-    ConfigReason,
     DriverTimeout,
     DriverUnavailable,
-    FractionSplit,
     GpuLost,
-    GpuUnhealthy,
     KubeletError,
     MetagpuError,
+)
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.request_errors import (
+    FractionSplit,
+    GpuUnhealthy,
     RequestError,
     ShareTaken,
     UnknownShare,
 )
-from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesOffered

@@ -9,7 +9,7 @@ import pytest
 
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.contracts.capabilities import PreparesContainers
-from metagpu.core.errors import RequestError
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.sim.kubelet.kubelet import ContainerStartError

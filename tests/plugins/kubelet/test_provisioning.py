@@ -8,7 +8,7 @@ import grpclib
 import pytest
 
 from metagpu.backends.mig.backend import MigBackend
-from metagpu.core.errors import CdiNameMissing
+from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import (
     HardwareDevice,
     Lease,

@@ -9,8 +9,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 from grpclib.server import Server
 
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import ConfigError
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import endpoint, fast_codec, messages, registration

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import RequestError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import (
     Holder,
     ProvisionedState,

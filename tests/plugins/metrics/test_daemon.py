@@ -9,9 +9,14 @@ from msgspec.structs import replace
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.contracts.sensors import DetailedSensors
-from metagpu.core.errors import DeviceOccupied, FractionSplit, ProvisioningLasts, RequestError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.request_errors import (
+    DeviceOccupied,
+    FractionSplit,
+    ProvisioningLasts,
+    RequestError,
+)
 from metagpu.core.model.shares import Fault, ResourceClaimRef, ResourceName
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, CallOutcome, KubeletCall, KubeletCallStats

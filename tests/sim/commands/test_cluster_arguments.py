@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from metagpu.core.errors import ConfigError, MetagpuError
+from metagpu.core.config.errors import ConfigError
+from metagpu.core.errors import MetagpuError
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.arguments import add_arguments, command_from

@@ -5,8 +5,8 @@ import argparse
 import msgspec
 import pytest
 
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.driver import RecoveryAction
-from metagpu.core.errors import ConfigError
 from metagpu.core.model.gpu import MIB
 from metagpu.sim.commands.arguments import add_arguments, command_from
 from metagpu.sim.commands.cluster_commands import ClusterCommand

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from metagpu.core.errors import ConfigError
+from metagpu.core.config.errors import ConfigError
 from metagpu.sim.commands.view import view_node
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.persistence import SavedNode

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.driver import RecoveryAction
-from metagpu.core.errors import ConfigError
 from metagpu.core.model.gpu import MIB
 from metagpu.sim.machine.spec import build_node
 

@@ -1,0 +1,46 @@
+"""Errors of the commands of kubectl metagpu; the class names the cause.
+
+MetagpuError
+├── CordonFailed            a node's daemon: it does not follow the annotation of a cordon
+├── DrainFailed             pods: they still hold the GPU
+├── UnknownPod              the user: there is no such pod
+├── NoKubeconfig            the user: there are no credentials for the API server
+├── NotInstalled            the cluster: it has no daemon of metagpu, that the user may see
+├── SeveralNamespaces       the cluster: more than one namespace has daemons
+├── NodeNotServed           the node: metagpu does not run on it
+└── NoAnswer                a node's daemon: it does not answer through the API server
+"""
+
+from metagpu.core.errors import MetagpuError
+
+
+class CordonFailed(MetagpuError):
+    """Raised when a node's daemon does not follow the annotation of a cordon."""
+
+
+class DrainFailed(MetagpuError):
+    """Raised when pods still hold a GPU at the end of a drain."""
+
+
+class UnknownPod(MetagpuError):
+    """Raised when there is no pod of a name, nor a controller whose pods are refused."""
+
+
+class NoKubeconfig(MetagpuError):
+    """Raised when there are no credentials for the API server."""
+
+
+class NotInstalled(MetagpuError):
+    """Raised when no pod that the user may list is a daemon of metagpu."""
+
+
+class SeveralNamespaces(MetagpuError):
+    """Raised when several namespaces have daemons of metagpu."""
+
+
+class NodeNotServed(MetagpuError):
+    """Raised when a node has no daemon of metagpu."""
+
+
+class NoAnswer(MetagpuError):
+    """Raised when a node's daemon gives no answer, or an incomplete one."""
