@@ -3,8 +3,8 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -180,13 +180,26 @@ def held_shares() -> dict[str, list[str]]:
 
 async def list_pod_resources() -> v1.ListPodResourcesResponse:
     """Return what the kubelet's PodResources lists."""
+    async with _pod_resources() as stub:
+        return await stub.list(v1.ListPodResourcesRequest(), timeout=ANSWER_S)
+
+
+async def healthy_resources() -> set[str]:
+    """Return the resources of which the kubelet has a healthy share, held or free."""
+    async with _pod_resources() as stub:
+        asked = v1.AllocatableResourcesRequest()
+        answer = await stub.get_allocatable_resources(asked, timeout=ANSWER_S)
+    return {it.resource_name for it in answer.devices if it.device_ids}
+
+
+@asynccontextmanager
+async def _pod_resources() -> AsyncIterator[v1.PodResourcesListerStub]:
     socket = KUBELET_HOME / "pod-resources" / "kubelet.sock"
     try:
         async with Channel(path=str(socket)) as channel:
-            stub = v1.PodResourcesListerStub(channel)
-            return await stub.list(v1.ListPodResourcesRequest(), timeout=ANSWER_S)
+            yield v1.PodResourcesListerStub(channel)
     except (OSError, GRPCError, StreamTerminatedError) as error:
-        raise RigError(f"the kubelet does not list the holders: {error!r}") from error
+        raise RigError(f"the kubelet's PodResources does not answer: {error!r}") from error
 
 
 def visible_devices() -> dict[str, list[str]]:

@@ -7,10 +7,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import anyio
 import pytest
 
 from tests.e2e.claims import pod as claiming_pod
@@ -22,6 +23,7 @@ from tests.e2e.instances import (
     MigNode,
     failure,
     generalize,
+    healthy_resources,
     is_leaving,
     is_unschedulable,
     mig_node,
@@ -154,11 +156,13 @@ class Pool:
         self,
         claims: Mapping[str, Document],
         amounts: Mapping[str, str],
+        healthy: Collection[str],
         pods: Mapping[str, Document],
     ) -> None:
-        """Check that the Node counts no GPU that a ResourceClaim has.
+        """Check that neither Node nor kubelet offers a GPU that a ResourceClaim has.
 
-        The claims were read first, then the Node's amounts, then the pods.
+        The claims were read first, then the Node's amounts and the kubelet's devices, then the
+        pods.
         """
         claim = claims.get(self.names.get("claim", ""))
         limits = pods.get(self.names.get("limits", ""))
@@ -166,6 +170,7 @@ class Pool:
             return
         if limits is None or "nodeName" not in limits["spec"]:
             assert amounts[self.resource] == "0", f"{claim['metadata']['name']} has the GPU"
+            assert self.resource not in healthy, f"{claim['metadata']['name']} has the GPU"
 
 
 def races(it: MigNode, api: Api, chance: random.Random, restarts: Sequence[str]) -> Sequence[Pool]:
@@ -183,9 +188,10 @@ def races(it: MigNode, api: Api, chance: random.Random, restarts: Sequence[str])
             due = time.monotonic() + BETWEEN_S
         claims = api.objects(CLAIMS)
         amounts = api.call("GET", f"/api/v1/nodes/{cluster.node.name}")["status"]["allocatable"]
+        healthy = anyio.run(healthy_resources)
         pods = api.pods(NAMESPACE)
         for pool in tuple(busy):
-            pool.check(claims, amounts, pods)
+            pool.check(claims, amounts, healthy, pods)
             if pool.step(pods):
                 if sum(each.races for each in pools) < RACES:
                     pool.begin()
