@@ -139,7 +139,8 @@ def _with_classes(checked: Checked, classes: Mapping[str, Sequence[ExtendedResou
             f"pools[{number}].backends[{place}].resource",
             f"{resource} is offered by the device plugin, and is the extendedResourceName of the "
             f"DeviceClass {taken[resource]} ({file}): while the Node has an amount of 0, the "
-            "scheduler would take the class, which counts devices; give it another `resource`, or change the class",
+            "scheduler would take the class, which counts devices; give it another `resource`, "
+            "or change the class",
             ConfigReason.NAME_TAKEN,
         )
         for file, found in classes.items()
