@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
-from typing import TypeAlias
 
 import anyio
 import structlog
@@ -20,7 +19,6 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.log_once import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded
 from metagpu.core.state.facts import (
@@ -32,15 +30,13 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.checkpoint import read_allocated_ids
 from metagpu.plugins.kubelet.claim_holders import RequestsOf, holders_by_request, no_requests
-from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
+from metagpu.plugins.kubelet.kubelet_files import Identity, KubeletFiles, find_files
 from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 log = structlog.get_logger()
 
-Identity: TypeAlias = tuple[int, int, int] | None
-"""The identity of a file, `None` without one (`core.runtime.files`)."""
 Running = Callable[[Collection[Holder]], Awaitable[Collection[Holder]]]
 """Returns those of some holders whose containers are seen to run."""
 
@@ -88,6 +84,9 @@ class LeaseFollower:
         self._kubelet: tuple[Identity, Identity] = (None, None)
         self._believed: tuple[Identity, Identity] = (None, None)
         """The last kubelet that knew its pods."""
+        self._silent = False
+        """Whether the last question had no answer."""
+        self._files = KubeletFiles()
         self._failures = LogOnce()
         self._triggered = anyio.Event()
         self._pod_ended = anyio.Event()
@@ -98,7 +97,7 @@ class LeaseFollower:
         The kubelet is asked at once; soon after every grant, change of the offer or start of a
         kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
         and periodically, more often while shares are unavailable, or while it is not known who
-        holds what.
+        holds what. One that lists no pods is asked ever more rarely, and when its files change.
         """
         kinds = SharesClaimed, SharesOffered, KubeletStarted, PodEnded
         delay = 0.0
@@ -107,7 +106,7 @@ class LeaseFollower:
             async for event in events:
                 if not isinstance(event, PodEnded):
                     self._triggered.set()
-                elif _holds_shares(event, self._registry):
+                elif self._silent or _holds_shares(event, self._registry):
                     self._pod_ended.set()
 
         with self._registry.events.subscribe(*kinds) as events:
@@ -139,7 +138,18 @@ class LeaseFollower:
                     await anyio.sleep(self._timing.settle)
                 group.cancel_scope.cancel()
 
+            async def wait_changed() -> None:
+                nonlocal delay
+                files, listed = self._files, self._registry.snapshot.pods.listed
+                while files == self._files and listed == self._registry.snapshot.pods.listed:
+                    await anyio.sleep(self._timing.settle)
+                    files = await self._identify()
+                delay = 0.0
+                group.cancel_scope.cancel()
+
             group.start_soon(wait_triggered)
+            if self._rests():
+                group.start_soon(wait_changed)
             await self._pod_ended.wait()
             delay = 0.0
             await anyio.sleep(self._timing.after_end)
@@ -161,7 +171,8 @@ class LeaseFollower:
 
         Without an answer, the checkpoint of a kubelet that may not know its pods still counts.
         """
-        kubelet = await self._identify()
+        self._files = await self._identify()
+        kubelet = self._files.kubelet
         if kubelet != self._kubelet:
             self._kubelet = kubelet
             self._readiness.restart()
@@ -182,9 +193,10 @@ class LeaseFollower:
             if self._failures.is_new(self._socket, reason := describe_error(error)):
                 _log_failure(error, self._socket, reason)
 
+        self._silent = answer is None
         allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
         running = await self._see_running()
-        if await self._identify() != kubelet:
+        if (await self._identify()).kubelet != kubelet:
             answer = None  # it may be the last kubelet's, and the file the next one's
             allocated = None
         if answer is None and self._readiness.ready:
@@ -219,12 +231,8 @@ class LeaseFollower:
         lister, socket = self._believed
         return socket is not None and kubelet[0] != lister and kubelet[1] in (None, socket)
 
-    async def _identify(self) -> tuple[Identity, Identity]:
-        """Return what a kubelet makes when it starts: its two sockets."""
-        return (
-            await to_thread.run_sync(file_identity, self._socket),
-            await to_thread.run_sync(file_identity, self._directory / KUBELET_SOCKET),
-        )
+    async def _identify(self) -> KubeletFiles:
+        return await to_thread.run_sync(find_files, self._socket, self._directory)
 
     def _request_checkpoint(self, answer: LeasesObserved) -> None:
         """Request a checkpoint of the kubelet while one can decide about a lease."""
@@ -252,6 +260,8 @@ class LeaseFollower:
         """Return the delay to the next look, after one with this delay."""
         timing, snapshot = self._timing, self._registry.snapshot
         states = snapshot.gpus.values()
+        if self._rests():
+            return min(max(2 * delay, timing.settle), timing.poll_period)
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
         contended = any(it.unavailable_shares for it in states if Front.DEVICE_PLUGIN in it.fronts)
@@ -262,6 +272,23 @@ class LeaseFollower:
             # A pod is being admitted: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
+
+    def _rests(self) -> bool:
+        """Return whether a kubelet lists no pods, and only a change of its files says more.
+
+        A grant is judged by the checkpoint once that may name it, and a container is seen to end.
+        """
+        snapshot, young = self._registry.snapshot, self._clock() - 2 * self._timing.written
+        return (
+            self._silent
+            and not self._readiness.ready
+            and not unconfirmed_holders(snapshot)
+            and not any(
+                lease.since > young
+                for state in snapshot.gpus.values()
+                for lease in state.leases.values()
+            )
+        )
 
 
 def _allocated_shares(state: GpuState) -> Iterator[ShareId]:

@@ -35,7 +35,6 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.sharing import conflicts
-from metagpu.core.runtime.files import file_identity
 from metagpu.core.state.events import CheckpointRequested
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
@@ -44,6 +43,7 @@ from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
+from metagpu.plugins.kubelet.kubelet_files import KubeletFiles, find_files
 from metagpu.plugins.kubelet.pb import v1, v1beta1
 from metagpu.plugins.kubelet.pod_list import parse_leases
 from metagpu.plugins.kubelet.pod_resources import LeaseFollower
@@ -590,7 +590,7 @@ def on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         kubelet = Schedules.present.kubelet
         answers = {
             read_allocated_ids: kubelet.file,
-            file_identity: (0, 0, kubelet.process),
+            find_files: KubeletFiles(((0, 0, kubelet.process),) * 2),
             leftover_devices: (),
         }
         return answers[work]

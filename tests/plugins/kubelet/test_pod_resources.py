@@ -19,6 +19,7 @@ from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.kubelet_files import KubeletFiles, find_files
 from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.pod_list import parse_leases, read_leases
@@ -28,8 +29,9 @@ from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
 from tests.plugins.kubelet.rig import METAGPU, Node, gpu, ids, node, pod
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import skip
+from tests.rigs.waiting import becomes, skip
 
+CHECKPOINT = f"device-plugins/{CHECKPOINT_FILE}"
 SHARED_POOL = f"""
 version: metagpu/v1
 pools:
@@ -290,6 +292,51 @@ async def test_absent_kubelet_changes_nothing(
         assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
 
 
+@pytest.mark.parametrize(
+    "changed", [CHECKPOINT, f"device-plugins/{KUBELET_SOCKET}", "pods", "pods listed"]
+)
+async def test_a_kubelet_that_never_answers_is_asked_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Where no kubelet lists pods, a change of its files or an end of a pod is seen at once."""
+    asked = looked = 0
+
+    async def refuse(*_: object) -> LeasesObserved:
+        nonlocal asked
+        asked += 1
+        raise FileNotFoundError
+
+    def look(socket: Path, directory: Path) -> KubeletFiles:
+        nonlocal looked
+        looked += 1
+        return find_files(socket, directory)
+
+    monkeypatch.setattr(pod_resources, "read_leases", refuse)
+    monkeypatch.setattr(pod_resources, "find_files", look)
+    async with node(tmp_path) as it, following(it, tmp_path, replace(SLOW, settle=0.001)):
+        known = KnownPod("t", "default", "train", "Running")
+        if changed == "pods":
+            it.registry.apply(PodsListed((known,)))
+
+        async def watch() -> None:
+            until = looked + 6
+            await becomes(lambda: looked > until)
+
+        while asked < 50:
+            skip(SLOW.poll_period)
+            await watch()
+        before = asked
+        await watch()
+        assert asked == before
+
+        if changed.startswith("pods"):
+            it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
+        else:
+            await anyio.Path(tmp_path / changed).parent.mkdir(exist_ok=True)
+            await anyio.Path(tmp_path / changed).write_text("{}")
+        await becomes(lambda: asked > before)
+
+
 @dataclass
 class Answering:
     """A kubelet with these pods, none with a share, that may hang or send wrong answers."""
@@ -350,9 +397,6 @@ async def restarted(
         new = Answering(tmp_path / "pod-resources.sock", pods)
         async with new.running():
             yield new
-
-
-CHECKPOINT = f"device-plugins/{CHECKPOINT_FILE}"
 
 
 @pytest.mark.parametrize("pods", [(), ("kube-proxy-node-1",)], ids=["none", "static"])
