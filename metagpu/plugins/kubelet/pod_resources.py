@@ -274,7 +274,7 @@ class LeaseFollower:
         return longest
 
     def _rests(self) -> bool:
-        """Return whether a kubelet lists no pods, and only a change of its files says more.
+        """Return whether no pods are listed, and only changed files can say more.
 
         A grant is judged by the checkpoint once that may name it, and a container is seen to end.
         """

@@ -298,7 +298,7 @@ async def test_absent_kubelet_changes_nothing(
 async def test_a_kubelet_that_never_answers_is_asked_ever_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    """Where no kubelet lists pods, a change of its files or an end of a pod is seen at once."""
+    """A silent kubelet is asked when its files change, or a pod has ended."""
     asked = looked = 0
 
     async def refuse(*_: object) -> LeasesObserved:
