@@ -39,7 +39,6 @@ _CLASS: Final = re.compile(
 )
 """A class of errors: its name, its base, and the first sentence about it."""
 _CAUGHT: Final = (
-    "CallerRefused",
     "ClaimAccountUnreadable",
     "FaultNoteUnusable",
     "LeftoverInUse",

@@ -34,22 +34,59 @@
 
 enum {
     REQUEST_LIMIT = 4096, /* bytes of a request behind its length; the daemon has the same limit */
+    TEXT_LIMIT = 512,     /* bytes of an error */
     TIMEOUT = 30,         /* seconds to wait for a silent daemon */
     FAILED = 1,
     USAGE_ERROR = 2,
     FRAME_HEAD = 5,
 };
 
+static bool wants_json; /* the form of an error; all else of a command line is the daemon's */
+
+static void print_object(const char *text)
+{
+    char escaped[6 * TEXT_LIMIT], *end = escaped;
+
+    for (; *text != '\0'; text++) {
+        if ((unsigned char)*text < ' ')
+            end += sprintf(end, "\\u%04x", *text);
+        else if (*text == '"' || *text == '\\')
+            end += sprintf(end, "\\%c", *text);
+        else
+            *end++ = *text;
+    }
+    *end = '\0';
+    dprintf(STDERR_FILENO, "{\"reason\": \"no_daemon\", \"error\": \"%s\"}\n", escaped);
+}
+
 static _Noreturn void die(int status, const char *format, ...)
 {
-    char text[512];
+    char text[TEXT_LIMIT];
     va_list values;
 
     va_start(values, format);
     vsnprintf(text, sizeof text, format, values);
     va_end(values);
-    dprintf(STDERR_FILENO, "mgctl: %s\n", text);
+    if (wants_json && status == FAILED)
+        print_object(text);
+    else
+        dprintf(STDERR_FILENO, "mgctl: %s\n", text);
     exit(status);
+}
+
+/* Returns whether an argument is `-o json` in one of its forms; `next` is the one behind it. */
+static bool asks_json(const char *argument, const char *next)
+{
+    const char *forms[] = {"--output=", "-o=", "-o"};
+
+    if (strcmp(argument, "-o") == 0 || strcmp(argument, "--output") == 0)
+        return next != NULL && strcmp(next, "json") == 0;
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+        size_t size = strlen(forms[i]);
+        if (strncmp(argument, forms[i], size) == 0 && strcmp(argument + size, "json") == 0)
+            return true;
+    }
+    return false;
 }
 
 static bool is_set(const char *variable)
@@ -154,6 +191,8 @@ static void copy_bytes(int daemon, int out, size_t size)
 
 int main(int argc, char **argv)
 {
+    for (int i = 1; i < argc; i++)
+        wants_json |= asks_json(argv[i], argv[i + 1]);
     unsigned char request[2 + REQUEST_LIMIT];
     size_t size = write_request(request, argc, argv);
     const char *path = is_set(SOCKET_VARIABLE) ? getenv(SOCKET_VARIABLE) : DEFAULT_SOCKET;

@@ -227,13 +227,21 @@ async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:
             ("get", "pods", "-n", "default", "bob"),
             ("get", "processes", "--pod=bob"),
             ("--token", "l0", "get", "processes"),
-            ("get", "processes", "--sort-by", "nothing"),
         ):
             result = await it.mgctl(ALICE, *arguments)
 
             assert (result.status, result.out) == (2, ""), result.err
             assert result.err.startswith("mgctl: ")
             assert result.err.count("\n") == 1
+
+
+async def test_an_unknown_field_has_a_reason(tmp_path: Path) -> None:
+    """A field that no row has is a failure with a reason, as on the node."""
+    async with node(tmp_path) as it:
+        words = "get", "processes", "--sort-by", "nothing", "-o", "json"
+        result = await it.mgctl(ALICE, *words)
+
+    assert (result.status, result.out, json.loads(result.err)["reason"]) == (1, "", "unknown_field")
 
 
 async def test_watching_ends_with_the_watcher(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The `mgctl` of containers alone: a real program, and a socket with a test's answers."""
 
 import fcntl
+import json
 import os
 import platform
 import pty
@@ -241,6 +242,33 @@ def test_an_answer_of_another_program(daemon: Daemon) -> None:
     assert done.stderr == (
         f"mgctl: {daemon.path} is not metagpu's socket: its answer has an unknown format\n"
     )
+
+
+@pytest.mark.parametrize(
+    "option", ["-o json", "-ojson", "-o=json", "--output json", "--output=json"]
+)
+def test_with_json_a_failure_has_a_reason(tmp_path: Path, option: str) -> None:
+    """With `-o json` an error is the object that the other programs print; no text breaks it."""
+    path = tmp_path / 'a "\\ \n é'
+    done = run(path, "get", "pods", *option.split())
+
+    found = json.loads(done.stderr)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert list(found) == ["reason", "error"]
+    assert found["reason"] == "no_daemon"
+    assert found["error"].startswith(f"there is no {path}: metagpu does not run")
+
+
+@pytest.mark.parametrize("words", ["-o yaml", "--sort-by json", "get json", "-o"])
+def test_without_json_a_failure_is_a_line(tmp_path: Path, words: str) -> None:
+    """Any other command line has the text."""
+    assert run(tmp_path / "none", *words.split()).stderr.startswith("mgctl: there is no ")
+
+
+def test_misuse_is_a_line(tmp_path: Path) -> None:
+    """Wrong arguments have a text, also with `-o json`, as those of the other programs."""
+    done = run(tmp_path / "none", "-ojson", "x" * REQUEST_LIMIT)
+    assert (done.returncode, done.stderr[:7]) == (2, "mgctl: ")
 
 
 def test_this_machine_has_a_program() -> None:

@@ -4,6 +4,8 @@ import socket
 from pathlib import Path
 from typing import BinaryIO, Final
 
+import msgspec
+
 from metagpu.core.errors import DaemonRefusal, NoDaemon
 from metagpu.plugins.pod_api.frames import HEAD, request_frame
 
@@ -42,9 +44,25 @@ def _read_answer(file: BinaryIO, path: Path) -> str:
         kind, number = HEAD.unpack(head)
         if kind == b"x":
             if number:
-                raise DaemonRefusal(texts[b"e"].decode().removeprefix("mgctl: ").strip(), None)
+                raise _refusal(texts[b"e"].decode())
             return texts[b"o"].decode()
         if kind not in texts:
             raise NoDaemon(f"{path} is not metagpu's socket: its answer has an unknown format")
         texts[kind] += file.read(number)
     raise NoDaemon("metagpu broke off its answer; it may have been restarted")
+
+
+class _Failure(msgspec.Struct):
+    """An error as `mgctl` prints it with `-o json`."""
+
+    reason: str
+    error: str
+
+
+def _refusal(line: str) -> DaemonRefusal:
+    """Return the error of a line; a daemon of an earlier release sends a text."""
+    try:
+        found = msgspec.json.decode(line, type=_Failure)
+    except msgspec.MsgspecError:
+        return DaemonRefusal(line.removeprefix("mgctl: ").strip(), None)
+    return DaemonRefusal(found.error, found.reason)

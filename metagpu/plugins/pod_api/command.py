@@ -88,6 +88,14 @@ def parse_command(arguments: Sequence[str]) -> PodCommand:
     return replace(command, output_format=output_format, watch=watch, sort_by=sort_by)
 
 
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Return whether a command line asks for JSON; an invalid one asks for nothing."""
+    try:
+        return parse_command(arguments).output_format == "json"
+    except UsageError:
+        return False
+
+
 def _to_command(words: Sequence[str]) -> PodCommand:
     match words:
         case ["get" | "g", word] if word in _KINDS:

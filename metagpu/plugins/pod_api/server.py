@@ -12,7 +12,6 @@ from metagpu import __version__
 from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.usage.report import RequestingPod
-from metagpu.display.sorting import UnknownField
 from metagpu.display.table import PLAIN, Terminal, redraw
 from metagpu.display.usage import TABLES, Top, format_usage
 from metagpu.display.usage_tables import Answer
@@ -115,11 +114,7 @@ class PodMgctlServer:
                 await caller.write_stdout(f"metagpu {__version__}\n")
             case _:
                 pod = await self._pod(container)
-                try:
-                    await self._show(pod, command, _terminal(request), caller)
-                except UnknownField as error:
-                    await caller.write_stderr(str(error))
-                    return USAGE_STATUS
+                await self._show(pod, command, _terminal(request), caller)
         return 0
 
     async def _show(

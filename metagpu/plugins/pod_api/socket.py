@@ -6,6 +6,7 @@ dropped.
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
@@ -25,6 +26,7 @@ from metagpu.core.runtime.listener import SO_PASSRIGHTS
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.pod_api import frames
 from metagpu.plugins.pod_api.calls import RelayedCall, RelayFailed, RelaySettings, relayed_calls
+from metagpu.plugins.pod_api.command import wants_json
 from metagpu.plugins.pod_api.frames import PodRequest
 
 log = structlog.get_logger()
@@ -85,7 +87,7 @@ DEFAULT_LIMITS: Final = PodSocketLimits()
 
 
 class CallerRefused(MetagpuError):
-    """Raised when a caller gets no answer; the text is for the caller."""
+    """Raised when a container gets no answer; the text is for the caller."""
 
 
 class CallerConnection(msgspec.Struct):
@@ -93,10 +95,12 @@ class CallerConnection(msgspec.Struct):
 
     Attributes:
         reading_time: seconds that the caller has to read more of its answer.
+        wants_json: whether an error is an object with its reason, in place of a text.
     """
 
     connection: socket.socket
     reading_time: float
+    wants_json: bool = False
 
     async def write_stdout(self, text: str) -> None:
         """Write text to the caller's standard output."""
@@ -105,6 +109,14 @@ class CallerConnection(msgspec.Struct):
     async def write_stderr(self, text: str) -> None:
         """Write a line to the caller's error output."""
         await self.send(frames.stderr_frame(f"mgctl: {text}\n"))
+
+    async def write_failure(self, error: MetagpuError) -> None:
+        """Write the line about an error that ends the call."""
+        if not self.wants_json:
+            await self.write_stderr(str(error))
+            return
+        described = json.dumps({"reason": error.reason, "error": str(error)})
+        await self.send(frames.stderr_frame(f"{described}\n"))
 
     async def send(self, data: bytes) -> None:
         """Send bytes within the time that the caller has.
@@ -225,9 +237,12 @@ class PodSocket:
         with closing(call):
             try:
                 try:
-                    status = await self._answer(caller, await self._identify(call))
+                    # Read first: a refusal too has the form that the caller asks for.
+                    request = await _read_request(call.connection, self._limits.request_time)
+                    caller.wants_json = wants_json(request.arguments)
+                    status = await self._answer(caller, await self._identify(call), request)
                 except MetagpuError as error:
-                    await caller.write_stderr(str(error))
+                    await caller.write_failure(error)
                     status = 1
                 await caller.send(frames.exit_frame(status))
             except (OSError, TimeoutError, EOFError):
@@ -235,7 +250,9 @@ class PodSocket:
             except Exception:
                 log.exception("container request failed")
 
-    async def _answer(self, caller: CallerConnection, container: Container) -> int:
+    async def _answer(
+        self, caller: CallerConnection, container: Container, request: PodRequest
+    ) -> int:
         limits, pod = self._limits, self._usage(container.pod_uid)
         if pod.connections >= limits.pod_connections:
             raise CallerRefused(
@@ -244,7 +261,6 @@ class PodSocket:
         pod.connections += 1
 
         try:
-            request = await _read_request(caller.connection, limits.request_time)
             if not pod.requests.take(asyncio.get_running_loop().time()):
                 raise CallerRefused(
                     f"this pod asks too often: {limits.pod_requests:g} requests a second are "

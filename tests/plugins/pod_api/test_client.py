@@ -46,11 +46,12 @@ def test_a_command_line_is_answered(tmp_path: Path) -> None:
     ("answer", "text"),
     [
         (stderr_frame("mgctl: this pod asks too often\n") + exit_frame(1), "^this pod asks too of"),
+        (stderr_frame('{"reason":"x","error":"not now"}\n') + exit_frame(1), "^not now$"),
         (stdout_frame("half")[:-1], "broke off its answer"),
         (b"HTTP/1.1 400", "is not metagpu's socket"),
         (None, "sent nothing for 0.05 s$"),
     ],
-    ids=["refused", "restarted", "another program", "silent"],
+    ids=["refused", "refused with a reason", "restarted", "another program", "silent"],
 )
 def test_no_answer_is_one_line(tmp_path: Path, answer: bytes | None, text: str) -> None:
     """A refusal has the text of the daemon; any other failure says what is wrong."""

@@ -16,8 +16,10 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,6 +186,25 @@ async def test_a_refusal_is_a_line_and_a_failure_is_silent(tmp_path: Path) -> No
         ]
         assert await it.exchange(pack_request("fail")) == []
         assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+
+
+async def test_with_json_a_refusal_has_its_reason(tmp_path: Path) -> None:
+    """A caller that asks for JSON gets an object, also before its request counts."""
+    json = pack_request("get", "pods", "-o", "json")
+    async with pod_socket(tmp_path, PodSocketLimits(pod_requests=0.001, pod_burst=1)) as it:
+        assert await it.exchange(json) == [(b"o", b"hello\n"), (b"x", 0)]
+        (kind, text), status = await it.exchange(json)
+        assert (kind, status) == (b"e", (b"x", 1))
+        refusal = TOO_OFTEN.removeprefix("mgctl: ").replace("5 r", "0.001 r").strip()
+        assert msgspec.json.decode(cast("bytes", text)) == {
+            "reason": "caller_refused",
+            "error": refusal,
+        }
+
+        it.machine.add_process(os.getpid(), "0::/user.slice")
+        (_, text), _ = await it.exchange(json)
+        error = msgspec.json.decode(cast("bytes", text))["error"]
+        assert error.startswith("this socket answers containers")
 
 
 # --- malicious callers ----------------------------------------------------------------------------
