@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 
 import yaml
 
@@ -23,6 +24,7 @@ from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
+from tests.e2e.slice_journal import complete_pools, taints_of
 
 PAGE = REPOSITORY / "docs" / "dra.md"
 KINDS = "resourceclaimtemplates,resourceclaims"
@@ -204,6 +206,16 @@ class ClaimsNode:
         """Return how often the kubelet has registered the driver."""
         return self.daemon.log.count("dra driver registered")
 
+    def logged(self, event: str, **fields: object) -> list[float]:
+        """Return when the daemon logged an event with these fields, in seconds since the epoch."""
+        lines = self.daemon.log.splitlines(keepends=True)
+        found = (json.loads(it) for it in lines if it.startswith("{") and it.endswith("}\n"))
+        return [
+            datetime.fromisoformat(it["timestamp"]).timestamp()
+            for it in found
+            if it["event"] == event and fields.items() <= it.items()
+        ]
+
     def await_registered(self, before: int = 0) -> None:
         """Wait until the kubelet has registered the driver more often than BEFORE."""
         wait_for(
@@ -224,30 +236,20 @@ class ClaimsNode:
 
     def taints(self, gpu: int) -> dict[str, set[str]]:
         """Return the keys of the taints of each device of a GPU that can be held."""
-        uuid = self.daemon.status()["gpus"][gpu]["uuid"].lower()
-        return {
-            device["name"]: {it["key"] for it in device.get("taints", ())}
-            for it in self.slices().values()
-            for device in it["spec"].get("devices", ())
-            if device["name"].startswith(uuid) and not device["name"].endswith("-monitor")
-        }
+        return taints_of(self.slices().values(), self.uuid(gpu))
+
+    def uuid(self, gpu: int) -> str:
+        """Return the uuid of a GPU, by its index."""
+        return str(self.daemon.status()["gpus"][gpu]["uuid"])
 
     def await_slices(self, within_s: float = SLICES_S) -> dict[str, Document]:
         """Wait until every GPU's pool is complete, of one generation; return the slices."""
 
         def complete() -> dict[str, Document]:
             found = self.slices()
-            pools = dict[str, list[Document]]()
-            for it in found.values():
-                pools.setdefault(it["spec"]["pool"]["name"], []).append(it["spec"]["pool"])
-            wrong = {
-                name: parts
-                for name, parts in pools.items()
-                if len({it["generation"] for it in parts}) > 1
-                or {it["resourceSliceCount"] for it in parts} != {len(parts)}
-            }
-            if wrong or len(pools) != MIG_GPU + 1:
-                raise RigError(f"{len(pools)} pools, not complete are {wrong}")
+            pools = {it["spec"]["pool"]["name"] for it in found.values()}
+            if (whole := complete_pools(found.values())) != pools or len(pools) != MIG_GPU + 1:
+                raise RigError(f"{len(pools)} pools, not complete are {pools - whole}")
             return found
 
         return wait_for("complete pools", complete, within_s=within_s, pause_s=PAUSE_S)

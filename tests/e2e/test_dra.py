@@ -1,5 +1,6 @@
 """ResourceClaims on a real kubelet: containers, leases, and what the API server sees."""
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from itertools import combinations
@@ -32,6 +33,7 @@ from tests.e2e.rig.node import Node
 from tests.e2e.rig.release import CHART, helm_of
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.waiting import wait_for
+from tests.e2e.slice_journal import slice_journal, taints_of
 
 FELL_OFF_THE_BUS = 79
 UNHEALTHY = "metagpu.io/unhealthy"
@@ -39,6 +41,14 @@ GPU_MIB = 40960
 ONE_GPU = {"constraints": [{"matchAttribute": f"{DRIVER}/uuid"}]}
 CORDONED = [{"key": "metagpu.io/cordoned", "operator": "Exists"}]
 SOON_S, CALL_S = 5.0, 45.0
+TAINTED_S = 1.0
+PREPARED_S = 2.0
+"""From the end of the reason for which a ResourceClaim was not prepared."""
+GONE_S = 1.0 + 5.0
+"""The grace period of the tests' deletions, and what a pod may take beyond it."""
+REGISTERED_S = 3.0
+"""The kubelet looks for plugins every second: it lets go of a lost socket at one look and registers
+the new one at the next; a second more is its own deadline of the driver's answer."""
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +155,15 @@ def test_a_claim_that_cannot_be_prepared(claims: ClaimsNode) -> None:
 
         claims.kubectl.apply(resource_claim("never", request), pod("never", "never"))
         wait_for("a refusal", lambda: claims.events("never"), within_s=20)
+        began = time.monotonic()
         claims.cluster.delete("never")
+        assert time.monotonic() - began <= GONE_S
     finally:
+        ended = time.time()
         claims.daemon.request("uncordon", gpu="0")
     wait_for("the pod to run", lambda: claims.phase("late") == "Running", within_s=SOON_S)
+    prepared = claims.logged("resource claim prepared", claim=f"{NAMESPACE}/late")
+    assert min(it for it in prepared if it >= ended) - ended <= PREPARED_S
     assert claims.leased(0) == 10
     assert set().union(*claims.taints(0).values()) == set()
 
@@ -204,12 +219,15 @@ def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
     (allocation,) = claims.allocation("victim")
     gpu = claims.index_of(allocation)
 
-    claims.daemon.fault(gpu, FELL_OFF_THE_BUS)
-    wait_for(
-        "the taint",
-        lambda: set(map(frozenset, claims.taints(gpu).values())) == {frozenset({UNHEALTHY})},
-        within_s=SOON_S,
-    )
+    with slice_journal(claims.cluster) as journal:
+        uuid, began = claims.uuid(gpu), time.time()
+        claims.daemon.fault(gpu, FELL_OFF_THE_BUS)
+        tainted = wait_for(
+            "the taint",
+            lambda: journal.first(lambda now: all_unhealthy(taints_of(now.values(), uuid))),
+            within_s=SOON_S,
+        )
+    assert tainted - began <= TAINTED_S
     changed = {name for name, it in claims.slices().items() if it != slices.get(name)}
     assert {claims.slices()[it]["spec"]["pool"]["name"] for it in changed} == {allocation.pool}
     reason = claims.daemon.status()["gpus"][gpu]["reason"]
@@ -227,6 +245,11 @@ def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
     assert claims.cluster.incarnations()["victim"] == before["victim"]
 
 
+def all_unhealthy(taints: Mapping[str, set[str]]) -> bool:
+    """Return whether each device has the taint of a fault, and no other."""
+    return set(map(frozenset, taints.values())) == {frozenset({UNHEALTHY})}
+
+
 def test_deleted_slices_are_written_again(claims: ClaimsNode) -> None:
     """ResourceSlices that somebody deletes are back within two seconds."""
     before = claims.await_slices()
@@ -242,8 +265,10 @@ def test_a_deleted_socket_is_made_again(claims: ClaimsNode) -> None:
     """The kubelet registers the driver again after somebody deleted its registration socket."""
     socket = KUBELET_HOME / "plugins_registry" / f"{DRIVER}-reg.sock"
     before = claims.registrations()
+    began = time.time()
     socket.unlink()
     claims.await_registered(before)
+    assert claims.logged("dra driver registered")[-1] - began <= REGISTERED_S
     claims.start(resource_claim("after", shares(5)), pod("after", "after"))
 
 

@@ -1,20 +1,28 @@
 """ResourceClaims outlive restarts of kubelet, daemon and node, and keep what they hold."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 import pytest
 
-from tests.e2e.claims import ClaimsNode, claims_node, pod, resource_claim, shares
+from tests.e2e.claims import MIG_GPU, ClaimsNode, claims_node, pod, resource_claim, shares
 from tests.e2e.cluster import Cluster, Incarnation
 from tests.e2e.fake_node import exactly
 from tests.e2e.rig.daemon import Daemon
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
+from tests.e2e.slice_journal import complete_pools, slice_journal
 
 MIG = exactly("gpu", "mig.metagpu.io")
 WIPED_S = 45.0
 """The kubelet deletes the slices of a driver that was away for 30 s."""
+REGISTERED_S = 2.0
+"""From the moment at which both the kubelet and the driver are there."""
+BACK_S = 3.0
+"""From the deletion of a slice."""
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +48,21 @@ def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
     before = settled(claims)
     old, registrations = uids(claims), claims.registrations()
 
-    claims.node.restart_kubelet()
-    claims.await_registered(registrations)
-    claims.await_slices()
-    wait_for(
-        "new slices, as the kubelet deletes all",
-        lambda: old.isdisjoint(uids(claims)),
-        within_s=20,
-    )
-    claims.await_slices(within_s=3)
+    with slice_journal(claims.cluster) as journal:
+        claims.node.restart_kubelet()
+        claims.await_registered(registrations)
+        back = wait_for(
+            "new slices, as the kubelet deletes all",
+            lambda: journal.first(
+                lambda now: (
+                    old.isdisjoint(uids_of(now.values()))
+                    and len(complete_pools(now.values())) == MIG_GPU + 1
+                )
+            ),
+            within_s=20,
+        )
+    assert journal.longest_gap(until=back) <= BACK_S
+    assert claims.logged("dra driver registered")[-1] - looks(claims)[-1] <= REGISTERED_S
     assert settled(claims) == before
     claims.start(resource_claim("late", shares(50)), pod("late", "late"))
 
@@ -60,6 +74,9 @@ def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
     getattr(claims.daemon, end)()
     claims.daemon.start_again()
     claims.await_registered(registrations)
+    if end == "stop":  # of a driver that was killed, the kubelet lets go of the old socket first
+        served, registered = map(claims.logged, ("dra driver served", "dra driver registered"))
+        assert registered[-1] - served[-1] <= REGISTERED_S
     wait_for("the same leases", lambda: settled(claims) == before, within_s=20)
     claims.await_slices()
     assert uids(claims) == slices
@@ -139,4 +156,20 @@ def started_again(claims: ClaimsNode, before: State) -> bool:
 
 def uids(claims: ClaimsNode) -> set[str]:
     """Return the uids of all ResourceSlices."""
-    return {it["metadata"]["uid"] for it in claims.slices().values()}
+    return uids_of(claims.slices().values())
+
+
+def uids_of(slices: Collection[Document]) -> set[str]:
+    """Return the uids of ResourceSlices."""
+    return {it["metadata"]["uid"] for it in slices}
+
+
+def looks(claims: ClaimsNode) -> list[float]:
+    """Return when the kubelet began to look for plugins, in seconds since the epoch."""
+    log = claims.node.kubelet.log.read_text(errors="replace")
+    found = re.findall(r"^I(\S+ \S+) .*Starting Kubelet Plugin Manager", log, re.MULTILINE)
+    year = datetime.now().astimezone().year  # the log's times have none
+    return [
+        datetime.strptime(f"{year}{it}", "%Y%m%d %H:%M:%S.%f").astimezone().timestamp()
+        for it in found
+    ]

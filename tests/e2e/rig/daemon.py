@@ -122,7 +122,7 @@ class Daemon(ABC):
 
     def fault(self, gpu: int, xid: int) -> None:
         """Report an XID of a simulated GPU."""
-        self._simulate("xid", str(gpu), str(xid))
+        self.request("sim", change={"do": "xid", "gpu": str(gpu), "code": xid})
 
     def reset(self, gpu: int) -> None:
         """Reset a simulated GPU: the GPU answers again."""
