@@ -13,7 +13,7 @@ from tests.e2e.fake_node import exactly
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
-from tests.e2e.rig.waiting import wait_for
+from tests.e2e.rig.waiting import took, wait_for
 from tests.e2e.slice_journal import complete_pools, slice_journal
 
 MIG = exactly("gpu", "mig.metagpu.io")
@@ -61,8 +61,9 @@ def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
             ),
             within_s=20,
         )
-    assert journal.longest_gap(until=back) <= BACK_S
-    assert claims.logged("dra driver registered")[-1] - looks(claims)[-1] <= REGISTERED_S
+    took("the return of slices", journal.longest_gap(until=back), at_most=BACK_S)
+    seconds = claims.logged("dra driver registered")[-1] - looks(claims)[-1]
+    took("the registration at a new kubelet", seconds, at_most=REGISTERED_S)
     assert settled(claims) == before
     claims.start(resource_claim("late", shares(50)), pod("late", "late"))
 
@@ -76,7 +77,8 @@ def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
     claims.await_registered(registrations)
     if end == "stop":  # of a driver that was killed, the kubelet lets go of the old socket first
         served, registered = map(claims.logged, ("dra driver served", "dra driver registered"))
-        assert registered[-1] - served[-1] <= REGISTERED_S
+        seconds = registered[-1] - served[-1]
+        took("the registration of a new daemon", seconds, at_most=REGISTERED_S)
     wait_for("the same leases", lambda: settled(claims) == before, within_s=20)
     claims.await_slices()
     assert uids(claims) == slices
