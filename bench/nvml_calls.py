@@ -29,9 +29,11 @@ def calls(driver: Driver, gpu: GpuId) -> Mapping[str, Callable[[], Awaitable[obj
         "processes (enforcement)": partial(driver.processes, gpu),
         "utilization of processes": partial(driver.utilization, gpu),
         "sensors (a scrape)": partial(
-            driver.activity, gpu, processes=False, sensors=True, energy=False
+            driver.activity, gpu, processes=False, sensors=True, costly=False
         ),
-        "the same with the energy": partial(driver.activity, gpu, processes=False, sensors=True),
+        "the same with the costly ones": partial(
+            driver.activity, gpu, processes=False, sensors=True
+        ),
         "detailed sensors": partial(driver.sensors, gpu),
         "compute mode": partial(driver.compute_mode, gpu),
         "MIG mode": partial(driver.mig.mode, gpu),

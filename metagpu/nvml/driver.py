@@ -225,12 +225,12 @@ class NvmlDriver:
         return await known.worker.call(partial(read_processes, known.handle), self._deadline)
 
     async def activity(
-        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, energy: bool = True
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, costly: bool = True
     ) -> GpuActivity:
         """Read one GPU's processes and sensors, each if wanted."""
         known = self._known(gpu)
         answers = known.sensor_answers if sensors else None
-        read = partial(read_activity, known.handle, answers, processes=processes, energy=energy)
+        read = partial(read_activity, known.handle, answers, processes=processes, costly=costly)
         return await known.worker.call(read, self._deadline)
 
     async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
@@ -238,10 +238,10 @@ class NvmlDriver:
         known = self._known(gpu)
         return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
 
-    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:
-        """Read the sensors and error counters of one GPU, with the energy if wanted."""
+    async def sensors(self, gpu: GpuId, *, costly: bool = True) -> DetailedSensors:
+        """Read the sensors and error counters of one GPU, with the costly ones if wanted."""
         known = self._known(gpu)
-        read = partial(read_detailed_sensors, known.handle, known.sensor_answers, energy=energy)
+        read = partial(read_detailed_sensors, known.handle, known.sensor_answers, costly=costly)
         return await known.worker.call(read, self._deadline)
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:

@@ -37,9 +37,9 @@ _NVLINK_FIELDS: Final = MappingProxyType(
     }
 )
 _ENERGY: Final = pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
+_COSTLY: Final = (_ENERGY, pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER)
 _FIELDS: Final = (
     pynvml.NVML_FI_DEV_MEMORY_TEMP,
-    pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,
     pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,
     pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,
     *_NVLINK_FIELDS.values(),
@@ -56,9 +56,9 @@ _REASONS: Final = MappingProxyType(
 """Without what is no fault: an idle GPU, clocks that somebody set or that follow another GPU's."""
 
 
-def read_sensors(handle: Handle, answers: NvmlAnswers, *, energy: bool = True) -> GpuSensors:
-    """Read the sensors of a GPU once; the energy takes longer than all others."""
-    fields = answers.fresh(_read_fields, handle, (*_FIELDS, _ENERGY) if energy else _FIELDS) or {}
+def read_sensors(handle: Handle, answers: NvmlAnswers, *, costly: bool = True) -> GpuSensors:
+    """Read the sensors of a GPU once; the costly ones take longer than all others."""
+    fields = answers.fresh(_read_fields, handle, (*_FIELDS, *_COSTLY) if costly else _FIELDS) or {}
     ask = partial(_scaled, answers, handle)
 
     return GpuSensors(
@@ -78,11 +78,11 @@ def read_sensors(handle: Handle, answers: NvmlAnswers, *, energy: bool = True) -
 
 
 def read_detailed_sensors(
-    handle: Handle, answers: NvmlAnswers, *, energy: bool = True
+    handle: Handle, answers: NvmlAnswers, *, costly: bool = True
 ) -> DetailedSensors:
     """Read the sensors of a GPU once, its engines, its memory and its remapped rows."""
     memory = read_memory(handle)  # without an answer to this, nothing else is worth a call
-    sensors = read_sensors(handle, answers, energy=energy)
+    sensors = read_sensors(handle, answers, costly=costly)
     rates = answers.fresh(pynvml.nvmlDeviceGetUtilizationRates, handle)
     rows = answers.fresh(pynvml.nvmlDeviceGetRemappedRows, handle)
     encoder = answers.fresh(pynvml.nvmlDeviceGetEncoderUtilization, handle)

@@ -29,7 +29,7 @@ def read_activity(
     sensor_answers: NvmlAnswers | None = None,
     *,
     processes: bool = True,
-    energy: bool = True,
+    costly: bool = True,
 ) -> GpuActivity:
     """Read the processes on a GPU and its sensors.
 
@@ -39,7 +39,7 @@ def read_activity(
     sensors = None
     if sensor_answers is not None:
         with suppress(Exception):
-            sensors = read_sensors(handle, sensor_answers, energy=energy)
+            sensors = read_sensors(handle, sensor_answers, costly=costly)
     return GpuActivity(listed, sensors)
 
 

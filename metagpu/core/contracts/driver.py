@@ -312,11 +312,12 @@ class Driver(Protocol):
         ...
 
     async def activity(
-        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, energy: bool = True
+        self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, costly: bool = True
     ) -> GpuActivity:
         """Read the processes of one GPU, and its sensors if wanted, in one job.
 
-        Processes may be left out, and of the sensors the energy, which costs more than all others.
+        Processes may be left out, and of the sensors the costly ones: energy and PCIe replays take
+        longer than all others.
         """
         ...
 
@@ -328,10 +329,10 @@ class Driver(Protocol):
         """
         ...
 
-    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:
+    async def sensors(self, gpu: GpuId, *, costly: bool = True) -> DetailedSensors:
         """Read the sensors and error counters of one GPU, for monitoring.
 
-        The energy may be left out, which costs more than all others.
+        The costly ones may be left out, as in `activity`.
         """
         ...
 

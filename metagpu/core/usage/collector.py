@@ -9,6 +9,7 @@ from typing import NamedTuple
 import anyio
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from metagpu.core.contracts.driver import Driver, GpuProcess
 from metagpu.core.contracts.host import Container, Host, ProcessDetails, ProcessIdentity
@@ -24,7 +25,7 @@ from metagpu.core.usage.accounting import (
     PromisedMemory,
     attribute_processes,
 )
-from metagpu.core.usage.reading_turns import EnergyTurns
+from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 from metagpu.core.usage.utilization import UtilizationReader
 
@@ -84,7 +85,7 @@ class UsageCollector:
         self._unknown: dict[GpuId, set[Container]] = {}
         self._checked: dict[GpuId, tuple[float, GpuUsage]] = {}
         self._utilization = UtilizationReader(driver, registry, timing)
-        self._energy = EnergyTurns(timing.energy_age)
+        self._sensor_turns = SensorTurns(timing.costly_age)
 
     async def collect_gpu(self, gpu: GpuId) -> GpuUsage:
         """Return the present usage of one GPU.
@@ -93,16 +94,14 @@ class UsageCollector:
             DriverError: NVML cannot read the processes.
         """
         listing = self._list(gpu, await self._driver.processes(gpu))
-        usage = (await self._attribute({gpu: listing}))[gpu]
-        self._checked[gpu] = anyio.current_time(), usage
-        return usage
+        return (await self._attribute({gpu: listing}))[gpu]
 
     async def collect(self, *, sensors: bool = False) -> NodeUsage:
         """Collect the usage of all GPUs, and their sensors where they are wanted.
 
         The GPUs are read in turn, and one that does not answer soon delays no other. With sensors,
-        which are for scrapes, the processes of a GPU are those of its last check, if it is recent,
-        and what costs much is read of few GPUs: the others have their last value.
+        which are for scrapes, the processes of a GPU are those of its last listing, if it is
+        recent, and what costs much is read of one GPU: the others have their last value.
         """
         gpus = tuple(self._registry.snapshot.gpus)
         usage = NodeUsage(at=time(), sensors={} if sensors else None)
@@ -113,14 +112,14 @@ class UsageCollector:
         read_gpus: list[GpuId] = []
         late = False
         self._utilization.retain(gpus)
-        self._energy.retain(gpus)
-        due = self._energy.due(gpus, anyio.current_time()) if sensors else frozenset()
+        self._sensor_turns.retain(gpus)
+        due = self._sensor_turns.due(gpus, anyio.current_time()) if sensors else frozenset()
 
         async def read(gpu: GpuId) -> None:
-            began, energy = anyio.current_time(), gpu in due
+            began, costly = anyio.current_time(), gpu in due
             try:
                 activity = await self._driver.activity(
-                    gpu, processes=gpu not in recent, sensors=sensors, energy=energy
+                    gpu, processes=gpu not in recent, sensors=sensors, costly=costly
                 )
             except DriverError as error:
                 usage.failures[gpu] = str(error)
@@ -131,8 +130,9 @@ class UsageCollector:
             if gpu not in recent:
                 listings[gpu] = self._list(gpu, activity.processes)
             if usage.sensors is not None:
-                found = self._energy.complete(gpu, activity.sensors, began, was_read=energy)
-                usage.sensors.update(found)
+                usage.sensors |= self._sensor_turns.complete(
+                    gpu, activity.sensors, began, was_read=costly
+                )
             read_gpus.append(gpu)
             if late:
                 await attribute()
@@ -149,9 +149,7 @@ class UsageCollector:
                 gpu_usages.update(await self._attribute(found))
 
         async def measure(gpus: Collection[GpuId]) -> None:
-            """Read how busy the processes keep these GPUs."""
-            pids = {gpu: self._listed.get(gpu, {}).keys() for gpu in gpus}
-            usage.utilization.update(await self._utilization.read(pids, in_turns=sensors))
+            usage.utilization |= await self._measure(gpus, max_age=None if sensors else 0)
 
         async with anyio.create_task_group() as group:
             await start_in_turn(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
@@ -162,12 +160,24 @@ class UsageCollector:
         usage.gpus = gpu_usages
         return usage
 
+    async def with_utilization(self, usage: NodeUsage, max_age: float) -> NodeUsage:
+        """Return the usage with utilization that is younger than `max_age` seconds."""
+        gpus = [gpu for gpu in usage.gpus if gpu not in usage.failures]
+        return replace(usage, utilization=await self._measure(gpus, max_age))
+
+    async def _measure(
+        self, gpus: Collection[GpuId], max_age: float | None
+    ) -> dict[GpuId, Mapping[int, int]]:
+        """Read how busy the processes keep these GPUs, `None` for turns."""
+        pids = {gpu: self._listed.get(gpu, {}).keys() for gpu in gpus}
+        return await self._utilization.read(pids, max_age)
+
     async def _read_sensors(self, gpu: GpuId, usage: NodeUsage) -> None:
         """Read the sensors alone, if they are wanted: a GPU without a list may have some.
 
-        A GPU that may be lost has no energy of before.
+        A GPU that may be lost has no value of before.
         """
-        self._energy.forget(gpu)
+        self._sensor_turns.forget(gpu)
         if usage.sensors is not None:
             with suppress(DriverError):
                 usage.sensors[gpu] = await self._driver.sensors(gpu)
@@ -198,6 +208,7 @@ class UsageCollector:
             found[gpu] = attribute_processes(
                 snapshot.gpus[gpu], listing.processes, own, its, self.promised_memory
             )
+            self._checked[gpu] = anyio.current_time(), found[gpu]
         return found
 
     async def describe(self, usage: NodeUsage) -> NodeUsage:
@@ -250,14 +261,18 @@ class CachedUsage:
     async def latest(self, *, sensors: bool = False) -> NodeUsage:
         """Return a collection not older than `age`, with sensors if wanted.
 
-        One with sensors is for scrapes alone: its utilization may be that of an earlier one.
+        Scrapes and others share the processes. Sensors and utilization are read when they are first
+        wanted: a scrape, which has sensors, takes the utilization of most GPUs from earlier ones.
         """
         async with self._collecting:
             known = self._usage
-            is_old = known is None or anyio.current_time() >= self._until
-            if known is None or is_old or sensors != (known.sensors is not None):
-                known = self._usage = await self._collector.collect(sensors=sensors)
+            is_old = anyio.current_time() >= self._until
+            if known is None or is_old or (sensors and known.sensors is None):
+                known = await self._collector.collect(sensors=sensors)
                 self._until = anyio.current_time() + self._age
+            elif known.sensors is not None and not sensors:
+                known = await self._collector.with_utilization(known, self._age)
+            self._usage = known
             return known
 
 

@@ -1,4 +1,4 @@
-"""Turns of GPUs for readings that cost NVML much: few at a time, the oldest first."""
+"""Turns of GPUs for readings that cost NVML much: one at a time, the oldest first."""
 
 from collections.abc import Collection, Mapping
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -21,29 +21,31 @@ class _Reading(NamedTuple, Generic[ValueT]):
 
 
 class ReadingTurns(Generic[ValueT]):
-    """The last readings of GPUs, and whose turn is next.
+    """The last readings of GPUs, and whose turn is next: one at a time.
 
     The cost does not grow with the number of GPUs. Times are those of one clock, in seconds.
 
     Args:
-        at_a_time: the number of GPUs that are read at a time, without those of `max_age`.
         max_age: the age from which a reading is read again in any case.
     """
 
-    def __init__(self, at_a_time: int, max_age: float) -> None:
-        self._at_a_time = max(1, at_a_time)
+    def __init__(self, max_age: float) -> None:
         self._max_age = max_age
         self._readings: dict[GpuId, _Reading[ValueT]] = {}
 
     def due(self, gpus: Collection[GpuId], now: float) -> frozenset[GpuId]:
         """Return which of the GPUs to read now: all that have no reading, or an old one.
 
-        Where these are few, the oldest others too.
+        Where there are none of these, the one with the oldest reading.
         """
-        ages = {gpu: self._age(gpu, now) for gpu in gpus}
-        few = len(gpus) if len(gpus) <= ALWAYS_READ else self._at_a_time
-        old = sum(age >= self._max_age for age in ages.values())
-        return frozenset(sorted(gpus, key=lambda gpu: -ages[gpu])[: max(few, old)])
+        if len(gpus) <= ALWAYS_READ:
+            return frozenset(gpus)
+        oldest = max(gpus, key=lambda gpu: self._age(gpu, now))
+        return self.older(gpus, now, self._max_age) or frozenset((oldest,))
+
+    def older(self, gpus: Collection[GpuId], now: float, age: float) -> frozenset[GpuId]:
+        """Return those of the GPUs that have no reading, or one of this age in seconds."""
+        return frozenset(gpu for gpu in gpus if self._age(gpu, now) >= age)
 
     def add(self, gpu: GpuId, value: ValueT, began: float) -> None:
         """Keep a reading that began at this time, if none that began later is kept."""
@@ -69,20 +71,13 @@ class ReadingTurns(Generic[ValueT]):
         return float("inf") if known is None else now - known.at
 
 
-class EnergyTurns(ReadingTurns[float | None]):
-    """The energy counters of GPUs, one at a time: they cost more than all else.
-
-    Args:
-        max_age: seconds, as of `ReadingTurns`.
-    """
-
-    def __init__(self, max_age: float) -> None:
-        super().__init__(1, max_age)
+class SensorTurns(ReadingTurns[GpuSensors]):
+    """The costly sensors of GPUs: energy and PCIe replays."""
 
     def complete(
         self, gpu: GpuId, sensors: SensorsT | None, began: float, *, was_read: bool
     ) -> Mapping[GpuId, SensorsT]:
-        """Return sensors with the energy: their own where it was read, else the last one.
+        """Return sensors with the costly ones: their own if they were read, else the last.
 
         Of a GPU without sensors the last one is forgotten, and nothing is returned.
         """
@@ -90,5 +85,6 @@ class EnergyTurns(ReadingTurns[float | None]):
             self.forget(gpu)
             return {}
         if was_read:
-            self.add(gpu, sensors.energy, began)
-        return {gpu: replace(sensors, energy=self.latest(gpu))}
+            self.add(gpu, sensors, began)
+        last = self.latest(gpu) or GpuSensors()
+        return {gpu: replace(sensors, energy=last.energy, pcie_replays=last.pcie_replays)}

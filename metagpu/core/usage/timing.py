@@ -30,9 +30,9 @@ class UsageTiming(msgspec.Struct, frozen=True):
         recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
             little more than the enforcer's period.
         turn: after which a collection reads the next GPU, if one has not answered.
-        utilization_age: from which a scrape reads the utilization of a GPU's processes in any case;
-            `energy_age` likewise, of its energy counter. Turns of eight GPUs take 2 and 4 min at
-            the usual period of 30 s.
+        costly_age: from which a scrape reads in any case what costs NVML much: the utilization of
+            a GPU's processes, its energy, its PCIe replays. Turns of eight GPUs take 4 min at the
+            usual period of 30 s.
     """
 
     idle_period: float = 0.5
@@ -49,8 +49,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     cache_age: float = 0.9
     recent: float = 0.6
     turn: float = 0.02
-    utilization_age: float = 150.0
-    energy_age: float = 300.0
+    costly_age: float = 300.0
 
 
 DEFAULT_TIMING: Final = UsageTiming()

@@ -1,4 +1,4 @@
-"""Utilization of GPUs by their processes: a scrape reads few, the oldest first."""
+"""Utilization of GPUs by their processes: a scrape reads one, the oldest first."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -13,9 +13,6 @@ from metagpu.core.runtime.in_turn import start_in_turn
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.reading_turns import ReadingTurns
 from metagpu.core.usage.timing import UsageTiming
-
-AT_A_TIME = 2
-"""GPUs that a scrape reads, beside those that have a process without a reading."""
 
 
 class _Utilization(NamedTuple):
@@ -32,19 +29,19 @@ class UtilizationReader:
         self._driver = driver
         self._registry = registry
         self._timing = timing
-        self._turns = ReadingTurns[_Utilization](AT_A_TIME, timing.utilization_age)
+        self._turns = ReadingTurns[_Utilization](timing.costly_age)
 
     async def read(
-        self, pids: Mapping[GpuId, Collection[int]], *, in_turns: bool
-    ) -> Mapping[GpuId, Mapping[int, int]]:
+        self, pids: Mapping[GpuId, Collection[int]], max_age: float | None
+    ) -> dict[GpuId, Mapping[int, int]]:
         """Return percents by pid of those GPUs whose driver reports them.
 
-        In turns, a GPU whose processes all have a reading may answer with that one. A GPU without
-        a process is idle, and NVML is not asked; in MIG mode it has no answer.
+        A GPU whose processes all have a reading may answer with that one. A GPU without a process
+        is idle, and NVML is not asked; in MIG mode it has no answer.
 
         Args:
             pids: the processes that the driver lists now, of each GPU to read.
-            in_turns: whether few GPUs are read; else all that have a process.
+            max_age: seconds from which a reading is read again, `None` for turns of the GPUs.
         """
         gpus = [gpu for gpu in pids if self._is_whole(gpu)]
         for gpu in pids:
@@ -52,7 +49,10 @@ class UtilizationReader:
             if gpu not in gpus or (known and not known.pids.issuperset(pids[gpu])):
                 self._turns.forget(gpu)
         busy = [gpu for gpu in gpus if pids[gpu] or self._turns.latest(gpu) is None]
-        due = self._turns.due(busy, anyio.current_time()) if in_turns else frozenset(busy)
+        now = anyio.current_time()
+        due = (
+            self._turns.due(busy, now) if max_age is None else self._turns.older(busy, now, max_age)
+        )
 
         async with anyio.create_task_group() as group:
             works = (partial(self._read_gpu, gpu, pids[gpu]) for gpu in busy if gpu in due)

@@ -12,7 +12,7 @@ from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.in_turn import start_in_turn
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.reading_turns import EnergyTurns
+from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING
 from metagpu.plugins.metrics.sources import ReadSensors
 
@@ -45,23 +45,23 @@ class SensorReader(Generic[ReadingT]):
 
 
 class DetailedSensorReader:
-    """Reads the detailed sensors of all GPUs, the energy of few in turns."""
+    """Reads the detailed sensors of all GPUs, the costly ones of one in turns."""
 
     def __init__(self, registry: Registry, sensors: ReadSensors) -> None:
         self._registry = registry
         self._sensors = sensors
-        self._energy = EnergyTurns(DEFAULT_TIMING.energy_age)
+        self._turns = SensorTurns(DEFAULT_TIMING.costly_age)
 
     async def read(self) -> Mapping[GpuId, DetailedSensors]:
         """Return the reading of each GPU that answers, in the order of the GPUs."""
         gpus = tuple(self._registry.snapshot.gpus)
-        due = self._energy.due(gpus, anyio.current_time())
+        due = self._turns.due(gpus, anyio.current_time())
 
         async def read_one(gpu: GpuId) -> DetailedSensors:
-            began, energy = anyio.current_time(), gpu in due
-            found = await self._sensors(gpu, energy=energy)
-            return self._energy.complete(gpu, found, began, was_read=energy)[gpu]
+            began, costly = anyio.current_time(), gpu in due
+            found = await self._sensors(gpu, costly=costly)
+            return self._turns.complete(gpu, found, began, was_read=costly)[gpu]
 
         readings = await SensorReader(self._registry, read_one).read()
-        self._energy.retain(readings)  # a GPU that may be lost has no energy of before
+        self._turns.retain(readings)  # a GPU that may be lost has no value of before
         return readings

@@ -18,9 +18,9 @@ from metagpu.core.usage.report import ReportRules
 
 
 class ReadSensors(Protocol):
-    """Reads one GPU, with its energy or without."""
+    """Reads one GPU, with its costly sensors or without."""
 
-    async def __call__(self, gpu: GpuId, *, energy: bool) -> DetailedSensors:
+    async def __call__(self, gpu: GpuId, *, costly: bool) -> DetailedSensors:
         """Return the reading.
 
         Raises:

@@ -105,7 +105,7 @@ class ScriptedDriver:
         *,
         processes: bool = True,  # noqa: ARG002
         sensors: bool = False,  # noqa: ARG002
-        energy: bool = True,  # noqa: ARG002
+        costly: bool = True,  # noqa: ARG002
     ) -> GpuActivity:
         """Return no processes."""
         return GpuActivity(())
@@ -114,7 +114,7 @@ class ScriptedDriver:
         """Return no utilization."""
         return None
 
-    async def sensors(self, gpu: GpuId, *, energy: bool = True) -> DetailedSensors:  # noqa: ARG002
+    async def sensors(self, gpu: GpuId, *, costly: bool = True) -> DetailedSensors:  # noqa: ARG002
         """Return no reading."""
         return DetailedSensors()
 

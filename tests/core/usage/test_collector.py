@@ -33,6 +33,7 @@ FURTHER = (
     "nvmlDeviceGetMemoryInfo_v2",
 )
 """What the page of dcgm-exporter alone shows."""
+GPUS = 3
 PODS = tuple(Holder("default", f"pod-{number}", "main") for number in range(8))
 
 
@@ -51,9 +52,16 @@ class Ground(NamedTuple):
 
 @asynccontextmanager
 async def ground(
-    tmp_path: Path, turn: float = 60, gpus: int = 3, **functions: Callable[..., int]
+    tmp_path: Path,
+    turn: float = 60,
+    gpus: int = GPUS,
+    recent: float = 0,
+    **functions: Callable[..., int],
 ) -> AsyncIterator[Ground]:
-    """Collect with some of NVML's functions replaced, and wait so long before the next GPU."""
+    """Collect with some of NVML's functions replaced, and wait so long before the next GPU.
+
+    A scrape takes processes from listings that are as recent as said.
+    """
     node, machine, further = build_node(f"a100-40gb:{gpus}"), SimHost(tmp_path), list[str]()
     library = altered_library(node, **functions)
 
@@ -76,7 +84,7 @@ async def ground(
     async with nvml.session():
         registry.apply(GpusFound((await nvml.survey()).gpus, at=0))
         further.clear()
-        collector = UsageCollector(nvml, host, registry, UsageTiming(turn=turn))
+        collector = UsageCollector(nvml, host, registry, UsageTiming(turn=turn, recent=recent))
         yield Ground(node, host, further, collector)
 
 
@@ -103,7 +111,7 @@ async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(
         await it.collector.collect(sensors=True)
         assert (jobs, most, it.host.looks, it.further) == (6, 1, 1, [])
         usage = await it.collector.collect(sensors=True)
-        assert (jobs, most, it.host.looks, it.further) == (6 + 5, 1, 2, [])
+        assert (jobs, most, it.host.looks, it.further) == (6 + 4, 1, 2, [])
 
     assert usage.sensors is not None
     assert [it.power for it in usage.sensors.values()] == [94, 94, 94]
@@ -149,7 +157,7 @@ async def test_while_a_gpu_hangs_the_processes_of_the_others_are_identified(tmp_
 
 async def test_a_scrape_lists_no_processes_that_were_listed_just_now(tmp_path: Path) -> None:
     """Between two checks of the enforcer a scrape reads sensors and utilization alone."""
-    async with ground(tmp_path) as it:
+    async with ground(tmp_path, recent=60) as it:
         gpus = tuple(it.collector._registry.snapshot.gpus)
         checked = [await it.collector.collect_gpu(gpu) for gpu in gpus]
         looks = it.host.looks
@@ -160,7 +168,7 @@ async def test_a_scrape_lists_no_processes_that_were_listed_just_now(tmp_path: P
 
         it.node.start_process(it.node.gpu(0), SimProcess(7999, 2**30))
         assert (await it.collector.collect()).gpus[gpus[0]] != checked[0]
-        skip(1)
+        skip(61)
         assert (await it.collector.collect(sensors=True)).gpus[gpus[0]] != checked[0]
 
 
@@ -257,15 +265,14 @@ async def test_a_cancelled_caller_leaves_the_collection_to_others() -> None:
     assert heard == [2]
 
 
-async def test_sensors_are_collected_when_they_are_wanted() -> None:
-    """A caller that wants sensors shares a collection that has them.
+@pytest.mark.parametrize("first", [False, True], ids=["a viewer first", "a scrape first"])
+async def test_scrapes_and_others_share_a_collection(tmp_path: Path, *, first: bool) -> None:
+    """In any order, they look at the processes once, and read the sensors of a GPU once."""
+    async with ground(tmp_path, recent=60) as it:
+        looks = CachedUsage(it.collector, age=60)
+        usages = [await looks.latest(sensors=wanted) for wanted in (first, not first) * 3]
 
-    All others get none of these: its utilization may be older.
-    """
-    census = SlowCollector()
-    census.may_end.set()
-    looks = CachedUsage(census, age=60)
-
-    wanted = [False, False, True, True, False]
-    assert [(await looks.latest(sensors=it)).at for it in wanted] == [1, 1, 2, 2, 3]
-    assert census.with_sensors == 1
+    assert it.host.looks == 1
+    assert len({id(it) for usage in usages for it in usage.gpus.values()}) == GPUS
+    assert len({id(it.sensors) for it in usages if it.sensors is not None}) == 1
+    assert all(len(usage.utilization) == GPUS for usage in usages)

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from metagpu.core.state.facts import GpusFound
-from metagpu.core.usage.collector import NodeUsage
+from metagpu.core.usage.collector import CachedUsage, NodeUsage
 from metagpu.plugins.metrics.sensor_reader import DetailedSensorReader
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.nvml.library import SimLibrary
@@ -20,15 +20,18 @@ from tests.rigs.waiting import skip
 GPUS: Final = 8
 PERIOD: Final = 30
 UTILIZATION: Final = "nvmlDeviceGetProcessUtilization"
-ENERGY: Final = "nvmlDeviceGetFieldValues"
+FIELDS: Final = "nvmlDeviceGetFieldValues"
+COSTLY: Final = frozenset(
+    (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER)
+)
 
 
 class Calls(Counter[str]):
-    """The calls of what costs NVML much, by function: those of fields that name the energy."""
+    """The calls of what costs NVML much, by function: those of fields that name costly ones."""
 
     def take(self) -> tuple[int, int]:
-        """Return the readings of energy and of utilization since the last time."""
-        found = self[ENERGY], self[UTILIZATION]
+        """Return the readings of costly fields and of utilization since the last time."""
+        found = self[FIELDS], self[UTILIZATION]
         self.clear()
         return found
 
@@ -47,12 +50,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(SimLibrary, name, count)
 
-    def names_energy(_: object, count: Any, values: Any) -> bool:  # noqa: ANN401 - of ctypes
+    def names_costly(_: object, count: Any, values: Any) -> bool:  # noqa: ANN401 - of ctypes
         size = getattr(count, "value", count)
-        wanted = {it.fieldId for it in values._obj[:size]}
-        return pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION in wanted
+        wanted = COSTLY.intersection(it.fieldId for it in values._obj[:size])
+        assert wanted in (COSTLY, set())
+        return bool(wanted)
 
-    counted(ENERGY, names_energy)
+    counted(FIELDS, names_costly)
     # pynvml asks for the number of samples first.
     counted(UTILIZATION, lambda _device, samples, *_: samples is None)
     return calls
@@ -64,6 +68,7 @@ async def scraped(tmp_path: Path, calls: Calls, gpus: int = GPUS) -> AsyncIterat
     async with ground(tmp_path, gpus=gpus) as it:
         for number in range(gpus):
             it.node.gpu(number).sensors.energy = 1e6 * (number + 1)
+            it.node.gpu(number).sensors.pcie_replays = number
         await it.collector.collect(sensors=True)
         assert calls.take() == (gpus, gpus)
         skip(PERIOD)
@@ -81,13 +86,15 @@ async def scrape(it: Ground) -> NodeUsage:
 async def test_each_scrape_reads_few_gpus_and_has_the_values_of_all(
     tmp_path: Path, calls: Calls
 ) -> None:
-    """Of eight GPUs a scrape reads the energy of one and the utilization of two."""
+    """Of eight GPUs a scrape reads the costly values of one, each kind once."""
     async with scraped(tmp_path, calls) as it:
         for _ in range(GPUS):
             usage = await scrape(it)
-            assert calls.take() == (1, 2)
+            assert calls.take() == (1, 1)
             assert len(usage.utilization) == len(usage.sensors or {}) == GPUS
-            joules = [found.energy or 0 for found in (usage.sensors or {}).values()]
+            readings = (usage.sensors or {}).values()
+            assert [found.pcie_replays for found in readings] == [*range(GPUS)]
+            joules = [found.energy or 0 for found in readings]
             assert [round(each, -3) for each in joules] == [1000 * (n + 1) for n in range(GPUS)]
 
 
@@ -116,7 +123,7 @@ async def test_a_process_that_came_is_read_at_once(tmp_path: Path, calls: Calls)
         last = [*it.collector._registry.snapshot.gpus][-1]
         it.node.start_process(it.node.gpu(GPUS - 1), SimProcess(7999, 2**30, sm=55))
         assert (await scrape(it)).utilization[last] == {7000 + GPUS - 1: 10, 7999: 55}
-        assert calls.take() == (1, 2)
+        assert calls.take() == (1, 1)
 
 
 async def test_a_process_that_ended_uses_nothing(tmp_path: Path, calls: Calls) -> None:
@@ -151,7 +158,7 @@ async def test_a_lost_gpu_loses_its_values(tmp_path: Path, calls: Calls) -> None
         calls.clear()
 
         usage = await scrape(it)
-        assert calls.take() == (1, 2)
+        assert calls.take() == (1, 1)
         assert last in usage.utilization
         assert 0 < ((usage.sensors or {})[last].energy or 0) < 100
 
@@ -164,6 +171,25 @@ async def test_mgctl_gets_what_is_now(tmp_path: Path, calls: Calls) -> None:
         usage = await it.collector.collect()
         assert [list(found.values()) for found in usage.utilization.values()] == [[70]] * GPUS
         assert calls.take() == (0, GPUS)
+
+
+async def test_mgctl_reads_what_a_scrape_did_not(tmp_path: Path, calls: Calls) -> None:
+    """Beside a scrape, the utilization of the other GPUs is read once, by the first who asks."""
+    async with scraped(tmp_path, calls) as it:
+        for number in range(GPUS):
+            it.node.start_process(it.node.gpu(number), SimProcess(7000 + number, 2**30, sm=70))
+        looks = CachedUsage(it.collector, age=PERIOD / 2)
+        page = await looks.latest(sensors=True)
+        assert sorted(max(found.values()) for found in page.utilization.values()) == [
+            *[10] * (GPUS - 1),
+            70,
+        ]
+        calls.clear()
+        for _ in range(2):
+            usage = await looks.latest()
+            assert [*usage.utilization.values()] == [{7000 + n: 70} for n in range(GPUS)]
+        assert await looks.latest(sensors=True) is usage
+        assert calls.take() == (0, GPUS - 1)
 
 
 async def test_the_page_of_dcgm_exporter_reads_one_energy(tmp_path: Path, calls: Calls) -> None:

@@ -77,7 +77,7 @@ async def find_no_instances(_: GpuId) -> tuple[()]:
     return ()
 
 
-async def find_no_sensors(gpu: GpuId, *, energy: bool) -> DetailedSensors:  # noqa: ARG001
+async def find_no_sensors(gpu: GpuId, *, costly: bool) -> DetailedSensors:  # noqa: ARG001
     """Return no reading."""
     return DetailedSensors()
 
