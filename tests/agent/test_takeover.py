@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import pytest
 from anyio import to_thread
 from anyio.abc import Process
@@ -72,10 +71,13 @@ class Exchanges:
                 group.cancel_scope.cancel()
 
     async def look(self) -> None:
-        """Look at the kubelet's numbers at each turn of the loop, until cancelled."""
-        while True:
+        """Look at the kubelet's numbers at each change of them, until cancelled."""
+
+        def look() -> bool:
             self.least = min(self.least, self.kubelet.allocatable().get(METAGPU, 0))
-            await anyio.lowlevel.checkpoint()
+            return False
+
+        await self.kubelet.wait_for(look, within=float("inf"))
 
     async def arrive(self, period: float) -> None:
         """Admit pods of two shares, one each period, until cancelled; the older ones end."""
@@ -161,7 +163,7 @@ async def test_pods_do_not_notice_an_exchange(tmp_path: Path) -> None:
             assert it.failed == []
             assert it.least == SHARES
             assert it.kubelet.registrations[METAGPU] == 3
-            assert it.kubelet.open_streams[METAGPU] == 1
+            await it.kubelet.wait_for(lambda: it.kubelet.open_streams[METAGPU] == 1)
 
 
 SHORT = """
@@ -323,11 +325,11 @@ async def test_probes_of_a_daemon_that_waits(tmp_path: Path, *, same_network: bo
     addresses = [f"127.0.0.1:{port}" for port in ports]
 
     async with exchanges(tmp_path, None, "", CONFIG, "--metrics", addresses[0]) as (it, old):
-        assert await probe(addresses[0], "readyz") == 200
+        await until_probe(addresses[0], "readyz", 200)
         async with it.daemon("", "--metrics", addresses[1]) as new:
             await new.logged("node taken over", "metrics served")
             await old.logged("waiting for the node")
-            assert await probe(addresses[1], "readyz") == 200
+            await until_probe(addresses[1], "readyz", 200)
             if not same_network:
                 await until_probe(addresses[0], "healthz", 200)
                 assert await probe(addresses[0], "readyz") == 503
@@ -367,7 +369,7 @@ async def probe(address: str, page: str) -> int | None:
     def get() -> int | None:
         with suppress(OSError):
             try:
-                with urllib.request.urlopen(f"http://{address}/{page}", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://{address}/{page}", timeout=30) as answer:
                     return int(answer.status)
             except urllib.error.HTTPError as error:
                 with error:

@@ -105,7 +105,7 @@ async def test_the_view_has_what_daemons_and_api_server_report(
         changes = view.changes()
 
         async def event_of(pod: str) -> Mapping[str, Any]:
-            with anyio.fail_after(20):
+            with anyio.fail_after(30):
                 while True:
                     for event in (await view.read())["events"]:
                         if f"default/{pod} has " in event["text"]:
@@ -243,7 +243,7 @@ async def page(it: Cluster, *arguments: str) -> AsyncIterator[int]:
     it.capsys.readouterr()
     async with anyio.create_task_group() as group:
         group.start_soon(web, args, ClusterViewer(it.scene.client), [""])
-        with anyio.fail_after(20):
+        with anyio.fail_after(30):
             out = ""  # the agent beside may still log
             while not (line := PAGE_LINE.search(out)):
                 await anyio.sleep(0.01)

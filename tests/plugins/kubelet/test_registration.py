@@ -361,7 +361,7 @@ async def test_resource_taken_back_leaves_no_ghost(tmp_path: Path) -> None:
         await it.until(0, 0, gone)
         await it.until(100, 100, "example.com/other")
 
-        assert it.kubelet.open_streams[gone] == 0
+        await it.kubelet.wait_for(lambda: it.kubelet.open_streams[gone] == 0)
         assert [it.kubelet.lists[resource] for resource in kept] == lists
 
 

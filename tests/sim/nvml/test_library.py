@@ -251,8 +251,8 @@ def test_a_wait_is_over_when_something_happens(node: SimNode) -> None:
     other = threading.Timer(0.02, node.raise_xid, (node.gpu(0), 31))
     other.start()
 
-    assert pynvml.nvmlEventSetWait_v2(events, 10_000).eventData == 31
-    assert time.monotonic() - began < 5
+    assert pynvml.nvmlEventSetWait_v2(events, 60_000).eventData == 31
+    assert time.monotonic() - began < 60
     other.join()
 
 
