@@ -40,8 +40,9 @@ def _slow(name: str, seconds: Callable[..., float]) -> None:
 
     def slow(library: SimLibrary, *arguments: object) -> int:
         until = time.thread_time() + seconds(*arguments)
+        code = int(function(library, *arguments))
         while time.thread_time() < until:
             pass
-        return int(function(library, *arguments))
+        return code
 
     setattr(SimLibrary, name, slow)

@@ -178,7 +178,7 @@ async def test_mgctl_reads_what_a_scrape_did_not(tmp_path: Path, calls: Calls) -
     async with scraped(tmp_path, calls) as it:
         for number in range(GPUS):
             it.node.start_process(it.node.gpu(number), SimProcess(7000 + number, 2**30, sm=70))
-        looks = CachedUsage(it.collector, age=PERIOD / 2)
+        looks = CachedUsage(it.collector, age=PERIOD - 1)
         page = await looks.latest(sensors=True)
         assert sorted(max(found.values()) for found in page.utilization.values()) == [
             *[10] * (GPUS - 1),
