@@ -137,12 +137,13 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         metavar="PATH",
         help="a file, a folder of profiles, or the manifest of a ConfigMap, in any known format",
     )
-    it.add_argument(
+    either = it.add_mutually_exclusive_group()
+    either.add_argument(
         "--convert",
         action="store_true",
         help="print the configuration of all files together as metagpu/v1",
     )
-    it.add_argument(
+    either.add_argument(
         "--device-classes",
         metavar="FILE",
         action="append",

@@ -29,13 +29,13 @@ def read_documents(file: str) -> Sequence[Document]:
         raise ConfigError(problem, ConfigReason.UNREADABLE) from error
     try:
         documents = [it for it in yaml.safe_load_all(text) if it is not None]
+        found = list(_objects_in(documents))
     except RecursionError as error:
         problem = f"{file} is no YAML: it is nested too deep"
         raise ConfigError(problem, ConfigReason.NO_YAML) from error
     except (yaml.YAMLError, *_OF_TAGS) as error:
         cause = " ".join(describe_error(error).split())
         raise ConfigError(f"{file} is no YAML: {cause}", ConfigReason.NO_YAML) from error
-    found = list(_objects_in(documents))
     if not documents or not all(map(_is_object, found)):
         problem = f"{file}: no objects of Kubernetes; write each with apiVersion and kind"
         raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT)

@@ -293,6 +293,15 @@ async def test_metagpus_variables_are_reported_as_unused(tmp_path: Path) -> None
     )
 
 
+async def test_a_failure_as_json_has_no_line_beside_it(tmp_path: Path) -> None:
+    """A program that reads the object of a failure reads no remark before it."""
+    async with node(tmp_path) as it:
+        env = {"MG_CTL_TOKEN": "secret"}
+        result = await it.mgctl(ALICE, "get", "pods", "-o", "json", "--sort-by", "no", env=env)
+
+    assert set(json.loads(result.err)) == {"reason", "error"}
+
+
 # --- other callers --------------------------------------------------------------------------------
 
 

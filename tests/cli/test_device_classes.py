@@ -83,6 +83,38 @@ def test_the_reason_is_in_the_report(
     assert (error["reason"], error["line"]) == ("name_taken", 8)
 
 
+def test_the_classes_of_metagpu_itself_take_no_name(files: tuple[Path, Path]) -> None:
+    """The names of the chart's classes have dots, and each name in limits is a class of its own."""
+    rendered = Path(__file__).parents[2] / "deploy" / "dra.yaml"
+    assert main(["validate", str(files[0]), "--device-classes", str(rendered)]) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("&a\nkind: List\nitems: [*a]\n", id="a list in itself"),
+        pytest.param(OURS.replace("example.com/half", "[a]"), id="a name that is a list"),
+        pytest.param(OURS.replace("example.com/half", "7"), id="a name that is a number"),
+        pytest.param(OURS.replace("halves", "a..b"), id="a class that cannot be"),
+    ],
+)
+def test_a_wrong_file_has_one_line(
+    files: tuple[Path, Path], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the file."""
+    files[1].write_text(text)
+    assert main(["validate", str(files[0]), "--device-classes", str(files[1])]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(files[1]) in line
+
+
+def test_a_conversion_checks_no_class(files: tuple[Path, Path]) -> None:
+    """The two options together are refused: nothing would be checked."""
+    given = ["validate", str(files[0]), "--convert", "--device-classes", str(files[1])]
+    with pytest.raises(SystemExit, match="2"):
+        main(given)
+
+
 def test_kubectls_list_is_read_from_stdin(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

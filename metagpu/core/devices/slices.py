@@ -75,24 +75,46 @@ def gpu_slices(
     pcie_root: str | None = None,
     *,
     plain: bool = False,
+    tainted: bool = True,
 ) -> tuple[SliceSpec, ...]:
-    """Return the wanted slices of one GPU; none without the front DRA."""
+    """Return the wanted slices of one GPU; none without the front DRA.
+
+    Args:
+        snapshot: everything known.
+        gpu: the GPU.
+        node: the name of the Node.
+        driver: the name of the DRA driver.
+        pcie_root: the PCIe root complex of the GPU, `None` if unknown.
+        plain: as for `slices_of`.
+        tainted: whether the cluster knows taints. Without them a capacity alone keeps claims from
+            what pods hold.
+    """
     state = snapshot.gpus[gpu]
     devices = devices_of(state)
     if plain:
         devices = tuple(it for it in devices if it.type == WHOLE_TYPE)
     if not devices:
         return ()
-    contents = _contents(snapshot, state, devices, pcie_root)
+    closed = tainted and not state.open_to_claims
+    contents = _contents(snapshot, state, devices, pcie_root, closed=closed)
     pool = {"name": pool_name(node, gpu), "generation": 1, "resourceSliceCount": len(contents)}
     common = {"driver": driver, "nodeName": node, "pool": pool}
     return tuple({**common, **content} for content in contents)
 
 
 def _contents(
-    snapshot: Snapshot, state: GpuState, devices: Sequence[Device], pcie_root: str | None
+    snapshot: Snapshot,
+    state: GpuState,
+    devices: Sequence[Device],
+    pcie_root: str | None,
+    *,
+    closed: bool,
 ) -> list[Mapping[str, Any]]:
-    """Return the slices' own parts: the counters, then devices."""
+    """Return the slices' own parts: the counters, then devices.
+
+    While the GPU is closed to claims by a taint, the capacity is that of all shares: pods come and
+    go without a write.
+    """
     counters = _counters(devices) if len(devices) > 1 else ()
     busy = _busy_shares(state)
     rendered = []
@@ -100,7 +122,7 @@ def _contents(
         attributes = attributes_of(device, state.gpu, snapshot.versions, pcie_root)
         part: dict[str, Any] = {"name": device.name, "attributes": attributes}
         free = _free_shares(device, snapshot, state, busy)
-        if capacity := _capacity(device, state, len(free)):
+        if capacity := _capacity(device, state, 0 if closed else len(free)):
             part["capacity"] = capacity
         if device.capacity_name is not None:
             part["allowMultipleAllocations"] = True
@@ -165,12 +187,7 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
 def _free_shares(
     device: Device, snapshot: Snapshot, state: GpuState, busy: frozenset[ShareId]
 ) -> list[Share]:
-    """Return the shares of a device that claims have or may have.
-
-    Out of turn these are all: nothing is allocated, and pods come and go without a write.
-    """
-    if not state.open_to_claims:
-        return list(device.shares)
+    """Return the shares of a device that claims have or may have."""
     free = [share for share in device.shares if share.id not in busy]
     if _is_full(device, snapshot, state):
         free = [share for share in free if share.id in state.leases]
@@ -180,7 +197,7 @@ def _free_shares(
 def _capacity(device: Device, state: GpuState, free: int) -> dict[str, Any]:
     """Return the capacity of a device, and of a shared one how it is consumed.
 
-    Without a free share it is that of all: a taint keeps claims away, and zero is no capacity.
+    For no free share it is that of all: a taint keeps claims away, and zero is no capacity.
     """
     if device.capacity_name is None:
         return fixed_capacity(device, state.gpu)

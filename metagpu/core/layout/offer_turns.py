@@ -114,7 +114,7 @@ class TurnSchedule:
             arriving: the backends for which pods are bound that have not arrived yet: their turns
                 end a little later.
         """
-        idle = [it for it in gpus if it.owner is None and it.backends]
+        idle, before = [it for it in gpus if it.owner is None and it.backends], self._idle
         self._advance(idle, now)
         self.next_at = self.phase_ends if idle else float("inf")
         wanted, following = _offering(idle, self.phase), _offering(idle, self.phase + 1)
@@ -127,6 +127,9 @@ class TurnSchedule:
                 turns[it.gpu] = OfferTurn(it.owner, began)
             elif it.gpu in wanted:
                 known = self._ending(it, known, wanted[it.gpu], now)
+                if known is not None and known.withdrawn and it.gpu not in before:
+                    # The pod that had all of it kept the Node's number up to its end.
+                    known = replace(known, until=now + self.timing.grace_of(known.backend))
                 if known is not None and self._waits(it, known, now, arriving):
                     turns[it.gpu] = known
                     continue

@@ -35,7 +35,7 @@ from metagpu.plugins.cluster.resource_slices import (
     slice_name,
     slice_object,
 )
-from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed
+from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed, has_taints
 from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
@@ -173,14 +173,15 @@ class SlicePublisher:
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
 
-        driver, plain = self.driver(), self._is_plain
+        driver, plain, tainted = self.driver(), self._is_plain, has_taints(self.dropped)
         rendered = {}
         for gpu, state in snapshot.gpus.items():
-            parts = (state, snapshot.offers, snapshot.versions, driver, plain)
+            parts = (state, snapshot.offers, snapshot.versions, driver, plain, tainted)
             known = self._rendered.get(gpu)
             if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
                 root, node = self._roots[gpu], self.node.name
-                known = parts, gpu_slices(snapshot, gpu, node, driver, root, plain=plain)
+                specs = gpu_slices(snapshot, gpu, node, driver, root, plain=plain, tainted=tainted)
+                known = parts, specs
             rendered[gpu] = known
         self._rendered = rendered
         return {gpu: specs for gpu, (_, specs) in rendered.items() if specs}

@@ -261,7 +261,7 @@ class LeaseFollower:
         timing, snapshot = self._timing, self._registry.snapshot
         states = snapshot.gpus.values()
         if self._rests():
-            return min(max(2 * delay, timing.settle), timing.poll_period)
+            return min(max(2 * delay, timing.settle), timing.contended_period)
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
         contended = any(it.unavailable_shares for it in states if Front.DEVICE_PLUGIN in it.fronts)

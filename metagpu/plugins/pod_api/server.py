@@ -96,7 +96,7 @@ class PodMgctlServer:
     async def _respond(
         self, container: Container, request: PodRequest, caller: CallerConnection
     ) -> int:
-        if request.has_metagpu_env:
+        if request.has_metagpu_env and not caller.wants_json:
             await caller.write_stderr(
                 "MG_CTL_ADDR and MG_CTL_TOKEN are MetaGPU's and have no effect here: metagpu runs "
                 "on this node and identifies the caller"

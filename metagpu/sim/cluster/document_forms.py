@@ -98,6 +98,7 @@ class _TemplateForm(_Form, frozen=True):
 
 
 class _ClassForm(_Form, frozen=True):
+    extended_resource_name: str | None = None
     selectors: list[_SelectorForm] | None = None
     config: list[dict[str, Any]] | None = None
 
@@ -166,7 +167,7 @@ def check_document(document: Mapping[str, Any]) -> Mapping[str, Any]:
     kind, name = found.kind, found.metadata.name
     if kind not in _FORMS:
         raise SimError(f"a document is of the kind {kind!r}; taken are {', '.join(COLLECTIONS)}")
-    check_name(f"the {kind}", name)
+    check_name(f"the {kind}", name, dotted=kind == "DeviceClass")
     check_name("the namespace", found.metadata.namespace or "default")
     return _known(f"the spec of the {kind} {name}", document.get("spec"), _FORMS[kind])
 

@@ -16,6 +16,10 @@ MAX_PID: Final = 2**22
 """Linux' PID_MAX_LIMIT."""
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """An RFC 1123 label: every object of Kubernetes may have such a name."""
+_DOTTED_NAME: Final = re.compile(
+    rf"(?=.{{1,253}}$){_OBJECT_NAME.pattern}(\.{_OBJECT_NAME.pattern})*"
+)
+"""A DNS name of such labels: that of a DeviceClass."""
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
@@ -49,13 +53,15 @@ def check_instance(gi: int | None, ci: int | None) -> None:
             check_range(option, number, 0, MAX_INSTANCE)
 
 
-def check_name(about: str, name: str) -> None:
-    """Refuse a name that no object of Kubernetes can have.
+def check_name(about: str, name: str, *, dotted: bool = False) -> None:
+    """Refuse a name that no object of Kubernetes can have; some may have dots.
 
     Raises:
         SimError: the name is not valid; the error states the rule.
     """
-    if not _OBJECT_NAME.fullmatch(name):
+    if not (_DOTTED_NAME if dotted else _OBJECT_NAME).fullmatch(name):
+        more = ", with dots between several" if dotted else ""
         raise SimError(
             f"{about} cannot be named {name!r}: 1 to 63 of a-z 0-9 -, alphanumeric at both ends"
+            + more
         )

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from metagpu.core.devices.slices import HELD, OUT_OF_TURN, slices_of
+from metagpu.core.devices.slices import HELD, OUT_OF_TURN, gpu_slices, slices_of
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.layout.turn_runner import TurnRunner
 from metagpu.core.model.offers import Front
@@ -16,6 +16,7 @@ from metagpu.core.state.facts import (
     LeasesObserved,
     PodsListed,
     SharesClaimed,
+    SharesReleased,
     SlicesPublished,
     TurnsChanged,
 )
@@ -161,6 +162,22 @@ async def test_the_rest_of_a_gpu_in_use_has_turns_and_a_full_gpu_has_none() -> N
         assert pool.registry.snapshot.gpus[gpu(0).id].turn == before
 
 
+async def test_a_turn_that_ended_while_a_pod_had_the_gpu_ends_once_it_is_free() -> None:
+    """Claims come after the Node's number has fallen, which the pod kept up to its end."""
+    async with taking_turns(BothFronts()) as pool:
+        await becomes_after(TIMING.longest_turn, lambda: pool.allocatable == 100)
+        await becomes_after(
+            TIMING.longest_turn, lambda: (pool.allocatable, pool.healthy) == (0, 100)
+        )
+        pool.hold(100)
+        skip(10 * TIMING.longest_turn)
+        await anyio.wait_all_tasks_blocked()
+        pool.registry.apply(SharesReleased(pool.shares, at=2))
+        await anyio.wait_all_tasks_blocked()
+        assert (pool.allocatable, pool.open_to_claims) == (0, [])
+        await becomes_after(TIMING.grace, lambda: pool.open_to_claims == [0])
+
+
 async def test_out_of_turn_pods_come_and_go_without_a_write() -> None:
     """The taint keeps claims away, whatever is free: the end of the taint has the capacity too."""
     pool = BothFronts()
@@ -169,8 +186,21 @@ async def test_out_of_turn_pods_come_and_go_without_a_write() -> None:
     pool.hold(30)
     assert slices_of(pool.registry.snapshot, "n1", "gpu.metagpu.io") == before
     assert pool.device() == (100, {OUT_OF_TURN})
+    pool.hold(70, at=30)
+    assert pool.device() == (100, {HELD})
+    pool.registry.apply(SharesReleased(tuple(pool.shares[30:]), at=2))
     pool.give(OfferTurn(BY_CLAIMS, 1))
     assert pool.device() == (70, set())
+
+
+def test_without_taints_a_capacity_keeps_claims_away() -> None:
+    """An API server that drops taints shows what pods have left, whoever's turn it is."""
+    pool = BothFronts()
+    pool.give(OfferTurn("fraction", 0))
+    pool.hold(30)
+    *_, spec = gpu_slices(pool.registry.snapshot, gpu(0).id, "n1", "gpu.metagpu.io", tainted=False)
+    (device,) = (it for it in spec["devices"] if it["name"].endswith("-fraction"))
+    assert device["capacity"]["shares"]["value"] == "70"
 
 
 async def test_without_turns_both_fronts_see_what_is_free() -> None:
