@@ -24,7 +24,6 @@ from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
-from tests.e2e.slice_journal import complete_pools, taints_of
 
 PAGE = REPOSITORY / "docs" / "dra.md"
 KINDS = "resourceclaimtemplates,resourceclaims"
@@ -236,20 +235,30 @@ class ClaimsNode:
 
     def taints(self, gpu: int) -> dict[str, set[str]]:
         """Return the keys of the taints of each device of a GPU that can be held."""
-        return taints_of(self.slices().values(), self.uuid(gpu))
-
-    def uuid(self, gpu: int) -> str:
-        """Return the uuid of a GPU, by its index."""
-        return str(self.daemon.status()["gpus"][gpu]["uuid"])
+        uuid = self.daemon.status()["gpus"][gpu]["uuid"].lower()
+        return {
+            device["name"]: {it["key"] for it in device.get("taints", ())}
+            for it in self.slices().values()
+            for device in it["spec"].get("devices", ())
+            if device["name"].startswith(uuid) and not device["name"].endswith("-monitor")
+        }
 
     def await_slices(self, within_s: float = SLICES_S) -> dict[str, Document]:
         """Wait until every GPU's pool is complete, of one generation; return the slices."""
 
         def complete() -> dict[str, Document]:
             found = self.slices()
-            pools = {it["spec"]["pool"]["name"] for it in found.values()}
-            if (whole := complete_pools(found.values())) != pools or len(pools) != MIG_GPU + 1:
-                raise RigError(f"{len(pools)} pools, not complete are {pools - whole}")
+            pools = dict[str, list[Document]]()
+            for it in found.values():
+                pools.setdefault(it["spec"]["pool"]["name"], []).append(it["spec"]["pool"])
+            wrong = {
+                name: parts
+                for name, parts in pools.items()
+                if len({it["generation"] for it in parts}) > 1
+                or {it["resourceSliceCount"] for it in parts} != {len(parts)}
+            }
+            if wrong or len(pools) != MIG_GPU + 1:
+                raise RigError(f"{len(pools)} pools, not complete are {wrong}")
             return found
 
         return wait_for("complete pools", complete, within_s=within_s, pause_s=PAUSE_S)
