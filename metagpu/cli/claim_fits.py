@@ -1,12 +1,13 @@
 """Claims of a manifest that fit on the idle node: `metagpu explain --claim`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from metagpu.cli.kube_documents import Document
-from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.cli.kube_documents import KubeDocument, Object
+from metagpu.core.config.errors import ConfigReason
 from metagpu.core.devices.devices import gpu_of_pool
 from metagpu.core.errors import MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
@@ -15,6 +16,8 @@ from metagpu.sim.allocation.obstacles import find_obstacle
 from metagpu.sim.allocation.pools import DevicePools, gather_pools
 from metagpu.sim.cluster.claim_objects import device_classes
 from metagpu.sim.cluster.document_forms import check_document, check_pod_claims
+
+CheckedT = TypeVar("CheckedT")
 
 _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "Pod": ("spec",),
@@ -34,8 +37,8 @@ class _Used(msgspec.Struct, frozen=True):
 
 
 def claim_fits(
-    documents: Sequence[Document],
-    slices: Sequence[Document],
+    documents: Sequence[KubeDocument],
+    slices: Sequence[Object],
     gpus: Mapping[GpuId, int],
     driver: str,
 ) -> list[dict[str, Any]]:
@@ -50,21 +53,18 @@ def claim_fits(
     Raises:
         ConfigError: an object has not the form of its kind.
     """
-    classes: dict[str, Document] = {key[2]: it for key, it in device_classes(driver)}
-    specs: dict[tuple[str, str], Document] = {}
-    try:
-        for it in documents:
-            kind, name = it["kind"], _name_of(it)
-            if kind not in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
-                continue
-            spec = check_document(_with_name(it))
-            if kind == "DeviceClass":
-                classes[name] = {"spec": spec}
-            elif kind != "Pod":
-                specs[kind, name] = spec["spec"] if kind == "ResourceClaimTemplate" else spec
-        used = list(_used_claims(documents, specs))
-    except MetagpuError as error:
-        raise ConfigError(describe_error(error), ConfigReason.INVALID_VALUE) from error
+    classes: dict[str, Object] = {key[2]: it for key, it in device_classes(driver)}
+    specs: dict[tuple[str, str], Object] = {}
+    for it in documents:
+        kind, name = it.value["kind"], _name_of(it.value)
+        if kind not in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
+            continue
+        spec = _checked(it, lambda document: check_document(_with_name(document)))
+        if kind == "DeviceClass":
+            classes[name] = {"spec": spec}
+        elif kind != "Pod":
+            specs[kind, name] = spec["spec"] if kind == "ResourceClaimTemplate" else spec
+    used = list(_used_claims(documents, specs))
     nodes = {it["nodeName"] for it in slices}
     published = [
         {"metadata": {"name": f"{at:05x}"}, "spec": spec} for at, spec in enumerate(slices)
@@ -73,13 +73,21 @@ def claim_fits(
     return [row for each in used for row in _rows(each, specs, pools, classes, gpus)]
 
 
-def _name_of(document: Document) -> Any:  # noqa: ANN401 - perhaps no text
+def _checked(it: KubeDocument, check: Callable[[Object], CheckedT]) -> CheckedT:
+    """Return what a check returns; its error names the place of the document."""
+    try:
+        return check(it.value)
+    except MetagpuError as error:
+        raise it.error(describe_error(error), ConfigReason.INVALID_VALUE) from error
+
+
+def _name_of(document: Object) -> Any:  # noqa: ANN401 - perhaps no text
     """Return the name of an object, or the beginning of the name that it gets."""
     metadata = document.get("metadata") or {}
     return metadata.get("name") or metadata.get("generateName") or ""
 
 
-def _with_name(document: Document) -> Document:
+def _with_name(document: Object) -> Object:
     """Return an object as one with a name where it has `generateName` alone."""
     metadata = document.get("metadata") or {}
     if metadata.get("name") or not metadata.get("generateName"):
@@ -89,19 +97,20 @@ def _with_name(document: Document) -> Document:
 
 
 def _used_claims(
-    documents: Sequence[Document], specs: Mapping[tuple[str, str], Document]
+    documents: Sequence[KubeDocument], specs: Mapping[tuple[str, str], Object]
 ) -> Iterator[_Used]:
     """Yield the claims of each pod, then those that no pod names.
 
     Raises:
-        MetagpuError: the claims of a pod have another form.
+        ConfigError: the claims of a pod have another form.
     """
     named: set[tuple[str, str]] = set()
     for it in documents:
-        title = f"{it['kind']} {_name_of(it)}".strip()
+        title = f"{it.value['kind']} {_name_of(it.value)}".strip()
+        about = f"the pod of the {title}"
         names = tuple(
             (kind, claim[key])
-            for claim in check_pod_claims(f"the pod of the {title}", _pod_spec(it))
+            for claim in _checked(it, partial(_pod_claims, about))
             for key, kind in _OF_CLAIMS.items()
             if claim.get(key)
         )
@@ -113,7 +122,7 @@ def _used_claims(
             yield _Used("", (name,))
 
 
-def _pod_spec(document: Document) -> Document:
+def _pod_spec(document: Object) -> Object:
     """Return the specification of an object's pod, empty where it has none."""
     found: Any = document
     for key in _TEMPLATES.get(document["kind"], ("spec", "template", "spec")):
@@ -121,11 +130,15 @@ def _pod_spec(document: Document) -> Document:
     return found if isinstance(found, Mapping) else {}
 
 
+def _pod_claims(about: str, document: Object) -> Sequence[Mapping[str, str]]:
+    return check_pod_claims(about, _pod_spec(document))
+
+
 def _rows(
     used: _Used,
-    specs: Mapping[tuple[str, str], Document],
+    specs: Mapping[tuple[str, str], Object],
     pools: DevicePools,
-    classes: Mapping[str, Document],
+    classes: Mapping[str, Object],
     gpus: Mapping[GpuId, int],
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of each claim of a pod."""
@@ -150,7 +163,7 @@ def _rows(
         yield {**row, "fits": True, "devices": devices, "problem": None}
 
 
-def _refused(row: Document, request: str | None, reason: str) -> dict[str, Any]:
+def _refused(row: Object, request: str | None, reason: str) -> dict[str, Any]:
     problem = {"request": request or None, "reason": reason}
     return {**row, "fits": False, "devices": [], "problem": problem}
 

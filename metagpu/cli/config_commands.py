@@ -115,13 +115,13 @@ def _classes_in(files: Sequence[str]) -> Mapping[str, Sequence[ExtendedResource]
 
     found: dict[str, list[ExtendedResource]] = {}
     for file in files:
-        classes = [it for it in read_documents(file) if it["kind"] == "DeviceClass"]
-        try:
-            for it in classes:
-                check_document(it)
-        except MetagpuError as error:
-            raise ConfigError(f"{file}: {error}", ConfigReason.INVALID_VALUE) from error
-        served = map(extended_resource_of, classes)
+        classes = [it for it in read_documents(file) if it.value["kind"] == "DeviceClass"]
+        for it in classes:
+            try:
+                check_document(it.value)
+            except MetagpuError as error:
+                raise it.error(str(error), ConfigReason.INVALID_VALUE) from error
+        served = [extended_resource_of(it.value) for it in classes]
         found[file] = [it for it in served if it is not None]
     return found
 

@@ -1,63 +1,117 @@
-"""Files with objects of Kubernetes, as `kubectl get -o yaml` writes them."""
+"""Files with objects of Kubernetes, as people and `kubectl get -o` write them."""
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import describe_error
 
-Document = Mapping[str, Any]
+Object = Mapping[str, Any]
 
 _OF_TAGS: Final = (ValueError, LookupError, AttributeError, TypeError)
 """What PyYAML raises for a text that its tag does not fit, such as `!!bool maybe`."""
+_MEANINGS: Final = {"found unconstructable recursive node": "a value contains itself"}
 
 
-def read_documents(file: str) -> Sequence[Document]:
-    """Read the objects of a manifest and of its Lists, or of stdin for `-`; blocks.
+class KubeDocument(msgspec.Struct, frozen=True):
+    """An object of Kubernetes in a file.
+
+    Attributes:
+        file: the name of the file, `-` for stdin.
+        place: where it is in the file, as `document 2, items[0]`; empty documents count.
+        value: the object; it has a kind, and its metadata is an object or absent.
+    """
+
+    file: str
+    place: str
+    value: Object
+
+    def error(self, problem: str, reason: ConfigReason) -> ConfigError:
+        """Return the error for a problem of this object."""
+        return ConfigError(problem, reason, file=self.file, path=self.place)
+
+
+def read_documents(file: str) -> Sequence[KubeDocument]:
+    """Read the objects of a YAML or JSON file, `-` for stdin; blocks.
+
+    Lists give their objects.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or has something else, or nothing.
+    """
+    documents = [(at, it) for at, it in enumerate(_parse(_read(file), file), 1) if it is not None]
+    if not documents:
+        problem = "no objects of Kubernetes; write each with apiVersion and kind"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT, file=file)
+    return [
+        found
+        for at, it in documents
+        for found in _objects_in(KubeDocument(file, f"document {at}", it))
+    ]
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        cause = "not UTF-8 text" if isinstance(error, UnicodeError) else describe_error(error)
+        raise ConfigError(f"cannot be read: {cause}", ConfigReason.UNREADABLE, file=file) from error
+
+
+def _parse(text: str, file: str) -> Sequence[Any]:
+    """Return the documents of a text; a document without anything in it is `None`.
+
+    Raises:
+        ConfigError: it is neither JSON nor YAML.
     """
     import yaml
 
+    from metagpu.cli.kube_yaml import load_documents
+
+    found: list[Any] = []
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        problem = f"cannot read {file}: {describe_error(error)}"
-        raise ConfigError(problem, ConfigReason.UNREADABLE) from error
-    try:
-        documents = [it for it in yaml.safe_load_all(text) if it is not None]
-        found = list(_objects_in(documents))
+        with suppress(ValueError):  # a list of nodes as JSON takes YAML a hundred times as long
+            return [json.loads(text)]
+        found.extend(load_documents(text))
     except RecursionError as error:
-        problem = f"{file} is no YAML: it is nested too deep"
-        raise ConfigError(problem, ConfigReason.NO_YAML) from error
-    except (yaml.YAMLError, *_OF_TAGS) as error:
-        cause = " ".join(describe_error(error).split())
-        raise ConfigError(f"{file} is no YAML: {cause}", ConfigReason.NO_YAML) from error
-    if not documents or not all(map(_is_object, found)):
-        problem = f"{file}: no objects of Kubernetes; write each with apiVersion and kind"
-        raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT)
-    for it in found:
-        if not isinstance(it.get("metadata") or {}, dict):
-            problem = f"{file}: {it['kind']}: its metadata is no object with a name"
-            raise ConfigError(problem, ConfigReason.WRONG_TYPE)
+        problem = "no YAML: it is nested too deep"
+        raise ConfigError(problem, ConfigReason.NO_YAML, file=file) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        problem = f"no YAML: {_MEANINGS.get(str(error.problem), error.problem)}"
+        raise ConfigError(problem, ConfigReason.NO_YAML, file=file, line=line) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"no YAML: it has the control character #x{error.character:04x}"
+        raise ConfigError(problem, ConfigReason.NO_YAML, file=file, line=line) from error
+    except _OF_TAGS as error:
+        problem = f"no YAML: {' '.join(describe_error(error).split())}"
+        place = f"document {len(found) + 1}"
+        raise ConfigError(problem, ConfigReason.NO_YAML, file=file, path=place) from error
     return found
 
 
-def _objects_in(documents: Iterable[Any]) -> Iterator[Any]:
-    for it in documents:
-        listed = _is_object(it) and it["kind"].endswith("List") and it.get("items")
-        if isinstance(listed, list):
-            yield from _objects_in(listed)
-        else:
-            yield it
+def _objects_in(it: KubeDocument) -> Iterator[KubeDocument]:
+    """Yield an object, or those of a List.
 
-
-def _is_object(document: object) -> bool:
-    return (
-        isinstance(document, dict)
-        and isinstance(document.get("kind"), str)
-        and document["kind"] != ""
-    )
+    Raises:
+        ConfigError: one is no object of Kubernetes.
+    """
+    kind = it.value.get("kind") if isinstance(it.value, dict) else None
+    if not isinstance(kind, str) or not kind:
+        problem = "no object of Kubernetes; write it with apiVersion and kind"
+        raise it.error(problem, ConfigReason.UNKNOWN_FORMAT)
+    if kind.endswith("List") and isinstance(listed := it.value.get("items"), list):
+        for at, each in enumerate(listed):
+            yield from _objects_in(KubeDocument(it.file, f"{it.place}, items[{at}]", each))
+        return
+    if not isinstance(it.value.get("metadata") or {}, dict):
+        problem = f"{kind}: its metadata is no object with a name"
+        raise it.error(problem, ConfigReason.WRONG_TYPE)
+    yield it

@@ -8,6 +8,7 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.cli.live import print_text
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
@@ -21,7 +22,7 @@ from metagpu.kubectl.judgement import (
     judge_all,
     what_else,
 )
-from metagpu.kubectl.manifests import read_documents
+from metagpu.kubectl.manifests import read_objects
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in, scheduler_says
@@ -226,9 +227,17 @@ def _waiting(status: Object) -> list[str]:
     ]
 
 
-def _read_manifest(name: str) -> Sequence[Object]:
-    """Read the pods of a file, or of stdin for `-`; blocks."""
-    return pods_in(read_documents(name), name)
+def _read_manifest(file: str) -> Sequence[Object]:
+    """Read the pods of a file, or of stdin for `-`; blocks.
+
+    Raises:
+        MetagpuError: it cannot be read, or has no pod.
+    """
+    found = pods_in(read_objects(file))
+    if not found:
+        problem = "the list is empty; give a Pod, or a workload with one"
+        raise ConfigError(problem, ConfigReason.MISSING, file=file)
+    return found
 
 
 def _in_namespace(pod: Object, default: str) -> Object:

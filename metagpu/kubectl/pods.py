@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import msgspec
 
+from metagpu.cli.kube_documents import KubeDocument
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.quantities import whole_number
 from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs
-from metagpu.kubectl.manifests import objects_in, pod_at, template_path
+from metagpu.kubectl.manifests import pod_at, template_path
 from metagpu.translation import affinity
 
 Object = Mapping[str, Any]
@@ -95,25 +96,21 @@ def scheduler_says(pod: Object) -> str:
     return ""
 
 
-def pods_in(documents: Sequence[Any], file: str) -> Sequence[Object]:
+def pods_in(documents: Iterable[KubeDocument]) -> Sequence[Object]:
     """Return the pods of a manifest: Pods, and the templates of workloads.
 
     Raises:
         MetagpuError: a document has no pod.
     """
     found = []
-    for document in objects_in(documents, file):
-        pod = pod_at(document, template_path(document))
+    for it in documents:
+        pod = pod_at(it.value, template_path(it.value))
         if pod is None:
-            kind = document["kind"]
-            problem = f"a {kind} has no pod; give a Pod, or a workload with one"
-            raise ConfigError(problem, ConfigReason.MISSING, file=file)
-        own, outer = pod.get("metadata") or {}, document.get("metadata") or {}
+            problem = f"a {it.value['kind']} has no pod; give a Pod, or a workload with one"
+            raise it.error(problem, ConfigReason.MISSING)
+        own, outer = pod.get("metadata") or {}, it.value.get("metadata") or {}
         named = {**own, **{key: outer[key] for key in ("name", "namespace") if key in outer}}
         found.append({**pod, "metadata": named})
-    if not found:
-        problem = "the file is empty; give a Pod, or a workload with one"
-        raise ConfigError(problem, ConfigReason.MISSING, file=file)
     return found
 
 

@@ -18,9 +18,8 @@ from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.manifests import (
     name_of,
-    objects_in,
     pod_at,
-    read_documents,
+    read_objects,
     template_path,
 )
 from metagpu.translation.claims import claim_pod
@@ -58,8 +57,7 @@ def read_nodes(file: Path) -> Sequence[Object]:
     Raises:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
-    found = objects_in(read_documents(str(file)), str(file))
-    return [it for it in found if it["kind"] == "Node"]
+    return [it.value for it in read_objects(str(file)) if it.value["kind"] == "Node"]
 
 
 def print_translation(
@@ -79,7 +77,7 @@ def print_translation(
     settings = TranslationSettings(
         order=args.order, policy=args.policy, dra_resources=served, **names
     )
-    objects = list(objects_in(read_documents(args.filename), args.filename))
+    objects = [it.value for it in read_objects(args.filename)]
     driver = args.claims_driver if args.claims else ""
     templates = _template_names(objects)
     found = [
@@ -184,7 +182,7 @@ def _encoded(documents: Sequence[Object], form: str) -> str:
         if len(documents) == 1:
             return encode(documents[0], form)
         return encode({"apiVersion": "v1", "kind": "List", "items": list(documents)}, form)
-    from metagpu.kubectl.manifest_yaml import dump_document
+    from metagpu.cli.kube_yaml import dump_document
 
     return "---\n".join(map(dump_document, documents))
 

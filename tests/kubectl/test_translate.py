@@ -202,17 +202,6 @@ def test_explain_shows_what_each_node_would_give(
     assert "apiVersion" not in out
 
 
-def test_a_file_without_objects_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error names the file."""
-    nodes = nodes_file(tmp_path, MIG)
-    status, _, err = run(capsys, written(tmp_path, "text"), nodes)
-
-    assert (status, "manifest.yaml: no Kubernetes object" in err) == (1, True)
-    assert run(capsys, tmp_path / "missing.yaml", nodes)[0] == 1
-
-
 @pytest.mark.parametrize(
     ("value", "printed"),
     [
@@ -266,7 +255,7 @@ def test_a_malformed_pod_is_one_clear_line(
     status, out, err = run(capsys, manifest, nodes_file(tmp_path, MIG))
 
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"kubectl metagpu: {manifest}: Pod p: ")
+    assert err.startswith(f"kubectl metagpu: {manifest}: document 1: Pod p: ")
     assert sentence in err
 
 

@@ -21,12 +21,19 @@ _TEXT_TO_QUOTE: Final = re.compile(r"[yYnN]$|[-+.0-9]")
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the numbers that kubectl knows, and no times."""
+    """Knows the numbers that kubectl knows, and no times.
+
+    A value that contains itself is an error.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
         first: [it for it in known if it[0] not in _NOT_KUBECTLS]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_document(self, node: yaml.Node) -> Any:  # noqa: ANN401 - YAML holds anything
+        self.deep_construct = True  # otherwise PyYAML completes values after those around them
+        return super().construct_document(node)
 
 
 _Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
