@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import json
 import os
 import re
@@ -89,6 +90,8 @@ def run_command(program: str, args: argparse.Namespace, do: Callable[[], int]) -
     A `MetagpuError` is one line on stderr and the status 1: with `-o json` an object with the
     error's reason, and for a daemon whose log is JSON a line of the log.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Latin-1 has no lines and bars
     try:
         status = do()
         if sys.stdout is not None:

@@ -1,6 +1,7 @@
 """The arguments of `kubectl metagpu`, their help and their examples."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import inf
@@ -107,6 +108,7 @@ def _why(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument(
         "pod",
         metavar="POD",
+        type=_name,
         help="a pod; also a ReplicaSet, Job or StatefulSet whose pods are refused",
     )
     _add_namespace(it)
@@ -329,6 +331,7 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
         "-n",
         "--namespace",
         metavar="NAME",
+        type=_namespace,
         default="",
         help="show what waits of this namespace (default: of all, or of the context's namespace "
         "where you may list no others)",
@@ -337,6 +340,20 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
         "-A", "--all-namespaces", action="store_true", help="show what waits of all, or fail"
     )
     _add_connection(it)
+
+
+def _name(text: str) -> str:
+    """Read the name of an object: of another one the API server has no path."""
+    if re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no name; one has a-z 0-9 - and dots, alphanumeric at both ends"
+    )
+
+
+def _namespace(text: str) -> str:
+    """Read the name of a namespace; an empty one is that of the context."""
+    return _name(text) if text else ""
 
 
 def _seconds(least: float) -> Callable[[str], float]:
@@ -369,7 +386,12 @@ def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
 
 def _add_namespace(it: argparse.ArgumentParser) -> None:
     it.add_argument(
-        "-n", "--namespace", metavar="NAME", default="", help="default: that of the context"
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        type=_namespace,
+        default="",
+        help="default: that of the context",
     )
 
 

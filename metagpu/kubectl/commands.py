@@ -4,7 +4,15 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
@@ -12,7 +20,7 @@ from typing import Final
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
-from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
+from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
 from metagpu.kubectl import items
 from metagpu.kubectl.errors import NoKubeconfig
 from metagpu.kubectl.loading import quick_loading
@@ -27,31 +35,27 @@ _DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
 def _get(args: argparse.Namespace) -> int:
     with connect(args) as (runner, viewer):
         rows = Rows(args, runner, viewer)
-        if not args.watch:
-            shown, answers = rows.read()
-            print_text(_format(args, shown, answers, stdout_terminal()))
-            return report_silence(answers)
+        wide = args.output == "wide"
         if args.output in ("json", "yaml"):
-            return repeat(lambda: print_text(_format(args, *rows.read(), PLAIN, compact=True)))
-        return show_live(lambda screen: _format(args, *rows.read(), screen))
+            if args.watch:
+                return repeat(lambda: print_text(_encode(args, *rows.read(), compact=True)))
+            shown, answers = rows.read()
+            print_text(_encode(args, shown, answers))
+            return report_silence(answers)
+        if args.watch:
+            return _show_live(rows, lambda shown: draw_items(args.kind, shown, wide=wide))
+        shown, answers = rows.read()
+        print_text(render(draw_items(args.kind, shown, wide=wide), stdout_terminal()))
+        return report_silence(answers)
 
 
 def _top(args: argparse.Namespace) -> int:
     if args.output in ("json", "yaml"):
         return _get(args)  # bars are for people
     with connect(args) as (runner, viewer):
+        wide = args.output == "wide"
         rows = Rows(args, runner, viewer)
-        answers: Sequence[NodeAnswer] = ()
-
-        def draw(screen: Terminal) -> str:
-            nonlocal answers
-            shown, answers = rows.read()
-            notes = [] if screen is PLAIN else [Cell(it, "yellow") for it in silent_nodes(answers)]
-            wide = args.output == "wide"
-            return render([*draw_top(args.kind, shown, wide=wide), *notes], screen)
-
-        status = show_live(draw)
-        return report_silence(answers) if stdout_terminal() is PLAIN else status
+        return _show_live(rows, lambda shown: draw_top(args.kind, shown, wide=wide))
 
 
 def _why(args: argparse.Namespace) -> int:
@@ -260,18 +264,31 @@ def namespace_of(args: argparse.Namespace) -> str:
     return context_namespace(kubeconfig, args.context)
 
 
-def _format(
+def _encode(
     args: argparse.Namespace,
     rows: Sequence[items.Item],
     answers: Sequence[NodeAnswer],
-    terminal: Terminal,
     *,
     compact: bool = False,
 ) -> str:
-    if args.output in ("json", "yaml"):
-        silent = [{"node": it.node, "problem": it.problem} for it in answers if it.report is None]
-        return encode({"items": list(rows), "unanswered": silent}, args.output, compact=compact)
-    return render(draw_items(args.kind, rows, wide=args.output == "wide"), terminal)
+    silent = [{"node": it.node, "problem": it.problem} for it in answers if it.report is None]
+    return encode({"items": list(rows), "unanswered": silent}, args.output, compact=compact)
+
+
+def _show_live(
+    rows: Rows, draw_rows: Callable[[Sequence[items.Item]], Iterable[TextTable | Cell]]
+) -> int:
+    """Draw rows again and again, and the silent nodes; into a pipe, draw once."""
+    answers: Sequence[NodeAnswer] = ()
+
+    def draw(screen: Terminal) -> str:
+        nonlocal answers
+        shown, answers = rows.read()
+        notes = [] if screen is PLAIN else [Cell(it, "yellow") for it in silent_nodes(answers)]
+        return render([*draw_rows(shown), *notes], screen)
+
+    status = show_live(draw)
+    return report_silence(answers) if stdout_terminal() is PLAIN else status
 
 
 def report_silence(answers: Sequence[NodeAnswer]) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -93,6 +94,22 @@ def test_a_full_disk_is_one_line() -> None:
 
     assert done.returncode == 1
     assert done.stderr == b"metagpu: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_an_output_without_unicode_has_question_marks(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """A table in a pipe or terminal of another encoding than UTF-8 is no crash."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+
+    def command() -> int:
+        sys.stdout.write("─ 40 GiB █")
+        return 0
+
+    assert run_command("metagpu", argparse.Namespace(), command) == 0
+    assert written.getvalue() == b"? 40 GiB ?"
 
 
 def test_an_interrupt_before_the_command_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

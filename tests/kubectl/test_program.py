@@ -14,6 +14,7 @@ from anyio import to_thread
 from metagpu.kubectl.agent_pods import KUBELET_FOLDER
 from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.settings import VIEWER
+from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE, SYSTEM, StatusScene, serving
 from tests.rigs.agent import METAGPU, QUICK
@@ -90,24 +91,23 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Run a node with two GPUs of ten shares, of which alice holds three."""
     async with serving(tmp_path, config) as scene:
-        server, port = scene.server, {"name": "status-api", "containerPort": scene.port}
+        server = scene.server
         server.store.put(("serviceaccounts", SYSTEM, VIEWER), {"metadata": {}})
-        server.store.merge(
-            ("pods", SYSTEM, "agent"),
-            {
-                "metadata": {"labels": AGENT, "ownerReferences": [DAEMON_OWNER]},
-                "spec": {
-                    "containers": [{"name": "metagpu", "ports": [port]}],
-                    "volumes": DAEMON_VOLUMES,
-                },
-            },
-            status=False,
-            manager="daemonset",
-        )
+        make_daemon(server, "agent", scene.port)
         await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         await scene.it.wait_holders()
         server.add_pod("default", "alice", NODE, requests={METAGPU: 3})
         yield Cluster(scene, server.kubeconfig(tmp_path), capsys)
+
+
+def make_daemon(server: SimApiServer, pod: str, port: int) -> None:
+    """Make a pod of the system the daemon of its node, at a port."""
+    ports = [{"name": "status-api", "containerPort": port}]
+    content = {
+        "metadata": {"labels": AGENT, "ownerReferences": [DAEMON_OWNER]},
+        "spec": {"containers": [{"name": "metagpu", "ports": ports}], "volumes": DAEMON_VOLUMES},
+    }
+    server.store.merge(("pods", SYSTEM, pod), content, status=False, manager="daemonset")
 
 
 def fields(rows: Sequence[Any], *names: str) -> list[tuple[Any, ...]]:
@@ -318,6 +318,33 @@ async def test_a_gpu_is_cordoned_from_afar(
         it.scene.server.denied.append(("PATCH", "/api/v1/nodes"))
         status, _, err = await it.run("cordon", f"{NODE}/0")
         assert (status, "cannot patch" in err) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("get", "nodes"), ("get", "gpus", "-w"), ("top", "nodes")])
+async def test_a_node_without_an_answer_has_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Sequence[str]
+) -> None:
+    """The table has the other nodes; without any answer the status is 1, with `-w` too."""
+    async with cluster(tmp_path, capsys) as it:
+        server = it.scene.server
+        server.add_pod(SYSTEM, "silent", "gpu-2")["status"]["podIP"] = "127.0.0.1"
+        make_daemon(server, "silent", 1)
+        status, out, err = await it.run(*command)
+        assert (status, f" {NODE} " in out) == (0, True)
+        assert err.startswith("kubectl metagpu: gpu-2: ")
+        server.store.delete(("pods", SYSTEM, "agent"))
+        assert (await it.run(*command))[0] == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a?b", "A", "a b"])
+def test_what_no_object_is_named_is_a_wrong_argument(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The API server would be asked for another object, or for a list."""
+    for line in (["why", name], ["why", "a", "-n", f"{name}/"], ["top", "pods", "-n", f"{name}/"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(line)
+        assert "is no name" in capsys.readouterr().err
 
 
 async def test_missing_rights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,13 @@ def context_namespace(kubeconfig: Path, context: str | None = None) -> str:
 
 
 def _merge(kubeconfig: Path) -> KubeConfigMerger:
-    if not any(Path(part).is_file() for part in str(kubeconfig).split(os.pathsep)):
+    parts = [Path(part) for part in str(kubeconfig).split(os.pathsep)]
+    if not any(part.is_file() for part in parts):
+        if any(part.exists() for part in parts):
+            raise ConfigException(
+                "it is not a regular file, and it has to be read more than once; write its text "
+                "to a file"
+            )
         raise ConfigException("there is no such file")
     return KubeConfigMerger(str(kubeconfig))
 

@@ -1,5 +1,6 @@
 """Requests to the API server: credentials, refusals, and their errors."""
 
+import os
 from contextlib import aclosing
 from pathlib import Path
 
@@ -96,6 +97,15 @@ async def test_kubeconfig_that_is_wrong_is_named(
         with pytest.raises(ClusterError) as refusal:
             await client.call("GET", NODES)
     assert str(refusal.value).startswith(f"no credentials in {path}: {problem}")
+
+
+async def test_a_kubeconfig_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
+    """The error of a pipe, as a shell's `<(...)` is one, says so: credentials are read again."""
+    path = tmp_path / "kubeconfig"
+    os.mkfifo(path)
+    async with open_client_at(path) as client:
+        with pytest.raises(ClusterError, match="it is not a regular file, and it has to be read"):
+            await client.call("GET", NODES)
 
 
 async def test_pod_without_a_service_account_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
