@@ -9,6 +9,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.kubectl.claims import ClaimRef, ReadClaims
 from metagpu.kubectl.judgement import conclude, judge_all, what_else
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
+from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, scheduler_says
 
 Object = Mapping[str, Any]
@@ -72,7 +73,7 @@ def _answer(demand: PodDemand, nodes: Sequence[ClusterNode]) -> Object:
     """Return the obstacle of the nearest node, the sentence of `why`, and the advice."""
     judged = judge_all(demand, nodes)
     _, text, advice = conclude(demand, judged)
-    reason = judged[0].obstacle if judged else Obstacle.NO_DAEMON
-    if reason is Obstacle.NONE:
-        advice = what_else(demand)
-    return {"reason": reason.name.lower(), "text": text, "advice": advice}
+    obstacle = judged[0].obstacle if judged else Obstacle.NO_DAEMON
+    if obstacle is Obstacle.NONE:
+        return {"reason": str(PodReason.FITS), "text": text, "advice": what_else(demand)}
+    return {"reason": obstacle.name.lower(), "text": text, "advice": advice}

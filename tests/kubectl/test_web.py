@@ -60,7 +60,7 @@ def test_what_waits_has_the_sentence_of_why() -> None:
     assert "30 of 100 of cnvrg.io/metagpu are free" in rows["large"]["text"]
     assert "request at most 30" in rows["large"]["advice"]
     assert rows["misspelled"]["reason"] == "not_offered"
-    assert rows["small"]["reason"] == "none"
+    assert rows["small"]["reason"] == "fits"
     assert "read what the scheduler says" in rows["small"]["advice"]
     counted = [ClusterNode("plain", allocatable={GPUS: 1}), node(gpu(0, 0))]
     assert waiting_pods([pod("of another plugin", 1, GPUS)], counted, ReadClaims()) == []

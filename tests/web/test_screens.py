@@ -52,3 +52,36 @@ async def test_each_bar_of_the_cluster_has_its_text(browser: "Browser") -> None:
         assert part in texts[0]
     assert "2g.20gb rerank: serve/rerank (main), MIG device 2g.20gb@4; 1g.10gb idle" in texts[1]
     assert "held by nobody; 100 free" in texts[7]
+
+
+async def test_no_text_of_a_table_covers_another(browser: "Browser") -> None:
+    """Large numbers and what is held back have their place beside the bars of resources."""
+    covered = """() => [...document.querySelectorAll('td > *, td > * > *')].filter((it) => {
+        const cell = it.closest('td').getBoundingClientRect(), own = it.getBoundingClientRect();
+        return own.width > 1 && (own.right > cell.right + 1 || it.scrollWidth > it.clientWidth + 1);
+    }).map((it) => it.outerHTML.slice(0, 100))"""
+    for size in ((1000, 800), (1280, 800), (320, 568)):
+        async with (
+            served(views.cluster_view()) as server,
+            opened(browser, server.server.port, size=size) as it,
+        ):
+            await it.live()
+            assert await it.run(covered) == []
+
+
+async def test_a_long_name_hides_no_column(browser: "Browser") -> None:
+    """A pod's name has 253 characters at most: what waits and why stays in view beside it."""
+    name = "n" * 253
+    view = views.cluster_view()
+    long = {**view, "waiting": [{**it, "pod": name} for it in view["waiting"]]}
+    for node in long["nodes"]:
+        for lease in (node["status"] or {}).get("leases", ()):
+            lease["holder"] = f"lab/{name} (main)"
+    async with served(long) as server, opened(browser, server.server.port) as it:
+        await it.live()
+        for table in ("#waiting", "#pods"):
+            assert name in await it.page.inner_text(table)
+            frame = it.page.locator(".scroll", has=it.page.locator(table))
+            assert await frame.evaluate("(it) => it.scrollWidth <= it.clientWidth")
+        width = "() => document.querySelector('#waiting td').getBoundingClientRect().width"
+        assert await it.run(width) > 300
