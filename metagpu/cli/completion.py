@@ -1,7 +1,7 @@
 """Completion of command lines in a shell, for all programs, by their own parsers.
 
-bash runs the program itself for it (`complete -C mgctl mgctl`), with the line in COMP_LINE; zsh
-does so after `bashcompinit`.
+bash runs the program itself for it (`complete -o default -C mgctl mgctl`), with the line in
+COMP_LINE, and completes names of files where it prints nothing; zsh does so after `bashcompinit`.
 """
 
 import argparse
@@ -27,12 +27,7 @@ def complete_line(
 
 def completions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Sequence[str]:
     """Return what the last word may become; the words before it choose the command."""
-    *before, current = words or [""]
-    value_of: argparse.Action | None = None
-    for word in before:
-        inner = None if value_of else commands_of(parser).get(word)
-        value_of = None if value_of else _option(parser, word)
-        parser = inner or parser
+    parser, value_of, current = _place(parser, words)
     if value_of is not None:
         found: Iterable[object] = value_of.choices or ()
     elif current.startswith("-"):
@@ -45,6 +40,25 @@ def completions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Sequen
             for it in action.choices or ()
         )
     return sorted(name for name in map(str, found) if name.startswith(current))
+
+
+def wants_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
+    """Return whether the last word is the value of an option that names a file."""
+    _, value_of, _ = _place(parser, words)
+    return value_of is not None and value_of.metavar == "FILE"
+
+
+def _place(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[argparse.ArgumentParser, argparse.Action | None, str]:
+    """Return the command of the last word, its option if it is a value, and the word."""
+    *before, current = words or [""]
+    value_of: argparse.Action | None = None
+    for word in before:
+        inner = None if value_of else commands_of(parser).get(word)
+        value_of = None if value_of else _option(parser, word)
+        parser = inner or parser
+    return parser, value_of, current
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:

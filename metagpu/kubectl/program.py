@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from metagpu.cli.completion import complete_line, completions
+from metagpu.cli.completion import complete_line, completions, wants_file
 from metagpu.cli.options import resolve_environment
 from metagpu.cli.parser import run_command
 from metagpu.kubectl.arguments import parser
@@ -28,9 +28,11 @@ def _do(args: argparse.Namespace) -> int:
 
 def complete() -> int:
     """Print completions for `kubectl metagpu`, whose words kubectl gives as arguments."""
-    for word in completions(parser(), sys.argv[1:]):
+    program, words = parser(), sys.argv[1:]
+    for word in completions(program, words):
         print(word)  # noqa: T201 - as above
-    print(":4")  # noqa: T201 - kubectl's mark: complete no names of files
+    # kubectl's marks: 0 completes names of files, 4 does not.
+    print(":0" if wants_file(program, words) else ":4")  # noqa: T201 - as above
     return 0
 
 

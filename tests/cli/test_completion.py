@@ -59,10 +59,24 @@ def test_bash_completes_by_the_program_itself(tmp_path: Path) -> None:
     assert done.stdout.split() == ["device", "devices"]
 
 
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        ("why --name", ["--namespace", ":4"]),
+        ("why ", [":4"]),
+        ("fit -f ", [":0"]),
+        ("get gpus --kubeconfig ", [":0"]),
+        ("get gpus -l ", [":4"]),
+        ("web --open ", [":4"]),
+    ],
+)
 def test_kubectl_completes_by_its_plugin(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    printed: list[str],
 ) -> None:
-    """Words are the arguments that kubectl gives; it reads that no files complete them."""
-    monkeypatch.setattr(sys, "argv", ["kubectl_complete-metagpu", "why", "--name"])
+    """Words are the arguments that kubectl gives; it reads whether files complete them."""
+    monkeypatch.setattr(sys, "argv", ["kubectl_complete-metagpu", *line.split(" ")])
     assert complete() == 0
-    assert capsys.readouterr().out.split() == ["--namespace", ":4"]
+    assert capsys.readouterr().out.split() == printed
