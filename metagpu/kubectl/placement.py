@@ -235,7 +235,7 @@ def _read_manifest(file: str) -> Sequence[Object]:
     """
     found = pods_in(read_objects(file))
     if not found:
-        problem = "the list is empty; give a Pod, or a workload with one"
+        problem = "no pod in it; give a Pod, or a workload with one"
         raise ConfigError(problem, ConfigReason.MISSING, file=file)
     return found
 

@@ -97,17 +97,12 @@ def scheduler_says(pod: Object) -> str:
 
 
 def pods_in(documents: Iterable[KubeDocument]) -> Sequence[Object]:
-    """Return the pods of a manifest: Pods, and the templates of workloads.
-
-    Raises:
-        MetagpuError: a document has no pod.
-    """
+    """Return the pods of a manifest: Pods, and the templates of workloads."""
     found = []
     for it in documents:
         pod = pod_at(it.value, template_path(it.value))
-        if pod is None:
-            problem = f"a {it.value['kind']} has no pod; give a Pod, or a workload with one"
-            raise it.error(problem, ConfigReason.MISSING)
+        if pod is None:  # a Service, for example
+            continue
         own, outer = pod.get("metadata") or {}, it.value.get("metadata") or {}
         named = {**own, **{key: outer[key] for key in ("name", "namespace") if key in outer}}
         found.append({**pod, "metadata": named})

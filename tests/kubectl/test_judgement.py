@@ -422,8 +422,12 @@ def test_claims_are_new_until_the_pod_has_them() -> None:
     assert demand_of({**pod, "status": status}).new_claims == ("b",)
 
 
-def test_a_file_without_a_pod() -> None:
-    """A manifest without a pod is refused in one line with the file and the document."""
-    service = KubeDocument("a.yaml", "document 2", {"kind": "Service", "spec": {}})
-    with pytest.raises(MetagpuError, match=r"a.yaml: document 2: a Service has no pod"):
-        pods_in([service])
+def test_a_manifest_has_other_objects_beside_its_pods() -> None:
+    """A Service, a ConfigMap and the like have no pod, and are no error."""
+    documents = [
+        KubeDocument("a.yaml", "document 1", {"kind": "Service", "spec": {}}),
+        KubeDocument(
+            "a.yaml", "document 2", {"kind": "Pod", "metadata": {"name": "a"}, "spec": {}}
+        ),
+    ]
+    assert [it["metadata"] for it in pods_in(documents)] == [{"name": "a"}]

@@ -143,10 +143,9 @@ def test_a_list_without_objects_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_a_list_without_objects_has_no_pod(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`fit` says so before it asks the cluster, which is not there."""
+@pytest.mark.parametrize("text", ["{kind: List, items: []}", "{kind: Service, spec: {}}"])
+def test_fit_needs_a_pod(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """A manifest without one is refused before the cluster is asked, which is not there."""
     settings = {
         "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}],
         "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
@@ -154,6 +153,8 @@ def test_a_list_without_objects_has_no_pod(
         "current-context": "c",
     }
     (folder / "kubeconfig").write_text(json.dumps(settings))
-    nodes = str(folder / "nodes.json")
-    assert kubectl_metagpu(["fit", "-f", nodes, "--kubeconfig", str(folder / "kubeconfig")]) == 1
-    assert "nodes.json: the list is empty; give a Pod" in capsys.readouterr().err
+    manifest = folder / "manifest.yaml"
+    manifest.write_text(text)
+    connection = ["--kubeconfig", str(folder / "kubeconfig")]
+    assert kubectl_metagpu(["fit", "-f", str(manifest), *connection]) == 1
+    assert f"{manifest}: no pod in it; give a Pod, or a workload" in capsys.readouterr().err
