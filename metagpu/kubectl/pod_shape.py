@@ -48,6 +48,13 @@ class _Affinity(msgspec.Struct, rename="camel"):
     node_affinity: _NodeAffinity | None = None
 
 
+class _Toleration(msgspec.Struct):
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+
+
 class _Spec(msgspec.Struct, rename="camel"):
     containers: list[_Container] | None = None
     init_containers: list[_Container] | None = None
@@ -55,6 +62,7 @@ class _Spec(msgspec.Struct, rename="camel"):
     node_selector: dict[str, str] | None = None
     node_name: str | None = None
     affinity: _Affinity | None = None
+    tolerations: list[_Toleration] | None = None
 
 
 class _PodMetadata(msgspec.Struct):

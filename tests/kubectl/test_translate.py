@@ -244,6 +244,9 @@ def test_values_are_those_that_kubectl_reads(
         ("containers: [{resources: {limits: [a]}}]", "at `$.spec.containers[0].resources.limits`"),
         ("nodeSelector: {gpu: true}", "got `bool` - at `$.spec.nodeSelector[...]`"),
         ("affinity: {nodeAffinity: 1}", "at `$.spec.affinity.nodeAffinity`"),
+        ("tolerations: 5", "got `int` - at `$.spec.tolerations`"),
+        ("tolerations: [a]", "got `str` - at `$.spec.tolerations[0]`"),
+        ("tolerations: [{key: [a]}]", "at `$.spec.tolerations[0].key`"),
     ],
 )
 def test_a_malformed_pod_is_one_clear_line(
