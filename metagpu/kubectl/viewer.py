@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 STATUS: Final = "api/v1/status"
 USAGE: Final = "api/v1/usage"
+_NEEDED: Final = {
+    STATUS: frozenset({"gpus", "offers"}),
+    USAGE: frozenset({"gpus", "containers", "unauthorized", "version"}),
+}
+"""What each report has at least."""
 AT_ONCE: Final = 100
 """Questions to nodes at a time, as many as the client has connections."""
 _TOKEN_LIFETIME: Final = 600
@@ -166,13 +171,15 @@ class ClusterViewer:
         headers = {"Metagpu-Token": self._tokens[agent.namespace][0]}
         try:
             with anyio.fail_after(self._deadline):
-                return NodeAnswer(
-                    agent.node, await self._client.call("GET", proxy, headers=headers)
-                )
+                report: Any = await self._client.call("GET", proxy, headers=headers)
         except TimeoutError:
             return NodeAnswer(agent.node, problem=f"no answer within {self._deadline:g} s")
         except ClusterError as error:
             return NodeAnswer(agent.node, problem=error.message or str(error))
+        if not isinstance(report, Mapping) or not report.keys() >= _NEEDED[path]:
+            problem = "no report of a daemon of this release; update metagpu there, or this program"
+            return NodeAnswer(agent.node, problem=problem)
+        return NodeAnswer(agent.node, report)
 
     async def _renew_token(self, namespace: str) -> str:
         """Get a viewer's token; return why there is none, empty where there is one."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 from anyio import to_thread
 
 from metagpu.kubectl.agent_pods import KUBELET_FOLDER
@@ -334,6 +335,35 @@ async def test_a_node_without_an_answer_has_its_line(
         assert err.startswith("kubectl metagpu: gpu-2: ")
         server.store.delete(("pods", SYSTEM, "agent"))
         assert (await it.run(*command))[0] == 1
+
+
+@pytest.mark.parametrize("report", ["null", "[]", "5", "{}"])
+async def test_an_answer_without_a_report_costs_its_node_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], report: str
+) -> None:
+    """Another program at the port, or a daemon of another release, ends no command."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=report, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with cluster(tmp_path, capsys) as it:
+            server = it.scene.server
+            server.add_pod(SYSTEM, "other", "gpu-2")["status"]["podIP"] = "127.0.0.1"
+            make_daemon(server, "other", runner.addresses[0][1])
+            for command in (["get", "pods"], ["top", "nodes"]):
+                status, out, err = await it.run(*command)
+                assert (status, NODE in out) == (0, True)
+                assert err.startswith("kubectl metagpu: gpu-2: no report of a daemon")
+            status, out, _ = await it.run("doctor")
+            assert (status, "no report of a daemon" in out) == (1, True)
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a?b", "A", "a b"])
