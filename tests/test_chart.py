@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from metagpu.plugins.cluster.settings import ALL_FEATURES, STATUS_ROLE, VIEWER, 
 from tests.e2e.rig.tools import Tools
 from tests.rigs.driver_layouts import HOST_FOLDERS
 
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 REVIEWS = ("tokenreviews", "subjectaccessreviews")
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -481,9 +483,16 @@ def test_what_does_not_fit_is_refused(helm: str, values: str, problem: str) -> N
         _render(helm, values)
 
 
+@cache
+def _rendered(helm: str, *options: str) -> str:
+    """Return what helm renders; several tests look at one rendering."""
+    text: str = script.render(helm, *options)
+    return text
+
+
 def _render(helm: str, *values: str) -> list[dict[str, Any]]:
     options = [part for value in values for part in ("--set", value)]
-    return [it for it in yaml.safe_load_all(script.render(helm, *options)) if it]
+    return [it for it in yaml.load_all(_rendered(helm, *options), LOADER) if it]
 
 
 def _pod(helm: str, *values: str) -> dict[str, Any]:
