@@ -209,7 +209,7 @@ async def test_what_is_remembered_of_tokens_is_bounded(tmp_path: Path) -> None:
         api = scene.it.agent.status_api
         assert api is not None
         reviewer = api._tokens
-        for _ in range(40):
+        for _ in range(20):
             skip(5)
             for _ in range(10):
                 await scene.get("/api/v1/usage", scene.token())

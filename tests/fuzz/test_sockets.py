@@ -37,7 +37,8 @@ ALICE, NEIGHBOUR = Holder("default", "alice", "main"), Holder("default", "zebra"
 NEIGHBOURS_MIB = 31337
 STRANGER = "0::/user.slice/session-1.scope\n"
 
-pytestmark = pytest.mark.timeout(900)
+# `make fuzz` has all of them, with other inputs, for each change.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 @dataclass

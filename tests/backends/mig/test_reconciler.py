@@ -127,6 +127,7 @@ def test_a_layout_is_there_whatever_happened(acts: Sequence[tuple[str, int]]) ->
     anyio.run(_all_of, acts, mig_pool("layout: {3g.20gb: 1, 2g.10gb: 1, 1g.5gb: 2}"), layout)
 
 
+@pytest.mark.long
 @settings(max_examples=4)
 @given(_acts)
 def test_control_daemons_are_where_instances_are(acts: Sequence[tuple[str, int]]) -> None:

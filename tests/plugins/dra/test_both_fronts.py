@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -390,6 +391,7 @@ def _sent(device: PreparedDevice) -> v1.Device:
     )
 
 
+@pytest.mark.long
 def test_nothing_is_held_twice_under_both_fronts() -> None:
     """In any order of pods, claims, turns, calls at once and restarts; each sees the other."""
     run_state_machine_as_test(

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -325,6 +326,7 @@ def _pool(name: str, backends: Sequence[str]) -> str:
     return f"{{name: {name}, backends: {_list(backends)}}}"
 
 
+@pytest.mark.long
 def test_every_request_that_counts_as_free_is_granted() -> None:
     """A single request up to the number of free healthy shares is placed and granted."""
     run_state_machine_as_test(

@@ -603,6 +603,7 @@ def on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_model")
+@pytest.mark.long
 def test_no_schedule_gives_a_held_share_away() -> None:
     """No start, failure, step of the clock or slow admission takes a share from a running pod."""
     run_state_machine_as_test(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar, Final
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -421,6 +422,7 @@ class Sharing(RuleBasedStateMachine):
         return [(device.id, device.health) for device in devices]
 
 
+@pytest.mark.long
 def test_no_story_breaks_the_rule_of_sharing() -> None:
     """No two conflicting shares are held or offered, and each share is listed once."""
     run_state_machine_as_test(
