@@ -11,6 +11,7 @@ import msgspec
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.kubectl.agent_pods import SELECTOR, AgentPod, choose_agents
 from metagpu.kubectl.errors import NotInstalled
+from metagpu.kubectl.reports import StatusForm, UsageForm
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
 if TYPE_CHECKING:
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
 
 STATUS: Final = "api/v1/status"
 USAGE: Final = "api/v1/usage"
-_NEEDED: Final = {
-    STATUS: frozenset({"gpus", "offers"}),
-    USAGE: frozenset({"gpus", "containers", "unauthorized", "version"}),
-}
-"""What each report has at least."""
+_FORMS: Final[Mapping[str, Any]] = {STATUS: StatusForm, USAGE: UsageForm}
+"""What the commands read of each report."""
 AT_ONCE: Final = 100
 """Questions to nodes at a time, as many as the client has connections."""
 _TOKEN_LIFETIME: Final = 600
@@ -176,8 +174,11 @@ class ClusterViewer:
             return NodeAnswer(agent.node, problem=f"no answer within {self._deadline:g} s")
         except ClusterError as error:
             return NodeAnswer(agent.node, problem=error.message or str(error))
-        if not isinstance(report, Mapping) or not report.keys() >= _NEEDED[path]:
-            problem = "no report of a daemon of this release; update metagpu there, or this program"
+        try:
+            msgspec.convert(report, _FORMS[path])
+        except msgspec.ValidationError as error:
+            fix = "update metagpu there, or this program"
+            problem = f"no report of a daemon of this release: {error}; {fix}"
             return NodeAnswer(agent.node, problem=problem)
         return NodeAnswer(agent.node, report)
 

@@ -1,7 +1,7 @@
 """`kubectl metagpu` at a simulated API server, with the daemon of one node behind it."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
+from aiohttp import ClientSession, web
 from anyio import to_thread
 
 from metagpu.kubectl.agent_pods import KUBELET_FOLDER
@@ -337,6 +337,26 @@ async def test_a_node_without_an_answer_has_its_line(
         assert (await it.run(*command))[0] == 1
 
 
+@asynccontextmanager
+async def second_daemon(
+    it: Cluster, answer: Callable[[web.Request], Awaitable[web.Response]]
+) -> AsyncIterator[None]:
+    """Answer as the daemon of another node, gpu-2, while the block lasts."""
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server = it.scene.server
+    server.add_pod(SYSTEM, "other", "gpu-2")["status"]["podIP"] = "127.0.0.1"
+    server.store.put(("nodes", "", "gpu-2"), {"metadata": {"name": "gpu-2"}})
+    make_daemon(server, "other", runner.addresses[0][1])
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize("report", ["null", "[]", "5", "{}"])
 async def test_an_answer_without_a_report_costs_its_node_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], report: str
@@ -346,24 +366,44 @@ async def test_an_answer_without_a_report_costs_its_node_alone(
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=report, content_type="application/json")
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with cluster(tmp_path, capsys) as it:
-            server = it.scene.server
-            server.add_pod(SYSTEM, "other", "gpu-2")["status"]["podIP"] = "127.0.0.1"
-            make_daemon(server, "other", runner.addresses[0][1])
-            for command in (["get", "pods"], ["top", "nodes"]):
+    async with cluster(tmp_path, capsys) as it, second_daemon(it, answer):
+        for command in (["get", "pods"], ["top", "nodes"]):
+            status, out, err = await it.run(*command)
+            assert (status, NODE in out) == (0, True)
+            assert err.startswith("kubectl metagpu: gpu-2: no report of a daemon")
+        status, out, _ = await it.run("doctor")
+        assert (status, "no report of a daemon" in out) == (1, True)
+
+
+async def test_a_report_without_a_nested_field_costs_its_node_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A daemon of another release is a silent node, with the field that is missing."""
+    async with cluster(tmp_path, capsys) as it:
+
+        async def answer(request: web.Request) -> web.Response:
+            url = f"http://127.0.0.1:{it.scene.port}{request.path}"
+            token = {"Metagpu-Token": request.headers["Metagpu-Token"]}
+            async with ClientSession() as client, client.get(url, headers=token) as real:
+                report = await real.json()
+            for gpu in report["gpus"]:
+                del gpu["healthy"]
+            return web.json_response(report)
+
+        async with second_daemon(it, answer):
+            it.add_pod("large", 30)
+            for verb in ("get", "top"):
+                for kind in ("nodes", "gpus", "pods", "namespaces"):
+                    status, out, err = await it.run(verb, kind)
+                    assert (status, "gpu-2" in out, err.count("\n")) == (0, False, 1), err
+                    assert err.startswith("kubectl metagpu: gpu-2: no report of a daemon")
+                    assert "`healthy` - at `$.gpus[" in err
+            for command in (["doctor", "-o", "json"], ["why", "large"]):
                 status, out, err = await it.run(*command)
-                assert (status, NODE in out) == (0, True)
-                assert err.startswith("kubectl metagpu: gpu-2: no report of a daemon")
-            status, out, _ = await it.run("doctor")
-            assert (status, "no report of a daemon" in out) == (1, True)
-    finally:
-        await runner.cleanup()
+                assert (status, "`healthy` - at `$.gpus[" in out, err) == (1, True, "")
+            for command in (["explain", "gpu-2"], ["cordon", "gpu-2/0"], ["drain-gpu", "gpu-2/0"]):
+                status, _, err = await it.run(*command)
+                assert (status, "`healthy` - at `$.gpus[" in err) == (1, True), err
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a?b", "A", "a b"])
