@@ -1,4 +1,4 @@
-"""What the commands read of a report, and what they do without a part of it."""
+"""The parts of a report that the commands read, and the commands without one of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
