@@ -25,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# The terminals of the tests follow codes, also where the tests run without a terminal.
+os.environ["TERM"] = "xterm"
+
 settings.register_profile("same", deadline=None, derandomize=True, database=None)
 # To look for more: pytest --hypothesis-profile search
 settings.register_profile("search", deadline=None, max_examples=2000)

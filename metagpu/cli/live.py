@@ -17,7 +17,7 @@ LEAVE: Final = "\x1b[?25h\x1b[?1049l"
 
 
 def show_live(draw: Callable[[Terminal], str]) -> int:
-    """Draw in place every second until `q` or an interrupt; into a pipe, draw once."""
+    """Draw in place every second until `q` or an interrupt; on `PLAIN`, draw once."""
     screen = stdout_terminal()
     if screen is PLAIN:
         print_text(draw(screen))

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.display.colours import shows_colours
+from metagpu.display.colours import shows_colours, takes_codes
 
 _STYLES: Final = {
     "red": "31",
@@ -43,7 +43,7 @@ class Terminal(msgspec.Struct, frozen=True):
 
 
 PLAIN: Final = Terminal()
-"""A pipe or a file: no limits, no colours."""
+"""A pipe, a file, or a terminal without codes: no limits, no colours."""
 CLEAR_SCREEN: Final = "\x1b[H\x1b[2J"
 """The terminal's code for an empty screen, written from its top."""
 
@@ -90,7 +90,7 @@ class TextTable(msgspec.Struct):
 
 def stdout_terminal() -> Terminal:
     """Return stdout's terminal, `PLAIN` if it is none; NO_COLOR switches colours off."""
-    if not sys.stdout.isatty():
+    if not takes_codes(sys.stdout):
         return PLAIN
     size = shutil.get_terminal_size()
     return Terminal(size.columns, size.lines, colours=shows_colours(sys.stdout))

@@ -302,6 +302,30 @@ async def test_at_a_terminal_tables_are_drawn_in_place(
     assert "\x1b[1mGPU" in drawn or "\x1b[1mIDX" in drawn
 
 
+@pytest.mark.parametrize("term", ["dumb", "", None])
+async def test_a_terminal_without_codes_is_written_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, term: str | None
+) -> None:
+    """`top` and `-w` print one table without codes where TERM is dumb, or not set."""
+    screen = TtyText()
+    monkeypatch.setattr(sys, "stdout", screen)
+    interrupted_after(2, monkeypatch)
+    if term is None:
+        monkeypatch.delenv("TERM", raising=False)
+    else:
+        monkeypatch.setenv("TERM", term)
+
+    for command, once in (
+        (("top",), "13000/40340 MiB"),
+        (("get", "devices", "-w"), "SHARE SIZE"),
+        (("get", "devices"), "SHARE SIZE"),
+    ):
+        screen.truncate(screen.seek(0))
+        assert await run_mgctl(tmp_path, *command) == 0
+        assert "\x1b" not in screen.getvalue()
+        assert screen.getvalue().count(once) == 1
+
+
 async def test_colours_can_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`NO_COLOR` removes colours, at a terminal too."""
     screen = TtyText()

@@ -1,6 +1,7 @@
 """`kubectl metagpu` at a simulated API server, with the daemon of one node behind it."""
 
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE, SYSTEM, StatusScene, serving
+from tests.cli.test_mgctl import TtyText, interrupted_after
 from tests.rigs.agent import METAGPU, QUICK
 
 FRACTION = "fraction.metagpu.io"
@@ -335,6 +337,23 @@ async def test_a_node_without_an_answer_has_its_line(
         assert err.startswith("kubectl metagpu: gpu-2: ")
         server.store.delete(("pods", SYSTEM, "agent"))
         assert (await it.run(*command))[0] == 1
+
+
+async def test_top_at_a_terminal_without_codes_is_drawn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TERM=dumb a table is printed as into a file, and once."""
+    monkeypatch.setenv("TERM", "dumb")
+    async with cluster(tmp_path, capsys) as it:
+        server = it.scene.server
+        server.add_pod(SYSTEM, "silent", "gpu-2")["status"]["podIP"] = "127.0.0.1"
+        make_daemon(server, "silent", 1)
+        screen = TtyText()
+        monkeypatch.setattr(sys, "stdout", screen)
+        interrupted_after(2, monkeypatch)
+        assert (await it.run("top", "nodes"))[0] == 0
+        assert screen.getvalue().count(NODE) == 1
+        assert "\x1b" not in screen.getvalue()
 
 
 @asynccontextmanager
