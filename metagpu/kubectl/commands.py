@@ -25,8 +25,9 @@ from metagpu.kubectl import items
 from metagpu.kubectl.errors import NoKubeconfig
 from metagpu.kubectl.loading import quick_loading
 from metagpu.kubectl.output import silent_nodes
+from metagpu.kubectl.repeated import RepeatedQuestions
 from metagpu.kubectl.tables import draw_items, draw_top
-from metagpu.kubectl.viewer import USAGE, ClusterViewer, NodeAnswer, Progress
+from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
 
 _DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
@@ -155,6 +156,7 @@ class Rows:
         self._args = args
         self._runner = runner
         self._viewer = viewer
+        self._questions = RepeatedQuestions(viewer)
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
 
@@ -171,7 +173,7 @@ class Rows:
             names = {it["metadata"]["name"] for it in chosen}
             agents = [it for it in agents if it.node in names]
 
-        answers = await viewer.ask(USAGE, agents)
+        answers = await self._questions.ask(agents)
         rows: Sequence[items.Item]
         if of_nodes or not args.selector:
             rows = list(items.KINDS[args.kind](answers))

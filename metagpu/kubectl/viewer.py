@@ -60,7 +60,7 @@ class ClusterViewer:
     ) -> None:
         self._client = client
         self._agent_namespace = agent_namespace
-        self._deadline = deadline
+        self.deadline = deadline
         self._progress = progress
         self._tokens: dict[str, tuple[str, float]] = {}
         self._renewing = anyio.Lock()
@@ -137,8 +137,12 @@ class ClusterViewer:
             )
         return found
 
-    async def ask(self, path: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+    async def ask(
+        self, path: str, agents: Iterable[AgentPod], deadline: float | None = None
+    ) -> Sequence[NodeAnswer]:
         """Ask daemons in parallel for a report; return the answers by the node's name.
+
+        A `deadline` in seconds for each answer stands in place of the viewer's.
 
         Raises:
             ClusterError: the API server does not answer.
@@ -153,7 +157,7 @@ class ClusterViewer:
                 answers.append(NodeAnswer(agent.node, problem=problem))
             else:
                 async with self._limit:
-                    answers.append(await self._ask_node(path, agent))
+                    answers.append(await self._ask_node(path, agent, deadline or self.deadline))
             self._progress(len(answers), len(asked))
 
         async with anyio.create_task_group() as group:
@@ -161,17 +165,17 @@ class ClusterViewer:
                 group.start_soon(one, agent)
         return sorted(answers, key=lambda it: it.node)
 
-    async def _ask_node(self, path: str, agent: AgentPod) -> NodeAnswer:
+    async def _ask_node(self, path: str, agent: AgentPod, deadline: float) -> NodeAnswer:
         if not agent.port:
             problem = f"pod {agent.name} serves no status; give its daemon --status-api"
             return NodeAnswer(agent.node, problem=problem)
         proxy = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}:{agent.port}/proxy/{path}"
         headers = {"Metagpu-Token": self._tokens[agent.namespace][0]}
         try:
-            with anyio.fail_after(self._deadline):
+            with anyio.fail_after(deadline):
                 report: Any = await self._client.call("GET", proxy, headers=headers)
         except TimeoutError:
-            return NodeAnswer(agent.node, problem=f"no answer within {self._deadline:g} s")
+            return NodeAnswer(agent.node, problem=f"no answer within {deadline:g} s")
         except ClusterError as error:
             return NodeAnswer(agent.node, problem=error.message or str(error))
         try:

@@ -228,7 +228,12 @@ class ScriptedViewer(ClusterViewer):
         """Return the daemon that replaced the first."""
         return [AgentPod(NODE, "system", "after", 1, ready=True)]
 
-    async def ask(self, _: str, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+    async def ask(
+        self,
+        _: str,
+        agents: Iterable[AgentPod],
+        deadline: float | None = None,  # noqa: ARG002 - the viewer has it
+    ) -> Sequence[NodeAnswer]:
         """Return the next answer."""
         self.asked += [it.name for it in agents]
         holders = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import yaml
 from aiohttp import ClientSession, web
 from anyio import to_thread
 
+from metagpu.cli import live
+from metagpu.display.table import CLEAR_SCREEN
 from metagpu.kubectl.agent_pods import KUBELET_FOLDER
 from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.settings import VIEWER
@@ -52,6 +56,13 @@ class Cluster:
         status, out, err = await self.run(*arguments, "-o", "json")
         assert (status, err) == (0, ""), err
         return json.loads(out[out.index("{\n") :])  # the daemon of the test logs before it
+
+    async def report(self, request: web.Request) -> Any:  # noqa: ANN401 - any JSON
+        """Return what the node's daemon answers to a request."""
+        url = f"http://127.0.0.1:{self.scene.port}{request.path}"
+        token = {"Metagpu-Token": request.headers["Metagpu-Token"]}
+        async with ClientSession() as client, client.get(url, headers=token) as answer:
+            return await answer.json()
 
     def add_pod(self, name: str, count: int, resource: str = METAGPU, **spec: object) -> None:
         """Add a Pod that waits for the scheduler."""
@@ -401,10 +412,7 @@ async def test_a_report_without_a_nested_field_costs_its_node_alone(
     async with cluster(tmp_path, capsys) as it:
 
         async def answer(request: web.Request) -> web.Response:
-            url = f"http://127.0.0.1:{it.scene.port}{request.path}"
-            token = {"Metagpu-Token": request.headers["Metagpu-Token"]}
-            async with ClientSession() as client, client.get(url, headers=token) as real:
-                report = await real.json()
+            report = await it.report(request)
             for gpu in report["gpus"]:
                 del gpu["healthy"]
             return web.json_response(report)
@@ -423,6 +431,35 @@ async def test_a_report_without_a_nested_field_costs_its_node_alone(
             for command in (["explain", "gpu-2"], ["cordon", "gpu-2/0"], ["drain-gpu", "gpu-2/0"]):
                 status, _, err = await it.run(*command)
                 assert (status, "`healthy` - at `$.gpus[" in err) == (1, True), err
+
+
+async def test_the_row_of_a_silent_node_returns_to_top(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`top` draws without the node, asks it in the background, and leaves nothing behind."""
+    screen, released = TtyText(), Event()
+
+    def pause(_: float) -> None:
+        tables = screen.getvalue().split(CLEAR_SCREEN)[1:]
+        if len(tables) == 3:
+            assert all("gpu-2: no answer within 1 s" in it for it in tables)
+            released.set()
+        if " gpu-2 " in tables[-1] or len(tables) > 500:
+            raise KeyboardInterrupt
+        sleep(0.02)
+
+    async with cluster(tmp_path, capsys) as it:
+
+        async def answer(request: web.Request) -> web.Response:
+            await to_thread.run_sync(released.wait, 60.0)
+            return web.json_response(await it.report(request))
+
+        async with second_daemon(it, answer):
+            monkeypatch.setattr(sys, "stdout", screen)
+            monkeypatch.setattr(live, "sleep", pause)
+            status, _, err = await it.run("top", "nodes", "--timeout", "1")
+            assert (status, err) == (0, "")
+            assert " gpu-2 " in screen.getvalue().split(CLEAR_SCREEN)[-1]
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a?b", "A", "a b"])
