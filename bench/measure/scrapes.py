@@ -26,8 +26,14 @@ SHARES: Final = 10
 PROCESS: Final = {"memory": 1 << 30, "sm": 10}
 """The one process of each pod: its memory and load, within the pod's shares."""
 FIRST_PID: Final = 10_000
-PERIOD: Final = 1.5
-"""Seconds of a period with a scrape or without: scrapes within one second share a page."""
+PERIOD: Final = 1.31
+"""Seconds from a scrape to the next: those within one second share a page.
+
+Not a multiple of the daemon's own periods: its other work is as often in the windows with a scrape
+as in those without.
+"""
+AFTER: Final = 0.05
+"""Seconds after a response, for what the daemon does when the client has it."""
 SETTLE: Final = 3.0
 TIMEOUT: Final = 60.0
 PAGES: Final[Mapping[str, tuple[str, float | None]]] = {
@@ -53,7 +59,7 @@ def scrapes(plan: Plan) -> list[Figure]:
 
 
 async def _scrapes(plan: Plan) -> list[Figure]:
-    count = plan.count(20, 2)
+    count = plan.count(40, 2)
     options = dict.fromkeys(option for option, _ in PAGES.values())
 
     # Side by side: other load on the machine affects both.
@@ -156,20 +162,25 @@ def _made(folder: Path) -> Path:
 async def _cpu_of_a_scrape(pid: int, port: int, page: str, count: int) -> float:
     """Return the CPU seconds of a scrape, without those of the idle daemon in as much time.
 
-    Periods with and without a scrape take turns: other load on the machine affects both.
+    From the request until a moment after its response: in the second that follows, the daemon uses
+    more for its other work, and now more and now less. Windows with and without a scrape take
+    turns: other load on the machine affects both.
     """
     await to_thread.run_sync(_scrape, port, page)
-    await anyio.sleep(PERIOD)
-    spent, took = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    spent = 0.0
     for _ in range(count):
-        for scraped in (True, False):
-            began, before = time.monotonic(), machine.cpu_seconds(pid)
-            if scraped:
-                await to_thread.run_sync(_scrape, port, page)
-            await anyio.sleep(max(0.0, began + PERIOD - time.monotonic()))
-            spent[scraped] += machine.cpu_seconds(pid) - before
-            took[scraped] += time.monotonic() - began
-    return (spent[True] - spent[False] / took[False] * took[True]) / count
+        await anyio.sleep(PERIOD / 2)
+        began, before = time.monotonic(), machine.cpu_seconds(pid)
+        await to_thread.run_sync(_scrape, port, page)
+        await anyio.sleep(AFTER)
+        spent += machine.cpu_seconds(pid) - before
+        took = time.monotonic() - began
+
+        await anyio.sleep(PERIOD / 2 - 2 * took)
+        before = machine.cpu_seconds(pid)
+        await anyio.sleep(took)
+        spent -= machine.cpu_seconds(pid) - before
+    return spent / count
 
 
 async def _shares_at_rest(pids: Sequence[int], seconds: float) -> list[float]:

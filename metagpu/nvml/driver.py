@@ -1,22 +1,23 @@
 """The `Driver` on NVML: surveys, conditions, processes, limits and events of GPUs.
 
-Every call runs in a worker thread, one thread at a time for each GPU: a GPU that hangs delays no
-other. An idle daemon has one thread for all GPUs, which waits for events.
+Every call runs in a thread, one at a time for each GPU: a GPU that hangs delays no other. Short
+calls share a thread; an idle daemon has another one, which waits for events.
 
-    errors       NVML's return codes -> our errors
-    worker       one thread at a time, with a deadline
-    queries      one GPU's answers -> our values
-    mig_calls    the calls of MIG; `mig_driver` runs them in the GPU's worker
-    session      the GPUs seen so far
-    session_gpu  one GPU of a session
-    library      the library itself, loaded by its path
-    timing       deadlines of long calls
-    event_set    the event set: registrations, the wait
-    events       events as the loop hears them, renewals of the event set
-    topology     the connections between GPUs, read once for each set of GPUs
-    sensors      temperature, power, clocks and error counters
-    utilization  processes' shares of a GPU's processors
-    limits       the driver's memory limits of cgroups
+    errors         NVML's return codes -> our errors
+    worker         one call at a time, with a deadline
+    shared_thread  the short calls of all GPUs
+    queries        one GPU's answers -> our values
+    mig_calls      the calls of MIG; `mig_driver` runs them in the GPU's worker
+    session        the GPUs seen so far
+    session_gpu    one GPU of a session
+    library        the library itself, loaded by its path
+    timing         deadlines of long calls
+    event_set      the event set: registrations, the wait
+    events         events as the loop hears them, renewals of the event set
+    topology       the connections between GPUs, read once for each set of GPUs
+    sensors        temperature, power, clocks and error counters
+    utilization    processes' shares of a GPU's processors
+    limits         the driver's memory limits of cgroups
 """
 
 import ctypes
@@ -46,6 +47,7 @@ from metagpu.core.model.snapshot import Versions
 from metagpu.nvml.limits import limit_memory, read_limit
 from metagpu.nvml.mig_driver import NvmlMigDriver
 from metagpu.nvml.queries import (
+    Handle,
     read_compute_mode,
     read_condition,
     read_memory,
@@ -55,10 +57,11 @@ from metagpu.nvml.queries import (
 from metagpu.nvml.sensors import read_detailed_sensors
 from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import SessionGpu
+from metagpu.nvml.shared_thread import SharedThread
 from metagpu.nvml.timing import TIMING, NvmlTiming
 from metagpu.nvml.topology import TopologyReader
 from metagpu.nvml.utilization import read_activity, read_utilization
-from metagpu.nvml.worker import NvmlWorker
+from metagpu.nvml.worker import NvmlWorker, ResultT
 
 __all__ = ["NvmlDriver"]
 
@@ -91,6 +94,7 @@ class NvmlDriver:
         self._find_libraries = find_libraries
         # One for all sessions: a retry while NVML hangs must not cost another thread.
         self._library_worker = NvmlWorker("NVML", whole=True)
+        self._shared_thread = SharedThread()
         self._session: NvmlSession | None = None
         self._topology = TopologyReader()
         self._indices: dict[int, GpuId] = {}
@@ -204,9 +208,7 @@ class NvmlDriver:
         session, known = self._opened(), self._known(gpu)
 
         try:
-            condition = await known.worker.call(
-                partial(read_condition, known.handle, known.answers), self._deadline
-            )
+            condition = await self._read(gpu, partial(read_condition, answers=known.answers))
         except GpuLost:
             known.needs_recovery = True
             raise
@@ -221,28 +223,24 @@ class NvmlDriver:
 
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
         """List the compute and graphics processes that have memory on one GPU."""
-        known = self._known(gpu)
-        return await known.worker.call(partial(read_processes, known.handle), self._deadline)
+        return await self._read(gpu, read_processes)
 
     async def activity(
         self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, costly: bool = True
     ) -> GpuActivity:
         """Read one GPU's processes and sensors, each if wanted."""
-        known = self._known(gpu)
-        answers = known.sensor_answers if sensors else None
-        read = partial(read_activity, known.handle, answers, processes=processes, costly=costly)
-        return await known.worker.call(read, self._deadline)
+        answers = self._known(gpu).sensor_answers if sensors else None
+        read = partial(read_activity, sensor_answers=answers, processes=processes, costly=costly)
+        return await self._read(gpu, read)
 
     async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:
         """Read the shares of one GPU's multiprocessors, by pid."""
-        known = self._known(gpu)
-        return await known.worker.call(partial(read_utilization, known.handle), self._deadline)
+        return await self._read(gpu, read_utilization)
 
     async def sensors(self, gpu: GpuId, *, costly: bool = True) -> DetailedSensors:
         """Read the sensors and error counters of one GPU, with the costly ones if wanted."""
-        known = self._known(gpu)
-        read = partial(read_detailed_sensors, known.handle, known.sensor_answers, costly=costly)
-        return await known.worker.call(read, self._deadline)
+        answers = self._known(gpu).sensor_answers
+        return await self._read(gpu, partial(read_detailed_sensors, answers=answers, costly=costly))
 
     async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
         """Limit the memory of a cgroup's processes together, in bytes; `None` removes it."""
@@ -251,13 +249,11 @@ class NvmlDriver:
 
     async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
         """Return the limit of a cgroup's processes in bytes, `None` for no limit."""
-        known = self._known(gpu)
-        return await known.worker.call(partial(read_limit, known.handle, cgroup), self._deadline)
+        return await self._read(gpu, partial(read_limit, cgroup=cgroup))
 
     async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
         """Return the compute mode of a GPU; `None` where the driver does not report it."""
-        known = self._known(gpu)
-        return await known.worker.call(partial(read_compute_mode, known.handle), self._deadline)
+        return await self._read(gpu, read_compute_mode)
 
     async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
         """Set the compute mode of a GPU; only root may."""
@@ -280,6 +276,11 @@ class NvmlDriver:
         """The GPUs whose XIDs NVML does not deliver, and why."""
         return self._session.events.unheard if self._session else {}
 
+    async def _read(self, gpu: GpuId, read: Callable[[Handle], ResultT]) -> ResultT:
+        """Make short calls about one GPU."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read, known.handle), self._deadline, short=True)
+
     def _survey(self, answers: Sequence[Gpu | DriverError], versions: Versions) -> Survey:
         gpus = [answer for answer in answers if isinstance(answer, Gpu)]
         read = {gpu.id for gpu in gpus}
@@ -300,7 +301,7 @@ class NvmlDriver:
         return Survey(tuple(gpus), tuple(unreadable), versions.driver, versions.cuda)
 
     def _new_worker(self, index: int) -> NvmlWorker:
-        return NvmlWorker(f"GPU {index}", others_work=self._others_work)
+        return NvmlWorker(f"GPU {index}", others_work=self._others_work, shared=self._shared_thread)
 
     async def _others_work(self, worker: NvmlWorker) -> bool:
         """Return whether another GPU answers: then one GPU alone says that NVML is gone."""

@@ -1,7 +1,8 @@
-"""Worker threads for NVML calls, which may never return."""
+"""Calls of NVML in threads: they may never return."""
 
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import anyio
@@ -9,6 +10,7 @@ import anyio.to_thread
 
 from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable
 from metagpu.nvml.errors import to_driver_error
+from metagpu.nvml.shared_thread import SharedThread
 
 ResultT = TypeVar("ResultT")
 OthersWork: TypeAlias = Callable[["NvmlWorker"], Awaitable[bool]]
@@ -17,14 +19,20 @@ OthersWork: TypeAlias = Callable[["NvmlWorker"], Awaitable[bool]]
 class NvmlWorker:
     """Runs the calls about a GPU, the events, or all of NVML, one thread at a time.
 
-    A call that hangs blocks its own worker alone, and costs at most one thread.
+    A call that hangs blocks its own worker alone, and costs at most one thread. Short calls share
+    a thread with those of other workers.
 
     Attributes:
         name: the subject's name in messages.
     """
 
     def __init__(
-        self, name: str, *, whole: bool = False, others_work: OthersWork | None = None
+        self,
+        name: str,
+        *,
+        whole: bool = False,
+        others_work: OthersWork | None = None,
+        shared: SharedThread | None = None,
     ) -> None:
         """Create a worker without a thread.
 
@@ -32,10 +40,12 @@ class NvmlWorker:
             name: the subject's name in messages.
             whole: whether the subject is NVML as a whole.
             others_work: returns whether NVML works for other subjects than this worker's.
+            shared: does the short calls of several workers; `None` for a thread of its own.
         """
         self.name = name
         self._whole = whole
         self._others_work = others_work
+        self._shared = shared
         # Without a turn of the loop for a lock that is free: a scrape has some 20 calls.
         self._lock = anyio.Lock(fast_acquire=True)
         self._limiter = anyio.CapacityLimiter(1)
@@ -59,12 +69,19 @@ class NvmlWorker:
         work: Callable[[], ResultT],
         deadline: float,
         interrupt: Callable[[], None] | None = None,
+        *,
+        short: bool = False,
     ) -> ResultT:
         """Run `work` in a thread, for at most `deadline` seconds.
 
         A cancelled caller leaves at once, and its thread stays inside NVML. The next call waits for
-        that thread, no longer than the first caller would have. `interrupt` is called at a
-        cancellation, and may end the thread's call.
+        that thread, no longer than the first caller would have.
+
+        Args:
+            work: the calls, in one function.
+            deadline: seconds for it.
+            interrupt: called at a cancellation, and may end the thread's call.
+            short: whether NVML answers within some milliseconds, unless it hangs.
 
         Raises:
             DriverTimeout: at the deadline, and at once while an overdue call still runs;
@@ -73,7 +90,7 @@ class NvmlWorker:
             DriverError: NVML failed, or its answer is invalid.
         """
         try:
-            return await self.call_alone(work, deadline, interrupt)
+            return await self.call_alone(work, deadline, interrupt, short=short)
         except DriverUnavailable as failure:
             if self._others_work is None or not await self._others_work(self):
                 raise
@@ -84,6 +101,8 @@ class NvmlWorker:
         work: Callable[[], ResultT],
         deadline: float,
         interrupt: Callable[[], None] | None = None,
+        *,
+        short: bool = False,
     ) -> ResultT:
         """Run `work` as `call` does, and believe what NVML says about itself."""
         timeout_error = DriverUnavailable if self._whole else DriverTimeout
@@ -96,9 +115,7 @@ class NvmlWorker:
             self._until, self._timed_out = anyio.current_time() + deadline, False
             with anyio.CancelScope(deadline=self._until):
                 try:
-                    return await anyio.to_thread.run_sync(
-                        self._work, work, abandon_on_cancel=True, limiter=self._limiter
-                    )
+                    return await self._in_thread(partial(self._work, work), short=short)
                 except anyio.get_cancelled_exc_class():
                     if interrupt is not None:
                         interrupt()
@@ -114,6 +131,21 @@ class NvmlWorker:
                     self._idle.wait, deadline, limiter=self._limiter, abandon_on_cancel=True
                 )
         return self.is_idle
+
+    async def _in_thread(self, work: Callable[[], ResultT], *, short: bool) -> ResultT:
+        """Run `work` in a thread; a cancelled caller leaves at once."""
+        if not short or self._shared is None:
+            return await anyio.to_thread.run_sync(
+                work, abandon_on_cancel=True, limiter=self._limiter
+            )
+        self._idle.clear()  # from now on the thread may begin with it at any moment
+        job = self._shared.submit(work)
+        try:
+            return await job.future
+        except anyio.get_cancelled_exc_class():
+            if self._shared.drop(job):
+                self._idle.set()
+            raise
 
     def _work(self, work: Callable[[], ResultT]) -> ResultT:
         self._idle.clear()

@@ -76,4 +76,4 @@ def out(nvml: NvmlDriver) -> set[str]:
     """Return the workers with a pending call, or one about to begin; GPUs without their uuids."""
     session = nvml._session
     workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
-    return {it.name.partition(" (")[0] for it in workers if it._limiter.borrowed_tokens}
+    return {it.name.partition(" (")[0] for it in workers if it._lock.locked()}

@@ -17,7 +17,7 @@ from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder
-from metagpu.core.runtime.in_turn import start_in_turn
+from metagpu.core.runtime.together import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import (
     NO_PROMISED_MEMORY,
@@ -152,7 +152,7 @@ class UsageCollector:
             usage.utilization |= await self._measure(gpus, max_age=None if sensors else 0)
 
         async with anyio.create_task_group() as group:
-            await start_in_turn(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
+            await start_together(group, (partial(read, gpu) for gpu in gpus), self._timing.turn)
             late = True
             await attribute()
             await measure(tuple(read_gpus))

@@ -47,6 +47,14 @@ def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard
     return found.pop() if len(found) == 1 else None
 
 
+def _to_common_moment(pause: float) -> float:
+    """Return the seconds, at most `pause`, to a moment that all GPUs with this pause share.
+
+    Checks at one moment share one change of threads for NVML, and one for /proc.
+    """
+    return pause - anyio.current_time() % pause
+
+
 class Enforcer:
     """The enforcer of memory limits on all GPUs.
 
@@ -108,7 +116,7 @@ class Enforcer:
                 self.stats.over_limit.pop(gpu, None)
                 await self._update_limits(gpu, settings)
                 pause = self._timing.idle_period
-            await anyio.sleep(pause)
+            await anyio.sleep(_to_common_moment(pause))
 
     async def _update_limits(self, gpu: GpuId, settings: MemoryEnforcement) -> None:
         """Update the driver's limits; the check that follows reports an NVML that is gone."""

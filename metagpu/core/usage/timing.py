@@ -29,7 +29,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
         cache_age: for which callers share one collection of all GPUs.
         recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
             little more than the enforcer's period.
-        turn: after which a collection reads the next GPU, if one has not answered.
+        turn: for which a collection waits for each GPU's answer before it goes on without it.
         costly_age: from which a scrape reads in any case what costs NVML much: the utilization of
             a GPU's processes, its energy, its PCIe replays. Turns of eight GPUs take 4 min at the
             usual period of 30 s.
@@ -48,7 +48,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     mixed_period: float = 5.0
     cache_age: float = 0.9
     recent: float = 0.6
-    turn: float = 0.02
+    turn: float = 0.05
     costly_age: float = 300.0
 
 

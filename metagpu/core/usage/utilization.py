@@ -9,7 +9,7 @@ import anyio
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.in_turn import start_in_turn
+from metagpu.core.runtime.together import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.reading_turns import ReadingTurns
 from metagpu.core.usage.timing import UsageTiming
@@ -56,7 +56,7 @@ class UtilizationReader:
 
         async with anyio.create_task_group() as group:
             works = (partial(self._read_gpu, gpu, pids[gpu]) for gpu in busy if gpu in due)
-            await start_in_turn(group, works, self._timing.turn)
+            await start_together(group, works, self._timing.turn)
         return {
             gpu: {pid: percent for pid, percent in known.percents.items() if pid not in ended}
             for gpu in gpus

@@ -10,7 +10,7 @@ import anyio
 from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.in_turn import start_in_turn
+from metagpu.core.runtime.together import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING
@@ -40,7 +40,7 @@ class SensorReader(Generic[ReadingT]):
                 found[gpu] = await self._sensors(gpu)
 
         async with anyio.create_task_group() as group:
-            await start_in_turn(group, (partial(read_one, it) for it in gpus), DEFAULT_TIMING.turn)
+            await start_together(group, (partial(read_one, it) for it in gpus), DEFAULT_TIMING.turn)
         return {gpu: found[gpu] for gpu in gpus if gpu in found}
 
 

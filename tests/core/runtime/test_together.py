@@ -1,14 +1,14 @@
-"""Works that begin one after the other."""
+"""Works that begin together and are waited for."""
 
 from functools import partial
 
 import anyio
 
-from metagpu.core.runtime.in_turn import start_in_turn
+from metagpu.core.runtime.together import start_together
 
 
-async def test_each_begins_when_the_one_before_has_ended() -> None:
-    """Works that end are never at work together, and all are done at the return."""
+async def test_all_begin_and_all_are_waited_for() -> None:
+    """Works that end are at work together, and all are done at the return."""
     at_work, most, done = 0, 0, 0
 
     async def work() -> None:
@@ -19,8 +19,8 @@ async def test_each_begins_when_the_one_before_has_ended() -> None:
         at_work, done = at_work - 1, done + 1
 
     async with anyio.create_task_group() as group:
-        await start_in_turn(group, [work] * 5, max_wait=60)
-        assert (most, done) == (1, 5)
+        await start_together(group, [work] * 5, max_wait=60)
+        assert (most, done) == (5, 5)
 
 
 async def test_one_that_hangs_delays_no_other_for_long() -> None:
@@ -33,7 +33,7 @@ async def test_one_that_hangs_delays_no_other_for_long() -> None:
         done.append(number)
 
     async with anyio.create_task_group() as group:
-        await start_in_turn(group, [partial(work, it) for it in range(3)], max_wait=0.01)
+        await start_together(group, [partial(work, it) for it in range(3)], max_wait=0.01)
         assert done == [1, 2]
         may_end.set()
     assert done == [1, 2, 0]
