@@ -1,4 +1,4 @@
-"""One thread for short works of many callers, and another once one of them takes long."""
+"""Short works of many callers in one thread; one that takes long keeps it."""
 
 import asyncio
 import time
@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 TURN: Final = 0.02
-"""Seconds that a work may keep the others waiting: thrice what NVML takes for all of an H200."""
+"""Seconds that a work may delay others: thrice what NVML takes for an H200's values."""
 _MOST_THREADS: Final = 64
-"""More than a node has GPUs: each that hangs keeps one."""
+"""More than the GPUs of a node: each that hangs keeps one."""
 ResultT = TypeVar("ResultT")
 
 
@@ -32,13 +32,13 @@ class Job(Generic[ResultT]):
             self._set = partial(self.future.set_exception, error)
 
     def deliver(self) -> None:
-        """Give the result to the caller, in the loop."""
+        """Set the result of the future, in the loop."""
         if not self.future.done():  # done: the caller has left
             self._set()
 
 
 class _Round:
-    """The works that one thread does, one after the other, until there is none.
+    """The works that one thread does, one after the other, until none waits.
 
     Attributes:
         done: works whose results the loop has not seen.
@@ -55,7 +55,7 @@ class _Round:
         self.look: asyncio.TimerHandle | None = None
 
     def deliver(self) -> None:
-        """Give the results so far to their callers."""
+        """Deliver the results so far."""
         while self.done:
             self.done.popleft().deliver()
 
@@ -75,18 +75,18 @@ class SharedThread:
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "NVML")
 
     def submit(self, work: Callable[[], ResultT]) -> Job[ResultT]:
-        """Have a work done, soon after all that wait."""
+        """Queue a work: it is done soon, after all that wait."""
         loop = asyncio.get_running_loop()
         job = Job(work, loop)
         self._waiting.append(job)
         if self._round is None:
             self._round = _Round(loop)
-            # Not at once: whoever else has one in this turn of the loop shares the thread's start.
+            # Not at once: works that come in the same turn of the loop share the thread's start.
             loop.call_soon(self._start, self._round)
         return job
 
     def drop(self, job: Job[Any]) -> bool:
-        """Take a work back; return whether it was in time: no thread will begin it then."""
+        """Take a work back; return whether no thread has begun it, or will."""
         with suppress(ValueError):
             self._waiting.remove(job)
             return True

@@ -49,9 +49,8 @@ async def test_works_that_come_together_share_one_thread_in_their_order() -> Non
 async def test_another_thread_goes_on_without_one_that_takes_long() -> None:
     """Results before it and behind it come while it goes on; its own comes at its end."""
     thread, long = SharedThread(SHORT), Held()
-    before, held, *behind = [
-        thread.submit(work) for work in (threading.get_ident, long, *[threading.get_ident] * 20)
-    ]
+    works: list[Callable[[], int]] = [threading.get_ident, long, *[threading.get_ident] * 20]
+    before, held, *behind = [thread.submit(work) for work in works]
     others = {await job.future for job in (before, *behind)}
     assert long.begun.is_set()
     assert not held.future.done()
@@ -86,7 +85,7 @@ async def test_a_work_that_waits_can_be_taken_back() -> None:
 
 
 async def test_a_failure_is_the_callers() -> None:
-    """It ends neither the thread nor what waits."""
+    """The thread goes on with what waits."""
 
     def fail() -> int:
         raise ValueError("no")

@@ -9,7 +9,7 @@ from anyio.abc import TaskGroup
 async def start_together(
     group: TaskGroup, works: Iterable[Callable[[], Awaitable[None]]], max_wait: float
 ) -> None:
-    """Start all works, and wait for each, in their order, for at most `max_wait` seconds.
+    """Start all works, and wait for each, in their order, at most `max_wait` seconds.
 
     For works that are done in turn, as the calls of GPUs in one thread: as long as each takes its
     moment, all are waited for. One that hangs delays the caller for that moment only, and goes on

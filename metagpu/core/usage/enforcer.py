@@ -47,12 +47,12 @@ def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard
     return found.pop() if len(found) == 1 else None
 
 
-def _to_common_moment(pause: float) -> float:
-    """Return the seconds, at most `pause`, to a moment that all GPUs with this pause share.
+def seconds_to_common_moment(period: float) -> float:
+    """Return the seconds to the next moment at which GPUs of this period are checked.
 
     Checks at one moment share one change of threads for NVML, and one for /proc.
     """
-    return pause - anyio.current_time() % pause
+    return period - anyio.current_time() % period
 
 
 class Enforcer:
@@ -115,8 +115,8 @@ class Enforcer:
                 violations.clear()
                 self.stats.over_limit.pop(gpu, None)
                 await self._update_limits(gpu, settings)
-                pause = self._timing.idle_period
-            await anyio.sleep(_to_common_moment(pause))
+                pause = seconds_to_common_moment(self._timing.idle_period)
+            await anyio.sleep(pause)
 
     async def _update_limits(self, gpu: GpuId, settings: MemoryEnforcement) -> None:
         """Update the driver's limits; the check that follows reports an NVML that is gone."""
@@ -144,12 +144,12 @@ class Enforcer:
             if self._limits is not None and isinstance(error, DriverUnavailable):
                 self._limits.forget(gpu)
             self._log_failure(gpu, error)
-            return settings.period
+            return seconds_to_common_moment(settings.period)
         self._logged.clear(gpu)
 
         found: dict[_Key, LimitViolation] = {}
         over: dict[Holder, int] = {}
-        pauses = [float(settings.period)]
+        pauses = []
         async for usage in self._enforced(gpu_usage):
             key = usage.holder, usage.pod_uid
             effective = effective_limit(usage, self._registry.snapshot, settings)
@@ -173,7 +173,7 @@ class Enforcer:
         violations.clear()
         violations.update(found)
         self.stats.over_limit[gpu] = over
-        return min(pauses)
+        return min([seconds_to_common_moment(settings.period), *pauses])
 
     async def _enforced(self, gpu_usage: GpuUsage) -> AsyncIterator[ContainerUsage]:
         """Yield the containers that the enforcer guards; other tasks run in between."""

@@ -1,5 +1,6 @@
 """The enforcer at work, on real processes of this machine that use simulated GPUs."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import msgspec
 import pytest
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.config.memory import EnforcementPolicy
+from metagpu.core.config.units import Duration
 from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.errors import HostError
 from metagpu.core.model.gpu import MIB, GpuId
@@ -30,6 +33,7 @@ from tests.core.usage.enforcer_rig import (
     ALICE,
     BOB,
     LIMIT_OF_25,
+    LONG,
     PERCENT,
     SOON,
     Watched,
@@ -236,6 +240,38 @@ async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
 
         assert await greedy.wait() == -signal.SIGTERM
         it.node.reset_gpu(it.node.gpu(0))
+
+
+async def test_the_end_of_a_grace_is_one_check(tmp_path: Path) -> None:
+    """A container above its limit is checked when that begins, and when the grace ends."""
+    checks = 0
+
+    async with ground(tmp_path) as it, running() as greedy:
+        collect = it.enforcer._collector.collect_gpu
+
+        async def count(gpu: GpuId) -> GpuUsage:
+            nonlocal checks
+            checks += gpu == it.gpus[1].id
+            return await collect(gpu)
+
+        it.enforcer._collector.collect_gpu = count  # type: ignore[method-assign]
+        it.terms = msgspec.structs.replace(terms(), period=LONG, grace=Duration(0.2))
+        it.put(greedy, 90, gpu=1, of=BOB)
+        it.hold(BOB, 25, gpu=1)
+        assert await greedy.wait() == -signal.SIGTERM
+    assert checks == 2
+
+
+@pytest.mark.parametrize("now", [0.0, 7.3, 7.5, 1e6 + 0.1])
+async def test_checks_of_all_gpus_come_at_the_same_moments(
+    monkeypatch: pytest.MonkeyPatch, now: float
+) -> None:
+    """So they share threads; none is later than its period says, and none comes at once."""
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        pause = enforcer.seconds_to_common_moment(0.5)
+    assert 0 < pause <= 0.5
+    assert 2 * (now + pause) == pytest.approx(round(2 * (now + pause)), abs=1e-6)
 
 
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
