@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 TURN: Final = 0.02
 """Seconds that a work may delay others: thrice what NVML takes for an H200's values."""
 _MOST_THREADS: Final = 64
-"""More than the GPUs of a node: each that hangs keeps one."""
+"""More than the GPUs of a node: each that hangs keeps one, in each session of NVML."""
 ResultT = TypeVar("ResultT")
 
 
@@ -30,6 +30,11 @@ class Job(Generic[ResultT]):
             self._set = partial(self.future.set_result, self._work())
         except BaseException as error:  # noqa: BLE001 - the caller's
             self._set = partial(self.future.set_exception, error)
+
+    def fail(self, error: Exception) -> None:
+        """Set a failure before the work has begun, in the loop."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
     def deliver(self) -> None:
         """Set the result of the future, in the loop."""
@@ -61,7 +66,7 @@ class _Round:
 
 
 class SharedThread:
-    """Does short works of many callers in one thread, in their order.
+    """Does short works of an event loop's callers in one thread, in their order.
 
     A change of threads costs as much processor time as several of NVML's calls: works that come
     together cost one, there and back. A work that takes longer than a turn keeps its thread, and
@@ -93,7 +98,14 @@ class SharedThread:
         return False
 
     def _start(self, started: _Round) -> None:
-        self._threads.submit(self._do_all, started)
+        try:
+            self._threads.submit(self._do_all, started)
+        except RuntimeError as error:  # the system has no thread left
+            started.replaced = True  # the pool may run it with a later one
+            self._round = None
+            for job in self._waiting:
+                job.fail(error)
+            return
         started.look = started.loop.call_later(self._turn, self._look, started)
 
     def _do_all(self, own: _Round) -> None:
@@ -112,20 +124,20 @@ class SharedThread:
 
     def _look(self, at: _Round) -> None:
         """Deliver what is done, and replace a thread whose work takes long."""
-        at.deliver()
         began = at.began
         if began is not None and time.monotonic() - began >= self._turn:
-            at.replaced = True
+            at.replaced = True  # before the delivery: a work that it misses is the thread's last
             self._go_on()
         else:
             at.look = at.loop.call_later(self._turn, self._look, at)
+        at.deliver()
 
     def _finish(self, ended: _Round) -> None:
-        ended.deliver()
-        if self._round is ended:
-            self._go_on()
         if ended.look is not None:
             ended.look.cancel()
+        if self._round is ended:
+            self._go_on()
+        ended.deliver()
 
     def _go_on(self) -> None:
         """Start a thread for the works that wait, if there are any."""

@@ -142,10 +142,9 @@ class NvmlWorker:
         job = self._shared.submit(work)
         try:
             return await job.future
-        except anyio.get_cancelled_exc_class():
+        finally:
             if self._shared.drop(job):
                 self._idle.set()
-            raise
 
     def _work(self, work: Callable[[], ResultT]) -> ResultT:
         self._idle.clear()

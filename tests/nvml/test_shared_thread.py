@@ -1,8 +1,10 @@
 """The thread that short works share."""
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -51,11 +53,11 @@ async def test_another_thread_goes_on_without_one_that_takes_long() -> None:
     thread, long = SharedThread(SHORT), Held()
     works: list[Callable[[], int]] = [threading.get_ident, long, *[threading.get_ident] * 20]
     before, held, *behind = [thread.submit(work) for work in works]
-    others = {await job.future for job in (before, *behind)}
+    assert all([await job.future for job in (before, *behind)])
     assert long.begun.is_set()
     assert not held.future.done()
     long.may_end.set()
-    assert await held.future in others
+    assert await held.future
 
 
 async def test_many_that_hang_delay_no_other_for_long() -> None:
@@ -95,6 +97,50 @@ async def test_a_failure_is_the_callers() -> None:
     with pytest.raises(ValueError, match="no"):
         await failed.future
     assert await fine.future
+
+
+async def test_a_result_is_not_kept_back_by_a_later_work_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A work that ends just when its thread is to be replaced is delivered then."""
+    thread, late, long = SharedThread(SHORT), Held(), Held()
+
+    def end_late() -> float:
+        """End the first work as the loop looks at the time, and wait for the next."""
+        if threading.current_thread() is threading.main_thread():
+            late.may_end.set()
+            until = time.monotonic() + DEADLINE
+            while not long.begun.is_set() and time.monotonic() < until:
+                pass
+        return time.monotonic()
+
+    clock = SimpleNamespace(monotonic=end_late)
+    monkeypatch.setattr("metagpu.nvml.shared_thread.time", clock)
+    first, last = thread.submit(late), thread.submit(long)
+    with anyio.fail_after(DEADLINE):
+        assert await first.future
+    assert not last.future.done()
+    long.may_end.set()
+    assert await last.future
+
+
+async def test_a_system_without_a_thread_fails_what_waits_and_nothing_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers are idle then, and calls work once there are threads."""
+    thread = SharedThread(LONG)
+    worker = NvmlWorker("first", shared=thread)
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await worker.call(threading.get_ident, DEADLINE, short=True)
+            assert worker.is_idle
+    assert await worker.call(threading.get_ident, DEADLINE, short=True)
 
 
 async def test_a_call_that_is_cancelled_before_it_begins_leaves_its_worker_idle() -> None:

@@ -41,7 +41,7 @@ class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         grace: seconds above the limit before a process of the container is ended.
         stop_timeout: seconds from SIGTERM to SIGKILL.
         victims: whether the largest process is ended, then the next if needed, or all processes.
-        period: seconds between two checks of the processes.
+        period: seconds from one check of the processes to the next.
         dry_run: whether signals are only logged, and not sent.
         driver_limits: whether the driver's own memory limits are set too, where the driver has
             them and the policy is `kill`.

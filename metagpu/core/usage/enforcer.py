@@ -50,9 +50,11 @@ def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard
 def seconds_to_common_moment(period: float) -> float:
     """Return the seconds to the next moment at which GPUs of this period are checked.
 
-    Checks at one moment share one change of threads for NVML, and one for /proc.
+    Checks at one moment share one change of threads for NVML, and one for /proc. Where a check has
+    taken nearly all of a period, the next moment is left out.
     """
-    return period - anyio.current_time() % period
+    left = period - anyio.current_time() % period
+    return left if left >= period / 10 else left + period
 
 
 class Enforcer:

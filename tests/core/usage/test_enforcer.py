@@ -33,7 +33,6 @@ from tests.core.usage.enforcer_rig import (
     ALICE,
     BOB,
     LIMIT_OF_25,
-    LONG,
     PERCENT,
     SOON,
     Watched,
@@ -255,22 +254,22 @@ async def test_the_end_of_a_grace_is_one_check(tmp_path: Path) -> None:
             return await collect(gpu)
 
         it.enforcer._collector.collect_gpu = count  # type: ignore[method-assign]
-        it.terms = msgspec.structs.replace(terms(), period=LONG, grace=Duration(0.2))
+        it.terms = msgspec.structs.replace(terms(), period=Duration(1e9), grace=Duration(0.2))
         it.put(greedy, 90, gpu=1, of=BOB)
         it.hold(BOB, 25, gpu=1)
         assert await greedy.wait() == -signal.SIGTERM
     assert checks == 2
 
 
-@pytest.mark.parametrize("now", [0.0, 7.3, 7.5, 1e6 + 0.1])
+@pytest.mark.parametrize("now", [0.0, 7.3, 7.49, 7.5, 1e6 + 0.1])
 async def test_checks_of_all_gpus_come_at_the_same_moments(
     monkeypatch: pytest.MonkeyPatch, now: float
 ) -> None:
-    """So they share threads; none is later than its period says, and none comes at once."""
+    """Checks share threads so; none follows at once, and none is later than a tenth."""
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
         pause = enforcer.seconds_to_common_moment(0.5)
-    assert 0 < pause <= 0.5
+    assert 0.05 <= pause <= 0.55
     assert 2 * (now + pause) == pytest.approx(round(2 * (now + pause)), abs=1e-6)
 
 
