@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -17,41 +18,43 @@ from metagpu.kubectl.viewer import AT_ONCE, STATUS, USAGE, ClusterViewer, NodeAn
 from metagpu.plugins.cluster import client as client_module
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimPod
+from tests.agent.test_status_api import serving
 from tests.cli.test_mgctl import TtyText
 from tests.kubectl.test_program import AGENT, DAEMON_OWNER, DAEMON_VOLUMES
 from tests.plugins.cluster.rig import client_of
+from tests.rigs.agent import METAGPU
 from tests.rigs.waiting import skip
 
 NODES = 500
 SILENT = 3
 DEADLINE = 90.0
-GPU = {
-    "index": 0,
-    "uuid": "GPU-0",
-    "product": "NVIDIA A100",
-    "usableMiB": 40000,
-    "usedMiB": 100,
-    "utilization": 50,
-    "shares": [{"resource": "cnvrg.io/metagpu", "capacity": 100, "held": 30, "shareMiB": 400}],
-    "healthy": True,
-    "reason": "",
-    "faults": {},
-    "cordon": None,
-    "policy": "off",
-    "failure": None,
-}
+
+
+async def read_reports(tmp_path: Path) -> Mapping[str, Any]:
+    """Return the reports of a real agent by their paths, its two GPUs four times in each."""
+    await anyio.Path(tmp_path).mkdir()
+    async with serving(tmp_path) as scene:
+        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.it.wait_holders()
+        found: dict[str, Any] = {
+            path: await scene.get(f"/{path}", scene.token()) for path in (STATUS, USAGE)
+        }
+    return {path: {**report, "gpus": 4 * report["gpus"]} for path, report in found.items()}
 
 
 @asynccontextmanager
-async def daemons(server: SimApiServer, *, silent: int) -> AsyncIterator[anyio.Event]:
-    """Serve the reports of 500 nodes of eight GPUs, each at an address of its own.
+async def daemons(
+    server: SimApiServer, reports: Mapping[str, Any], *, silent: int
+) -> AsyncIterator[anyio.Event]:
+    """Serve the reports of 500 nodes, each at an address of its own.
 
     A node answers once as many as the viewer asks at a time have been asked: asked one by one, the
     nodes would answer nothing. Some are silent until the yielded event is set.
     """
     crowd, ended, waiting = anyio.Event(), anyio.Event(), 0
 
-    async def usage(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.Request) -> web.StreamResponse:
         nonlocal waiting
         address = request.transport.get_extra_info("sockname")[0] if request.transport else ""
         _, _, high, low = (int(part) for part in address.split("."))
@@ -61,13 +64,13 @@ async def daemons(server: SimApiServer, *, silent: int) -> AsyncIterator[anyio.E
         if waiting >= AT_ONCE - silent:
             crowd.set()
         await crowd.wait()
-        gpus = [{**GPU, "index": n, "uuid": f"GPU-{number}-{n}"} for n in range(8)]
-        report = {"version": "1", "gpus": gpus, "containers": [], "unauthorized": 0, "offers": {}}
-        return web.json_response(report)
+        report = reports[request.path.removeprefix("/")]
+        gpus = [{**it, "uuid": f"GPU-{number}-{n}"} for n, it in enumerate(report["gpus"])]
+        return web.json_response({**report, "gpus": gpus})
 
     app = web.Application()
-    app.router.add_get(f"/{USAGE}", usage)
-    app.router.add_get(f"/{STATUS}", usage)
+    app.router.add_get(f"/{USAGE}", answer)
+    app.router.add_get(f"/{STATUS}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "0.0.0.0", 0)  # noqa: S104 - all of 127.0.0.0/8
@@ -97,7 +100,11 @@ async def test_500_nodes_are_asked_in_parallel(
     """A view has both reports of all nodes, but for those that are silent: a line for each."""
     monkeypatch.setattr(client_module, "REQUEST_TIMEOUT", 2 * DEADLINE)
     server, steps = SimApiServer(), []
-    async with daemons(server, silent=SILENT) as ended, client_of(server, tmp_path) as client:
+    reports = await read_reports(tmp_path / "agent")
+    async with (
+        daemons(server, reports, silent=SILENT) as ended,
+        client_of(server, tmp_path) as client,
+    ):
 
         def progress(done: int, of: int) -> None:
             steps.append((done, of))
@@ -115,6 +122,7 @@ async def test_500_nodes_are_asked_in_parallel(
     assert [it["name"] for it in silent] == ["node-000", "node-001", "node-002"]
     problems = [it["problem"] for it in silent]
     assert all("no answer within 90 s" in it or "reached" in it for it in problems)
+    assert all(it["status"] and it["usage"] for it in shown["nodes"][SILENT:])
     answers = [NodeAnswer(it["name"], it["usage"]) for it in shown["nodes"]]
     assert len(list(node_items(answers))) == NODES - SILENT
     assert len(list(gpu_items(answers))) == (NODES - SILENT) * 8
