@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from bench import cluster, daemon
 from bench.figures import Figure, Samples
 from bench.plan import Plan
+from metagpu.core.usage.report import without_processes
 
 COMMANDS: Final = ("mgctl get devices", "metagpu --help")
 CLUSTERS: Final = {1: 0.6, 500: 5.0}
@@ -40,6 +41,8 @@ def commands(plan: Plan) -> list[Figure]:
         with daemon.start(folder, config=daemon.POOL.format(shares=100)) as subject:
             assert subject.socket.exists()
             answer = subject.ask("usage")
+        assert isinstance(answer, dict)
+        report = without_processes(answer)  # as the status API has it
         with _answering(folder / "control", answer) as run_dir:
             for command in COMMANDS:
                 program, *arguments = command.split()
@@ -47,7 +50,7 @@ def commands(plan: Plan) -> list[Figure]:
                     arguments += ["--run-dir", str(run_dir)]
                 figures += _compare(plan, folder, command, [program, *arguments])
         for nodes, target in CLUSTERS.items():
-            with cluster.serving(folder, nodes, answer) as kubeconfig:
+            with cluster.serving(folder, nodes, report) as kubeconfig:
                 figures += _top(plan, folder, kubeconfig, nodes, target)
     return figures
 

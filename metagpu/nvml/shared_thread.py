@@ -103,7 +103,7 @@ class SharedThread:
         except RuntimeError as error:  # the system has no thread left
             started.replaced = True  # the pool may run it with a later one
             self._round = None
-            for job in self._waiting:
+            for job in list(self._waiting):  # a replaced thread may take one meanwhile
                 job.fail(error)
             return
         started.look = started.loop.call_later(self._turn, self._look, started)

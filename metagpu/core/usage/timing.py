@@ -29,7 +29,8 @@ class UsageTiming(msgspec.Struct, frozen=True):
         cache_age: for which callers share one collection of all GPUs.
         recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
             little more than the enforcer's period.
-        turn: for which a collection waits for each GPU's answer before it goes on without it.
+        turn: for which a collection waits for each GPU's answer before it goes on without it. It is
+            longer than a GPU that hangs may delay the others, 40 ms.
         costly_age: from which a scrape reads in any case what costs NVML much: the utilization of
             a GPU's processes, its energy, its PCIe replays. Turns of eight GPUs take 4 min at the
             usual period of 30 s.

@@ -33,6 +33,7 @@ from tests.core.usage.enforcer_rig import (
     ALICE,
     BOB,
     LIMIT_OF_25,
+    LONG,
     PERCENT,
     SOON,
     Watched,
@@ -271,6 +272,16 @@ async def test_checks_of_all_gpus_come_at_the_same_moments(
         pause = enforcer.seconds_to_common_moment(0.5)
     assert 0.05 <= pause <= 0.55
     assert 2 * (now + pause) == pytest.approx(round(2 * (now + pause)), abs=1e-6)
+
+
+async def test_the_enforcer_waits_for_common_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU is checked again at the moment of its period, with a container or without."""
+    monkeypatch.setattr(enforcer, "seconds_to_common_moment", lambda _: 0.01)
+    async with ground(tmp_path, msgspec.structs.replace(terms(), period=LONG)) as it:
+        it.hold(ALICE, 25, gpu=0)
+        await it.looked()
 
 
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
