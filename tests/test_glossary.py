@@ -129,20 +129,3 @@ def test_a_package_is_a_charter_and_nothing_else() -> None:
     short = [str(it.relative_to(ROOT)) for it in packages if len(it.read_text("utf-8")) < 60]
 
     assert (code, short) == ([], [])
-
-
-def test_every_module_has_its_place_in_the_architecture() -> None:
-    """The table of `docs/architecture.md` names every module of the package."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page.split("## Modules")[1]
-    named: set[str] = set()
-    for package, cell in re.findall(r"^\| `([\w/]+)/?` \| (.*) \|$", table, re.MULTILINE):
-        named |= {f"{package.rstrip('/')}/{name}" for name in re.findall(r"`(\w+)`", cell)}
-    there = {
-        str(it.relative_to(ROOT / "metagpu").with_suffix(""))
-        for it in MODULES
-        if it.name not in ("__init__.py", "__main__.py")
-    }
-
-    assert sorted(there - named) == []
-    assert sorted(named - there) == []
