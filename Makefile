@@ -76,13 +76,14 @@ test: $(VENV)/.test $(PROGRAMS) ## run the tests (PIECE=N of the long ones)
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
-lint: $(VENV)/.test ## ruff, mypy, import contracts, and that generated code and tables are up to date
+lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, and the budget
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/reasons.py --check
+	$(BIN)/python -m tests.budget --check
 
 proto: $(VENV)/.test ## generate the protocol code anew
 	$(BIN)/python proto/generate.py

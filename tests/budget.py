@@ -1,0 +1,241 @@
+"""The budget of the project: lines of each capability, and figures of the whole house.
+
+`python -m tests.budget` prints them beside their limits, `--check` fails beyond one, and
+`--tree PATH` measures another checkout. Who exceeds a limit takes as much away elsewhere, or raises
+it with a reason in the commit.
+"""
+
+import ast
+import sys
+from argparse import ArgumentParser
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parents[1]
+GENERATED: Final = "metagpu/plugins/kubelet/pb/"
+
+
+class Capability(NamedTuple):
+    """A row of the table: what the product can do, where, and its most lines.
+
+    Attributes:
+        files: patterns below `metagpu/`; a file belongs to the first row that has one for it.
+    """
+
+    name: str
+    ceiling: int
+    files: tuple[str, ...]
+
+
+class Limit(NamedTuple):
+    """A limit of a figure of the whole house, and the goal that it moves to."""
+
+    name: str
+    limit: float
+    goal: float
+    at_least: bool = False
+
+
+CAPABILITIES: Final = (
+    Capability("simulator", 12291, ("sim/*",)),
+    Capability(
+        "DRA",
+        4812,
+        (
+            "plugins/dra/*",
+            "core/devices/*",
+            "core/model/claim_*",
+            "agent/*claim*",
+            "plugins/cluster/*slice*",
+            "plugins/cluster/*claims*",
+            "plugins/cluster/device_classes.py",
+            "compat/nvidia_claims.py",
+        ),
+    ),
+    Capability("device plugin", 4215, ("plugins/kubelet/*",)),
+    Capability("cluster: labels, Events, Node", 5316, ("plugins/cluster/*",)),
+    Capability("agent", 3603, ("agent/*", "__init__.py", "__main__.py")),
+    Capability("availability, leases, model", 4538, (
+        "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
+    )),
+    Capability("layout and grants", 2028, ("core/layout/*", "core/grants/*")),
+    Capability("contracts and runtime", 2127, ("core/contracts/*", "core/runtime/*")),
+    Capability("configuration and other formats", 3829, ("core/config/*", "compat/*")),
+    Capability("health", 1019, ("core/health/*",)),
+    Capability("enforcement and usage", 2978, ("core/usage/*",)),
+    Capability("MIG", 3765, ("backends/mig/*",)),
+    Capability("MPS", 1383, ("backends/mps/*", "backends/common/mps_daemon/*")),
+    Capability("fraction, timeslice, whole", 1041, ("backends/*",)),
+    Capability("NVML and host", 5237, ("nvml/*", "host/*")),
+    Capability("metrics", 1848, ("plugins/metrics/*",)),
+    Capability("web", 1523, ("plugins/web/*", "plugins/http/*")),
+    Capability("mgctl in containers", 1619, ("plugins/pod_api/*",)),
+    Capability("cli, display, reports", 5596, (
+        "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
+    )),
+    Capability("kubectl", 4497, ("kubectl/*",)),
+    Capability("webhook and translation", 3383, ("webhook/*", "translation/*")),
+    Capability("tests of other backends", 553, ("testing/*",)),
+)  # fmt: skip
+"""Every file of `metagpu/` but generated code belongs to exactly one."""
+
+LIMITS: Final = (
+    Limit("modules without the simulator", 449, 360),
+    Limit("lines of a module, the median", 122, 130, at_least=True),
+    Limit("modules with one importer, in their own folder", 152, 45),
+    Limit("lines of the longest module", 467, 450),
+    Limit("product lines", 77201, 75000),
+    Limit("test lines", 92381, 115000),
+    Limit("fields of GpuState", 21, 16),
+    Limit("properties and methods of GpuState", 23, 8),
+    Limit("kinds of facts", 36, 36),
+    Limit("structs named Timing", 23, 23),
+    Limit("decisions", 76, 50),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 90124, 65000),
+)
+
+
+class Row(NamedTuple):
+    """A measured figure beside its limit."""
+
+    name: str
+    now: float
+    limit: float
+    goal: float
+    exceeded: bool
+
+
+def measure_capabilities(
+    tree: Path, capabilities: Sequence[Capability] = CAPABILITIES
+) -> Iterator[Row]:
+    """Yield the product lines of each capability.
+
+    Raises:
+        LookupError: files belong to no capability.
+    """
+    lines: Counter[str] = Counter()
+    homeless = []
+    for file, text in product_files(tree).items():
+        inside = file.removeprefix("metagpu/")
+        names = (row.name for row in capabilities if any(fnmatch(inside, it) for it in row.files))
+        if (name := next(names, None)) is None:
+            homeless.append(file)
+        else:
+            lines[name] += text.count("\n")
+    if homeless:
+        raise LookupError(f"tests/budget.py names no capability for {', '.join(homeless)}")
+    for row in capabilities:
+        now = lines[row.name]
+        yield Row(row.name, now, row.ceiling, row.ceiling, now > row.ceiling)
+
+
+def measure_house(tree: Path, limits: Sequence[Limit] = LIMITS) -> Iterator[Row]:
+    """Yield the figures of the whole house."""
+    figures = _figures(tree)
+    for row in limits:
+        now = figures[row.name]
+        exceeded = now < row.limit if row.at_least else now > row.limit
+        yield Row(row.name, now, row.limit, row.goal, exceeded)
+
+
+def product_files(tree: Path) -> Mapping[str, str]:
+    """Return the text of all modules that are not generated, by path."""
+    files = {str(it.relative_to(tree)): it for it in sorted((tree / "metagpu").rglob("*.py"))}
+    return {
+        path: file.read_text(encoding="utf-8")
+        for path, file in files.items()
+        if not path.startswith(GENERATED)
+    }
+
+
+def _figures(tree: Path) -> Mapping[str, float]:
+    product = product_files(tree)
+    trees = {path: ast.parse(text) for path, text in product.items()}
+    classes = {
+        node.name: node
+        for module in trees.values()
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+    }
+    modules = [
+        text.count("\n")
+        for path, text in product.items()
+        if not path.startswith("metagpu/sim/") and not path.endswith("/__init__.py")
+    ]
+    state = classes["GpuState"].body
+    facts = trees.get("metagpu/core/state/facts.py", ast.Module([], []))
+    pages = [tree / "README.md", *(tree / "docs").glob("*.md"), *(tree / "docs/backends").glob("*")]
+    values: Sequence[float] = (
+        len(modules),
+        median(modules),
+        sum(_has_one_importer_beside_it(trees)),
+        max(modules),
+        sum(text.count("\n") for text in product.values()),
+        sum(it.read_text("utf-8").count("\n") for it in (tree / "tests").rglob("*.py")),
+        sum(isinstance(it, ast.AnnAssign) for it in state),
+        sum(isinstance(it, ast.FunctionDef) for it in state),
+        sum(isinstance(it, ast.ClassDef) for it in facts.body),
+        sum(name.endswith("Timing") for name in classes),
+        len(list((tree / "docs/decisions").glob("[0-9]*.md"))),
+        sum(len(it.read_text("utf-8").split()) for it in pages),
+    )
+    return dict(zip((it.name for it in LIMITS), values, strict=True))
+
+
+def _has_one_importer_beside_it(trees: Mapping[str, ast.Module]) -> Iterator[bool]:
+    """Yield for each module whether one other imports it alone, in the same folder."""
+    names = {path: path.removesuffix(".py").replace("/", ".") for path in trees}
+    known = {name.removesuffix(".__init__") for name in names.values()}
+    importers: dict[str, set[str]] = defaultdict(set)
+    for path, module in trees.items():
+        for imported in _imports(module):
+            found = imported if imported in known else imported.rpartition(".")[0]
+            importers[found].add(names[path])
+    for name in names.values():
+        if not name.endswith(".__init__"):
+            folders = [it.rpartition(".")[0] for it in importers[name]]
+            yield folders == [name.rpartition(".")[0]]
+
+
+def _imports(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (it.name for it in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{it.name}" for it in node.names)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the budget, and return 1 if a limit is exceeded that shall be kept."""
+    parser = ArgumentParser(prog="python -m tests.budget", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail beyond a limit, print no others")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="measure another checkout")
+    options = parser.parse_args(arguments)
+    capabilities = list(measure_capabilities(options.tree))
+    house = list(measure_house(options.tree))
+    beyond = [row for row in (*capabilities, *house) if row.exceeded]
+    if not options.check:
+        _write("lines of a capability", capabilities)
+        _write("the whole house", house)
+    for row in beyond:
+        sys.stderr.write(
+            f"{row.name}: {row.now:g}, and the limit is {row.limit:g}: take as much away elsewhere,"
+            " or raise the limit in tests/budget.py with the reason in the commit\n"
+        )
+    return 1 if options.check and beyond else 0
+
+
+def _write(title: str, rows: Sequence[Row]) -> None:
+    sys.stdout.write(f"{title:56} {'now':>8} {'limit':>8} {'goal':>8}\n")
+    for row in rows:
+        goal = f"{row.goal:g}" if row.goal != row.limit else ""
+        line = f"  {row.name:54} {row.now:>8g} {row.limit:>8g} {goal:>8}"
+        sys.stdout.write(f"{line.rstrip()}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
