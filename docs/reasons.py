@@ -18,8 +18,6 @@ from metagpu.core.errors import MetagpuError, reason_of
 from metagpu.core.model.remarks import RemarkReason
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
-from metagpu.core.reports.doctor import CHECKS
-from metagpu.kubectl.obstacles import Obstacle
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_reasons import EventReason
@@ -125,33 +123,6 @@ def logged() -> Sequence[Cells]:
                 raise UnknownReasonError(f"{place}: the event of the log is no constant text")
             levels[str(call.args[0].value)].add(_LEVELS[function.attr])
     return sorted((event, " or ".join(sorted(found))) for event, found in levels.items())
-
-
-def checks() -> Sequence[Cells]:
-    """Return each code of the doctor with the first sentence of its section."""
-    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
-    first = dict(re.findall(r"^### (MG\d+)\n(.*?)(?:[.:]$|\. )", page, re.MULTILINE))
-    return [(f"[{code}](doctor.md#{code.lower()})", f"{first[code]}.") for code in CHECKS]
-
-
-def obstacles() -> Sequence[Cells]:
-    """Return each obstacle of `kubectl metagpu why`, with the sentences of its page.
-
-    Raises:
-        UnknownReasonError: the page has no row of an obstacle.
-    """
-    page = (DOCS / "kubectl.md").read_text(encoding="utf-8")
-    rows = {
-        name: (reason, change)
-        for names, reason, change in re.findall(
-            r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", page, re.MULTILINE
-        )
-        for name in names.split(", ")
-    }
-    names = [f"`{it.name.lower()}`" for it in Obstacle if it is not Obstacle.NONE]
-    if absent := [it for it in names if it not in rows]:
-        raise UnknownReasonError(f"docs/kubectl.md has no row of {', '.join(absent)}")
-    return [(it, *rows[it]) for it in names]
 
 
 def _members(kinds: type[StrEnum]) -> Sequence[Cells]:
@@ -261,11 +232,9 @@ TABLES: Final = (
     Table("## Events", events, 3),
     Table("## Conditions of the Node", conditions, 2),
     Table("## The log", logged, 2),
-    Table("## The doctor", checks, 0),
     Table("## Faults of a GPU", faults, 0),
     Table("## Remarks of the status", remarks, 1),
     Table("## Answers about a pod", answers, 1),
-    Table("## Obstacles of a pod", obstacles, 0),
     Table("## Refused requests", refusals, 1),
     Table("## Errors of a configuration", config_errors, 1),
     Table("## Errors of commands", command_errors, 1),

@@ -1,4 +1,4 @@
-"""Every Event, condition, warning and check has its row in docs/events.md, with its sentences."""
+"""Every Event, condition, warning and error has its row in docs/events.md, with its sentences."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from docs import reasons
 from metagpu.core.config.errors import ConfigReason
+from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster.event_reasons import EventReason
 
 
@@ -67,6 +68,17 @@ def test_errors_of_commands_are_rows_wherever_their_class_is() -> None:
     assert {"`no_daemon`", "`driver_replaced`", "`unknown_field`", "`sim_error`"} <= set(found)
     assert {"`config_error`", "`request_error`", "`gpu_unhealthy`"}.isdisjoint(found)
     assert {it.strip("`") for it in found}.isdisjoint(ConfigReason)
+
+
+@pytest.mark.parametrize("obstacle", [it for it in Obstacle if it is not Obstacle.NONE])
+def test_each_obstacle_has_a_row(obstacle: Obstacle) -> None:
+    """docs/kubectl.md says of each obstacle what it means and what to do."""
+    rows = [
+        line.split(" | ")[0]
+        for line in (reasons.DOCS / "kubectl.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    assert any(f"`{obstacle.name.lower()}`" in it for it in rows)
 
 
 @pytest.mark.parametrize("reason", ConfigReason)
