@@ -23,9 +23,8 @@ from metagpu.kubectl.manifests import (
     template_path,
 )
 from metagpu.translation.claims import claim_pod
-from metagpu.translation.explanation import NodeWay, explain
 from metagpu.translation.patch import apply_patch
-from metagpu.translation.translate import translate
+from metagpu.translation.translate import NodeWay, explain, translate
 from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
 
 Object = Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from metagpu.translation.parts import MIG, MPS, WHOLE, OfferedPart
+from metagpu.translation.node_offers import MIG, MPS, WHOLE, OfferedPart
 from metagpu.translation.requests import GpuRequest
 
 _Served: TypeAlias = "tuple[GpuRequest, Choice]"

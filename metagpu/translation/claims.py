@@ -12,11 +12,15 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.model.quantities import whole_number
-from metagpu.translation.annotations import GPUS_PREFIX, annotations_of
 from metagpu.translation.choices import Choice, choose, held_together, serve
-from metagpu.translation.models import NOUSE_TYPE, USE_TYPE, names_model
-from metagpu.translation.node_groups import NodeGroups
-from metagpu.translation.parts import FRACTION, GPU_COUNT, MIG, MPS, WHOLE
+from metagpu.translation.hami_annotations import (
+    GPUS_PREFIX,
+    NOUSE_TYPE,
+    USE_TYPE,
+    annotations_of,
+    names_model,
+)
+from metagpu.translation.node_offers import FRACTION, GPU_COUNT, MIG, MPS, WHOLE, NodeGroups
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.plans import NodeParts, policy_of, survey, techniques_of
 from metagpu.translation.requests import GpuRequest, read_requests

@@ -6,11 +6,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from metagpu.translation.affinity import missing_label, required_terms
-from metagpu.translation.annotations import MODE, NODE_POLICY, annotations_of
 from metagpu.translation.choices import Choice, choose, demand_of, fits_together
-from metagpu.translation.models import NOUSE_TYPE, USE_TYPE, refused_model
-from metagpu.translation.node_groups import NodeGroup, NodeGroups
-from metagpu.translation.parts import FRACTION, MPS, WHOLE, OfferedPart
+from metagpu.translation.hami_annotations import (
+    MODE,
+    NODE_POLICY,
+    NOUSE_TYPE,
+    USE_TYPE,
+    annotations_of,
+    refused_model,
+)
+from metagpu.translation.node_offers import FRACTION, MPS, WHOLE, NodeGroup, NodeGroups, OfferedPart
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, NodeOffer, Object, TranslationSettings
 

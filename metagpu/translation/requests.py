@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from metagpu.core.model.quantities import whole_number
-from metagpu.translation.annotations import original_request
+from metagpu.translation.hami_annotations import original_request
 from metagpu.translation.values import Object, TranslationSettings
 
 _WHOLE = 100

@@ -1,15 +1,156 @@
-"""The translation of one pod."""
+"""The translation of one pod; the ways on each node, or why no node could serve it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from metagpu.translation.impossible import why_impossible
-from metagpu.translation.narrowing import expressions_for
-from metagpu.translation.node_groups import NodeGroups
-from metagpu.translation.patch import operations_for
-from metagpu.translation.plans import best_plan, policy_of, survey, techniques_of
-from metagpu.translation.requests import read_requests
+import msgspec
+
+from metagpu.translation.choices import choose, most_gpus, needed_memory, shares_on_gpu
+from metagpu.translation.hami_annotations import MODE, annotations_of
+from metagpu.translation.node_offers import NodeGroups
+from metagpu.translation.patch import expressions_for, operations_for
+from metagpu.translation.plans import (
+    NodeParts,
+    Plan,
+    best_plan,
+    plans_of,
+    policy_of,
+    survey,
+    techniques_of,
+)
+from metagpu.translation.requests import GpuRequest, read_requests
 from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
 from metagpu.translation.warnings import warnings_for, warnings_for_released
+
+
+def why_impossible(
+    pod: Object,
+    requests: Sequence[GpuRequest],
+    surveyed: Sequence[NodeParts],
+    techniques: Sequence[str],
+    settings: TranslationSettings,
+) -> str:
+    """Return why no node could serve a pod, and the nearest request that one could."""
+    if not any(it.parts for it in surveyed):
+        return (
+            "no Node has labels about GPUs that could serve it; metagpu writes them on its nodes, "
+            "and they name what it offers"
+        )
+    offering = [it for it in surveyed if it.parts and not it.refused]
+    if not offering:
+        refused = sorted({it.refused for it in surveyed if it.parts})
+        return f"no node with GPUs is one that the pod may go to: {', '.join(refused)}"
+    for request in requests:
+        served = [
+            it for it in offering if any(choose(request, one, it.parts) for one in techniques)
+        ]
+        if not served:
+            reason = _of_request(request, offering, techniques, settings)
+            otherwise = _without_mode(pod, requests, surveyed, settings)
+            return f"container {request.container}: {reason}{otherwise}"
+    return (
+        "its containers together ask for more than any one node has; ask for less, or divide them "
+        "over several pods"
+    )
+
+
+def _of_request(
+    request: GpuRequest,
+    offering: Sequence[NodeParts],
+    techniques: Sequence[str],
+    settings: TranslationSettings,
+) -> str:
+    """Return why no node serves a request, by the parts that come nearest."""
+    by = ", ".join(techniques)
+    known = [
+        (it.node.name, part) for it in offering for part in it.parts if part.technique in techniques
+    ]
+    if not known:
+        return f"no node offers parts of GPUs by {by}"
+    room, resource, name = max((part.room, part.resource, name) for name, part in known)
+    wanted = max(needed_memory(request, part) for _, part in known)
+    most = max(
+        (most_gpus(part, each) for _, part in known if (each := shares_on_gpu(request, part))),
+        default=0,
+    )
+    if most:
+        asked = "whole GPUs" if request.whole else f"parts of {wanted} MiB"
+        return (
+            f"{request.count} {asked} are asked for, and a pod gets {most} at most of one node; "
+            f"ask for {settings.gpu}: {most} at most"
+        )
+    size = f"{wanted} MiB" if wanted else f"{request.percentage} %"
+    asked = "a whole GPU is" if request.whole else f"{size} of one GPU are"
+    return (
+        f"{asked} asked for, and the most of one GPU by {by} is {room} MiB: {resource} on {name}; "
+        f"ask for {settings.memory}: {room} at most"
+    )
+
+
+def _without_mode(
+    pod: Object,
+    requests: Sequence[GpuRequest],
+    surveyed: Sequence[NodeParts],
+    settings: TranslationSettings,
+) -> str:
+    """Return what would serve a pod that names a mode, if it named none."""
+    if not annotations_of(pod).get(MODE):
+        return ""
+    plan = best_plan(requests, surveyed, techniques_of({}, requests, settings), settings.policy)
+    if plan is None:
+        return ""
+    shares = ", ".join(f"{it.count} of {it.resource}" for it in plan.choices)
+    return f"; without the annotation {MODE} it gets {shares}"
+
+
+class NodeWay(msgspec.Struct, frozen=True):
+    """The shares of one node that would serve a pod by one technique.
+
+    Attributes:
+        technique: empty where the node serves it by none.
+        text: the resources, or why there are none.
+        memory: MiB of all shares together; `waste` of it is beyond the request.
+    """
+
+    node: str
+    technique: str
+    text: str
+    memory: int = 0
+    waste: int = 0
+    chosen: bool = False
+
+
+def explain(
+    pod: Object, nodes: Sequence[NodeOffer], settings: TranslationSettings
+) -> Sequence[NodeWay]:
+    """Return what each node would give to a pod; nothing without a request."""
+    offered = NodeGroups(nodes).offered
+    found = read_requests(pod, offered, settings)
+    requests = [it for it in found.requests if it.count]
+    if found.problems or not requests:
+        return ()
+    needed = found.others & offered
+    surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]), needed)]
+    techniques = techniques_of(pod, requests, settings)
+    chosen = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
+    return [way for it in surveyed for way in _ways(requests, it, techniques, chosen)]
+
+
+def _ways(
+    requests: Sequence[GpuRequest], it: NodeParts, techniques: Sequence[str], chosen: Plan | None
+) -> Iterator[NodeWay]:
+    if it.refused:
+        yield NodeWay(it.node.name, "", f"the pod may not go there: {it.refused}")
+        return
+    plans = [plan for technique in techniques for plan in plans_of(requests, [it], technique)]
+    if not plans:
+        offered = ", ".join(part.resource for part in it.parts)
+        missing = f"none: it offers {offered}" if offered else "none: no label has parts of GPUs"
+        yield NodeWay(it.node.name, "", missing)
+    for plan in plans:
+        resources = ", ".join(f"{count} of {resource}" for resource, count in plan.counts)
+        memory = sum(choice.count * choice.part.memory for choice in plan.choices)
+        is_chosen = chosen is not None and plan.counts == chosen.counts
+        yield NodeWay(it.node.name, plan.technique, resources, memory, plan.waste, is_chosen)
 
 
 def translate(

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from metagpu.translation.annotations import NODE_POLICY, annotations_of
 from metagpu.translation.choices import Choice
-from metagpu.translation.parts import FRACTION, MIG, MPS
+from metagpu.translation.hami_annotations import NODE_POLICY, annotations_of
+from metagpu.translation.node_offers import FRACTION, MIG, MPS
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, Object, TranslationSettings
 

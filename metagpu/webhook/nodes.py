@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.watch import Informer
-from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import NodeOffer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 import structlog
 
-from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.translate import translate_among
 from metagpu.translation.values import Translation, TranslationSettings
 from metagpu.webhook import reviews

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from metagpu.translation.explanation import explain
-from metagpu.translation.translate import translate
+from metagpu.translation.translate import explain, translate
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from tests.translation.nodes import applied, limits, node, pod, required
 

@@ -17,7 +17,7 @@ import anyio
 from anyio import to_thread
 
 from metagpu.plugins.http.address import ListenAddress
-from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from metagpu.webhook.certificate import ServingCertificate
 from metagpu.webhook.messages import PATH

@@ -17,7 +17,7 @@ import yaml
 from anyio import to_thread
 
 from metagpu.translation import translate as translation
-from metagpu.translation.node_groups import NodeGroups
+from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import Translation, TranslationSettings
 from metagpu.webhook import reviews, translator
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming

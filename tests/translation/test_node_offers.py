@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from metagpu.translation import node_groups, plans
+from metagpu.translation import node_offers, plans
 from metagpu.translation.choices import choose
-from metagpu.translation.explanation import explain
-from metagpu.translation.node_groups import NodeGroups
-from metagpu.translation.parts import parts_of
-from metagpu.translation.translate import translate, translate_among
+from metagpu.translation.node_offers import NodeGroups, parts_of
+from metagpu.translation.translate import explain, translate, translate_among
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from tests.translation.nodes import node, pod
 
@@ -114,7 +112,7 @@ def test_a_node_that_changes_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> N
         read.append(one.name)
         return parts_of(one)
 
-    monkeypatch.setattr(node_groups, "parts_of", counted)
+    monkeypatch.setattr(node_offers, "parts_of", counted)
     groups.put(named(KINDS[0], 7, 3))
     for memory in range(1000, 1100):
         translate_among(pod({"nvidia.com/gpumem": memory}), groups, HAMI)

@@ -1,10 +1,38 @@
-"""Models of GPUs that a pod names or refuses, by HAMi's annotations."""
+"""Annotations of pods that a translation reads and writes: HAMi's, and ours.
 
-from collections.abc import Sequence
-from typing import Final
+A mode, a policy and a model are honoured; `warnings` has a sentence for each of the others.
+"""
 
-from metagpu.translation.parts import PRODUCT
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from metagpu.translation.node_offers import PRODUCT
 from metagpu.translation.values import NodeOffer, Object
+
+MODE: Final = "nvidia.com/vgpu-mode"
+NODE_POLICY: Final = "hami.io/node-scheduler-policy"
+ORIGINAL: Final = "metagpu.io/original-request"
+"""The annotation with the request as the pod had it, by container."""
+GPUS_PREFIX: Final = "gpus.metagpu.io/"
+"""The annotation of a container: the number of GPUs that its shares are divided over."""
+
+
+def annotations_of(pod: Object) -> Object:
+    """Return the annotations of a pod."""
+    return (pod.get("metadata") or {}).get("annotations") or {}
+
+
+def original_request(pod: Object) -> Mapping[str, Any]:
+    """Return the request of a pod that is translated, by container."""
+    text = annotations_of(pod).get(ORIGINAL)
+    if not text:
+        return {}
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}  # a value that nobody of ours wrote
+
 
 USE_TYPE: Final = "nvidia.com/use-gputype"
 NOUSE_TYPE: Final = "nvidia.com/nouse-gputype"
