@@ -20,7 +20,7 @@ from bench import daemon, machine
 from bench.figures import Figure, Samples
 from bench.plan import Plan
 from metagpu.sim.apiserver.server import SimApiServer
-from metagpu.webhook.messages import PATH
+from metagpu.webhook.connection import PATH
 from tests.webhook.rig import A100, NAME, Authority, pod, review
 
 AT_ONCE: Final = 200

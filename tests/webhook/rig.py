@@ -20,7 +20,7 @@ from metagpu.plugins.http.address import ListenAddress
 from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from metagpu.webhook.certificate import ServingCertificate
-from metagpu.webhook.messages import PATH
+from metagpu.webhook.connection import PATH
 from metagpu.webhook.metrics import ReviewStats
 from metagpu.webhook.server import ReviewServer
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
