@@ -16,7 +16,7 @@ from metagpu.cli import arguments, mgctl
 from metagpu.cli.metagpu import main
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.core.model.xid import DEFAULT_XIDS, Severity
+from metagpu.core.model.xid_severity import DEFAULT_XIDS, Severity
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.core.usage.report import usage_report
 from metagpu.kubectl import arguments as kubectl_arguments

@@ -38,19 +38,15 @@ from metagpu.agent.usage import build_usage_service, running_holders
 from metagpu.core.config.config import Config
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import DiagnosesGpu
-from metagpu.core.contracts.daemons import Daemons
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
-from metagpu.core.contracts.programs import Programs
+from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.runtime.main_tasks import MainTasks, Work
-from metagpu.core.runtime.pausable_tasks import PausableTasks
-from metagpu.core.runtime.restart import run_with_restart
-from metagpu.core.runtime.serve import serve
+from metagpu.core.runtime.tasks import MainTasks, PausableTasks, Work, run_with_restart, serve
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry

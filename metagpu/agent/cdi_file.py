@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from metagpu.agent.driver_edits import DriverEdits
 from metagpu.agent.monitor_file import MonitorFile
 from metagpu.agent.paths import CDI_DIR
-from metagpu.core.contracts.driver import Driver
-from metagpu.core.contracts.mig_reading import read_instances
+from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import Injection

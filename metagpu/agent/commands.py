@@ -14,7 +14,7 @@ from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.reports.status import status_report
-from metagpu.core.runtime.main_tasks import MainTasks
+from metagpu.core.runtime.tasks import MainTasks
 from metagpu.core.usage.report import without_processes
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.control.socket import CommandHandler

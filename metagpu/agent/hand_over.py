@@ -19,7 +19,7 @@ from metagpu.core.errors import TakeoverFailed
 from metagpu.core.health.fault_note import FaultNote
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.runtime.pausable_tasks import PausableTasks
+from metagpu.core.runtime.tasks import PausableTasks
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.control.socket import Conversation

@@ -16,7 +16,7 @@ from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import OffersExisting
-from metagpu.core.contracts.mig_reading import read_instances
+from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.health.watch import HealthWatch

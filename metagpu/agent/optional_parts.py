@@ -16,8 +16,7 @@ from metagpu.core.contracts.driver import Driver
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.layout.turn_runner import TurnRunner
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.runtime.main_tasks import MainTasks, Work
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import MainTasks, Work, run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.usage_service import UsageService

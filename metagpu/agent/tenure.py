@@ -21,9 +21,8 @@ from metagpu.agent.predecessor import Predecessor, connect_predecessor
 from metagpu.agent.takeover import Takeover
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.errors import AnotherDaemon, TakeoverFailed
-from metagpu.core.runtime.log_once import LogOnce
-from metagpu.core.runtime.main_tasks import Work
-from metagpu.core.runtime.pausable_tasks import PausableTasks
+from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.runtime.tasks import PausableTasks, Work
 from metagpu.plugins.control.socket import CommandHandler, control_server
 from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.folder_lock import FolderLock

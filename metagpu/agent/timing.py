@@ -6,9 +6,9 @@ from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.agent.exchange import ExchangeTiming
 from metagpu.agent.layout_manager import LayoutTiming
-from metagpu.core.health.timing import HealthTiming
+from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
-from metagpu.core.runtime.main_tasks import MainTaskTiming
+from metagpu.core.runtime.tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
         import anyio
 
         from metagpu.agent.tenure import TenureEnd
-        from metagpu.core.runtime.backoff import Backoff
+        from metagpu.core.runtime.rate_limit import Backoff
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
         use_simulated_cluster(args)

@@ -17,7 +17,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.model.driver_roots import DriverRoots
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.host.device_nodes import device_nodes
 
 _MAJOR: Final = re.compile(r"^\s*(\d+) nvidia", re.MULTILINE)

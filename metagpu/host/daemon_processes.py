@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.contracts.daemons import DaemonProcess
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.host.process import read_identity
 
 _PROC: Final = Path("/proc")

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
-from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.host import daemon_folders, daemon_processes
 from metagpu.host.driver_roots import LIBRARIES, PROGRAMS

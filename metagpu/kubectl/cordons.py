@@ -8,7 +8,7 @@ import anyio
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import NotCordoned, UnknownGpu
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.errors import CordonFailed, NoAnswer, NodeNotServed
 from metagpu.kubectl.viewer import STATUS, ClusterViewer

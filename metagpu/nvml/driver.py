@@ -3,21 +3,15 @@
 Every call runs in a thread, one at a time for each GPU: a GPU that hangs delays no other. Short
 calls share a thread; an idle daemon has another one, which waits for events.
 
-    errors         NVML's return codes -> our errors
-    worker         one call at a time, with a deadline
-    shared_thread  the short calls of all GPUs
-    queries        one GPU's answers -> our values
-    mig_calls      the calls of MIG; `mig_driver` runs them in the GPU's worker
-    session        the GPUs seen so far
-    session_gpu    one GPU of a session
-    library        the library itself, loaded by its path
-    timing         deadlines of long calls
-    event_set      the event set: registrations, the wait
-    events         events as the loop hears them, renewals of the event set
-    topology       the connections between GPUs, read once for each set of GPUs
-    sensors        temperature, power, clocks and error counters
-    utilization    processes' shares of a GPU's processors
-    limits         the driver's memory limits of cgroups
+    errors       NVML's return codes -> our errors
+    worker       one call at a time, with a deadline; the short calls of all GPUs
+    queries      one GPU's answers -> our values; memory limits of cgroups
+    sensors      temperature, power, clocks, error counters; processes and their utilization
+    mig          the calls of MIG
+    session      the library, and the GPUs seen so far
+    session_gpu  one GPU of a session
+    events       the event set, and events as the loop hears them
+    topology     the connections between GPUs, read once for each set of GPUs
 """
 
 import ctypes
@@ -44,24 +38,22 @@ from metagpu.core.errors import DriverError, DriverTimeout, DriverUnavailable, G
 from metagpu.core.model.driver_roots import NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.snapshot import Versions
-from metagpu.nvml.limits import limit_memory, read_limit
-from metagpu.nvml.mig_driver import NvmlMigDriver
+from metagpu.nvml.mig import NvmlMigDriver
 from metagpu.nvml.queries import (
     Handle,
+    limit_memory,
     read_compute_mode,
     read_condition,
+    read_limit,
     read_memory,
     read_processes,
     set_compute_mode,
 )
-from metagpu.nvml.sensors import read_detailed_sensors
+from metagpu.nvml.sensors import read_activity, read_detailed_sensors, read_utilization
 from metagpu.nvml.session import NvmlSession
-from metagpu.nvml.session_gpu import SessionGpu
-from metagpu.nvml.shared_thread import SharedThread
-from metagpu.nvml.timing import TIMING, NvmlTiming
+from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu
 from metagpu.nvml.topology import TopologyReader
-from metagpu.nvml.utilization import read_activity, read_utilization
-from metagpu.nvml.worker import NvmlWorker, ResultT
+from metagpu.nvml.worker import NvmlWorker, ResultT, SharedThread
 
 __all__ = ["NvmlDriver"]
 

@@ -1,10 +1,17 @@
-"""NVML's return codes as our errors; no other module reads the codes."""
+"""NVML's return codes as our errors, and answers that a GPU works without.
+
+No other module reads the codes. Needed are a GPU's handle, uuid and memory alone: any other failure
+leaves a value unknown. Drivers refuse with many codes: WSL2 says UNKNOWN where others say
+NOT_SUPPORTED.
+"""
 
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any, Final
 
+import msgspec
 import pynvml
+import structlog
 
 from metagpu.core.errors import (
     DriverError,
@@ -17,6 +24,7 @@ from metagpu.core.errors import (
     NotFound,
     Unsupported,
 )
+from metagpu.core.runtime.rate_limit import LogOnce
 
 FAILURES: Final = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """pynvml's errors: the second one where the library lacks a versioned function."""
@@ -112,3 +120,50 @@ def or_none(function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401
         if error_code(failure) in NOT_REPORTED:
             return None
         raise
+
+
+log = structlog.get_logger()
+
+
+class NvmlAnswers(msgspec.Struct):
+    """The latest answers about one GPU, by function; the methods block.
+
+    Errors are pynvml's. A failure is logged once, unless the driver or the GPU lacks the value.
+
+    Attributes:
+        name: the GPU's name in the log.
+        raised: the codes that are raised: those of a lost GPU.
+    """
+
+    name: str = ""
+    raised: frozenset[int] = LOST
+    _latest: dict[str, Any] = msgspec.field(default_factory=dict)
+    _logged: LogOnce = msgspec.field(default_factory=LogOnce)
+
+    def ask(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - pynvml ships no types
+        """Return a function's answer, the latest one after a failure, `None` without any."""
+        answer = self.fresh(function, *args)
+        return self.latest(function) if answer is None else answer
+
+    def fresh(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - likewise
+        """Return a function's answer, `None` after a failure."""
+        name = function.__name__
+        try:
+            answer = function(*args)
+        except (*FAILURES, ValueError) as failure:  # pynvml decodes texts
+            code = error_code(failure) if isinstance(failure, FAILURES) else None
+            if code in self.raised:
+                raise
+            if code in NOT_REPORTED:
+                self._latest.pop(name, None)
+            elif self._logged.is_new(name, str(failure)):
+                log.warning("nvml value unknown", subject=self.name, call=name, error=str(failure))
+            return None
+
+        self._logged.clear(name)
+        self._latest[name] = answer
+        return answer
+
+    def latest(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - likewise
+        """Return a function's latest answer of this session, `None` without any."""
+        return self._latest.get(function.__name__)

@@ -1,10 +1,13 @@
-"""Sensors and error counters of one GPU, for monitoring.
+"""Sensors, error counters, processes and their utilization on one GPU.
 
 These functions block, and raise pynvml's errors of a lost GPU; any other failure leaves a value
 unknown.
 """
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,17 +15,15 @@ from typing import Any, Final
 import pynvml
 from msgspec.structs import asdict
 
+from metagpu.core.contracts.driver import GpuActivity
 from metagpu.core.contracts.sensors import (
     DetailedSensors,
     GpuSensors,
-    InstanceSensors,
     NvlinkError,
     ThrottleReason,
 )
-from metagpu.nvml.answers import NvmlAnswers
-from metagpu.nvml.errors import or_none
-from metagpu.nvml.mig_calls import read_devices
-from metagpu.nvml.queries import Handle, field_number, read_memory
+from metagpu.nvml.errors import FAILURES, NOT_REPORTED, NvmlAnswers, error_code
+from metagpu.nvml.queries import Handle, field_number, read_memory, read_processes
 
 _MILLI: Final = 1e-3  # milliwatts and millijoules
 _MEGA: Final = 1e6
@@ -102,25 +103,6 @@ def read_detailed_sensors(
     )
 
 
-def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
-    """Read the memory of a GPU's MIG instances; the devices of one instance share it."""
-    mode = or_none(pynvml.nvmlDeviceGetMigMode, handle)
-    if not mode or not mode[0]:
-        return ()
-
-    def read(device: Handle) -> InstanceSensors | None:
-        number = int(pynvml.nvmlDeviceGetGpuInstanceId(device))
-        instance = pynvml.nvmlDeviceGetGpuInstanceById(handle, number)
-        profile = int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId)
-        if (memory := read_memory(device)) is None:
-            return None
-        used, free = memory.used - (memory.reserved or 0), memory.total - memory.used
-        return InstanceSensors(number, profile, used, free)
-
-    found = {it.number: it for it in read_devices(handle, read) if it is not None}
-    return tuple(found.values())
-
-
 def _read_fields(handle: Handle, fields: Sequence[int]) -> Mapping[int, int]:
     """Read those of the fields that the GPU has, by number."""
     found = pynvml.nvmlDeviceGetFieldValues(handle, list(fields))
@@ -161,3 +143,53 @@ def _throttle_reasons(bits: int | None) -> frozenset[ThrottleReason] | None:
     if bits is None:
         return None
     return frozenset(reason for reason, bit in _REASONS.items() if bits & bit)
+
+
+WINDOW: Final = 3.0
+"""Seconds of samples: in each second the driver takes several of a busy process."""
+
+_IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
+"""NVML's codes for no samples; pynvml raises a success that fills no sample."""
+
+
+def read_activity(
+    handle: Handle,
+    sensor_answers: NvmlAnswers | None = None,
+    *,
+    processes: bool = True,
+    costly: bool = True,
+) -> GpuActivity:
+    """Read the processes on a GPU and its sensors.
+
+    Sensors that cannot be read cost nothing else: the health watch reports a GPU that is lost.
+    """
+    listed = read_processes(handle) if processes else ()
+    sensors = None
+    if sensor_answers is not None:
+        with suppress(Exception):
+            sensors = read_sensors(handle, sensor_answers, costly=costly)
+    return GpuActivity(listed, sensors)
+
+
+def read_utilization(handle: Handle) -> Mapping[int, int] | None:
+    """Return each process's mean share of multiprocessor time, in percent, by pid.
+
+    `None` where the driver does not report it.
+    """
+    since = int((time.time() - WINDOW) * 1e6)
+
+    try:
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
+    except FAILURES as failure:
+        if error_code(failure) in _IDLE:
+            return {}
+        # A new process came during the call: the next read has it.
+        if error_code(failure) in NOT_REPORTED | {pynvml.NVML_ERROR_INSUFFICIENT_SIZE}:
+            return None
+        raise
+
+    percents: defaultdict[int, list[int]] = defaultdict(list)
+    for sample in samples:
+        if sample.timeStamp >= since:  # the rest of the buffer is not filled
+            percents[sample.pid].append(sample.smUtil)
+    return {pid: round(sum(values) / len(values)) for pid, values in percents.items()}

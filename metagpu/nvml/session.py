@@ -1,8 +1,9 @@
-"""One NVML session, from initialisation to shutdown: its GPUs and its event set.
+"""One NVML session: the library, loaded by its path, its GPUs and its event set.
 
 The methods block, run in worker threads, and raise pynvml's errors.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,26 +11,56 @@ import pynvml
 import structlog
 from msgspec.structs import replace
 
-from metagpu.core.model.driver_roots import NVML_LIBRARY
+from metagpu.core.errors import DriverUnavailable
+from metagpu.core.model.driver_roots import MOUNT_HOST, NVML_LIBRARY
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigProfile
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.runtime.log_once import LogOnce
-from metagpu.nvml.answers import NvmlAnswers
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.nvml.errors import (
     FAILURES,
     LOST,
+    NvmlAnswers,
     error_code,
     to_driver_error,
 )
-from metagpu.nvml.event_set import EventSet
-from metagpu.nvml.events import NvmlEvents
-from metagpu.nvml.library import load_library
-from metagpu.nvml.mig_calls import read_profiles
+from metagpu.nvml.events import EventSet, NvmlEvents
+from metagpu.nvml.mig import read_profiles
 from metagpu.nvml.queries import describe_gpu
-from metagpu.nvml.session_gpu import SessionGpu, address_of
-from metagpu.nvml.timing import TIMING, NvmlTiming
+from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu, address_of
 from metagpu.nvml.worker import NvmlWorker
+
+
+def load_library(names: Sequence[str]) -> None:
+    """Put the first library that loads below pynvml. Blocks.
+
+    A loaded library of one of these names stays.
+
+    Args:
+        names: paths, or names that the linker searches.
+
+    Raises:
+        DriverUnavailable: if none loads; the text has the linker's reasons.
+    """
+    loaded = pynvml.nvmlLib
+    if loaded is not None and getattr(loaded, "_name", None) in names:
+        return
+    problems = []
+    for name in names:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        pynvml.nvmlLib = library
+        pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - no public function clears it
+        log.info("nvml library loaded", path=name)
+        return
+    raise DriverUnavailable(
+        f"NVML is missing: {'; '.join(problems)}; install the NVIDIA driver on this node, "
+        f"{MOUNT_HOST} in the container, or name the driver's root with --driver-root"
+    )
+
 
 log = structlog.get_logger()
 

@@ -1,12 +1,12 @@
-"""One GPU of an NVML session: its handle, its worker, its registration for events."""
+"""One GPU of an NVML session: its handle, worker, registration, and deadlines."""
 
 import ctypes
+from typing import Final
 
 import msgspec
 
 from metagpu.core.model.mig import MigProfile
-from metagpu.nvml.answers import NvmlAnswers
-from metagpu.nvml.errors import CONCLUSIVE
+from metagpu.nvml.errors import CONCLUSIVE, NvmlAnswers
 from metagpu.nvml.queries import Handle
 from metagpu.nvml.worker import NvmlWorker
 
@@ -61,3 +61,25 @@ class SessionGpu(msgspec.Struct):
         default_factory=lambda: NvmlAnswers(raised=CONCLUSIVE)
     )
     mig_profiles: tuple[bool, tuple[MigProfile, ...]] | None = None
+
+
+class NvmlTiming(msgspec.Struct, frozen=True):
+    """Seconds of NVML calls that exceed the usual deadline.
+
+    Attributes:
+        straggler: that a survey waits for GPUs never read before, once another GPU has answered.
+        wait: of one wait for events: NVML's wait cannot be cancelled.
+        event_retry: after the first failure of the event set; `event_retry_longest` after many.
+        opening: for initialisation: without persistence mode it wakes every GPU in turn.
+        mode_change: for a change of MIG mode: NVML may reset the GPU for it.
+    """
+
+    straggler: float = 2.0
+    wait: float = 1.0
+    event_retry: float = 1.0
+    event_retry_longest: float = 60.0
+    opening: float = 60.0
+    mode_change: float = 30.0
+
+
+TIMING: Final = NvmlTiming()

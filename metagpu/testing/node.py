@@ -8,8 +8,7 @@ import anyio
 
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.daemons import Daemons
-from metagpu.core.contracts.programs import Programs
+from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming

@@ -11,8 +11,7 @@ import structlog
 
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.runtime.rate_limit import TokenBucket
-from metagpu.core.runtime.restart import run_with_restart
-from metagpu.core.runtime.serve import serve
+from metagpu.core.runtime.tasks import run_with_restart, serve
 from metagpu.plugins.cluster.client import open_client
 from metagpu.plugins.cluster.event_recorder import (
     NOTE_LIMIT,

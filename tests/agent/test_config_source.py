@@ -14,7 +14,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ClusterChoice, ProfileChoice
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
-from metagpu.core.model.xid import Severity
+from metagpu.core.model.xid_severity import Severity
 from tests.rigs.build import BACKENDS, gpu, pool
 
 SEEDS: Final = Path(__file__).parents[1] / "compat" / "files"

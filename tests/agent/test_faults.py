@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from metagpu.core.contracts.driver import RecoveryAction, Survey, UnreadableGpu
 from metagpu.core.errors import MetagpuError
-from metagpu.core.health.timing import HealthTiming
 from metagpu.core.health.verdicts import GpuVerdicts
+from metagpu.core.health.watch import HealthTiming
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.nvml.library import SimLibrary

@@ -22,7 +22,7 @@ from metagpu.core.errors import TakeoverFailed
 from metagpu.core.health.fault_note import FaultNote, NotedCordon, NotedDevice, NotedFault
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault, Holder, Lease, ResourceName, Share, ShareId
-from metagpu.core.runtime.pausable_tasks import PausableTasks
+from metagpu.core.runtime.tasks import PausableTasks
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import LeasesHandedOver
 from metagpu.core.state.registry import Registry

@@ -15,7 +15,7 @@ from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.mig_driver import NvmlMigDriver
+from metagpu.nvml.mig import NvmlMigDriver
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.agent import agent_at_work
 from tests.rigs.mig import a_node, mig_pool

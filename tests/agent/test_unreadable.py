@@ -9,11 +9,11 @@ import pynvml
 import pytest
 
 from metagpu.core.errors import DriverReplaced
-from metagpu.core.health.timing import HealthTiming
+from metagpu.core.health.watch import HealthTiming
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.daemon_checks import check_health
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.timing import NvmlTiming
+from metagpu.nvml.session_gpu import NvmlTiming
 from metagpu.sim.machine.spec import build_node
 from tests.agent.test_daemon import PATIENT, daemon
 from tests.agent.test_metrics import ANY, page_of

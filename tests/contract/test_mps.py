@@ -23,7 +23,7 @@ from metagpu.backends.common.mps_daemon.control import (
     MpsDirectories,
     control_daemon_spec,
 )
-from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.model.gpu import GpuId
 from metagpu.host import daemon_processes

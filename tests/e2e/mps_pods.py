@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from metagpu.core.contracts.daemons import DaemonProcess
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.core.errors import MetagpuError
 from metagpu.host import daemon_processes
 from metagpu.plugins.control.client import send_request

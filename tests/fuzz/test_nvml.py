@@ -15,11 +15,11 @@ import pynvml
 import pytest
 
 from metagpu.core.errors import DriverUnavailable
-from metagpu.core.health.timing import HealthTiming
+from metagpu.core.health.watch import HealthTiming
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.state.facts import GpuFaulted
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.timing import NvmlTiming
+from metagpu.nvml.session_gpu import NvmlTiming
 from tests.fuzz.__main__ import commits
 from tests.rigs.agent import Scene, agent_at_work
 from tests.rigs.nvml_library import SOURCE, NvmlLibrary

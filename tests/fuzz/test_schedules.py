@@ -21,7 +21,7 @@ from hypothesis import settings
 from msgspec.structs import replace
 
 from metagpu.agent.timing import AgentTiming
-from metagpu.core.runtime.main_tasks import MainTaskTiming
+from metagpu.core.runtime.tasks import MainTaskTiming
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.registration import RegistrationService

@@ -15,7 +15,7 @@ import pytest
 from anyio import from_thread, to_thread
 from msgspec.structs import replace
 
-from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.model.shares import Holder
 from metagpu.host import daemon_processes as running

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from metagpu.core.errors import MetagpuError
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl import drain
 from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu

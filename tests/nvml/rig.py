@@ -8,7 +8,7 @@ import anyio
 
 from metagpu.core.contracts.driver import Survey
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.timing import TIMING, NvmlTiming
+from metagpu.nvml.session_gpu import TIMING, NvmlTiming
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary

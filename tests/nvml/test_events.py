@@ -22,7 +22,7 @@ from metagpu.core.contracts.driver import (
 )
 from metagpu.core.errors import DriverError
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.timing import NvmlTiming
+from metagpu.nvml.session_gpu import NvmlTiming
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node

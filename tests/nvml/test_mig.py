@@ -11,7 +11,7 @@ from metagpu.core.errors import DriverError, DriverTimeout, InUse
 from metagpu.core.model.mig import MigEngines, Placement
 from metagpu.nvml import session
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.mig_calls import _SUFFIXES
+from metagpu.nvml.mig import _SUFFIXES
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from metagpu.sim.machine.mig_state import SimProvisioning
 from metagpu.sim.machine.node import SimNode

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from metagpu.nvml.shared_thread import SharedThread
-from metagpu.nvml.worker import NvmlWorker
+from metagpu.nvml.worker import NvmlWorker, SharedThread
 from tests.nvml.rig import DEADLINE
 from tests.rigs.waiting import becomes
 
@@ -115,7 +114,7 @@ async def test_a_result_is_not_kept_back_by_a_later_work_that_hangs(
         return time.monotonic()
 
     clock = SimpleNamespace(monotonic=end_late)
-    monkeypatch.setattr("metagpu.nvml.shared_thread.time", clock)
+    monkeypatch.setattr("metagpu.nvml.worker.time", clock)
     first, last = thread.submit(late), thread.submit(long)
     with anyio.fail_after(DEADLINE):
         assert await first.future

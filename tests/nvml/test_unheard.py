@@ -10,7 +10,7 @@ from anyio import to_thread
 from metagpu.core.contracts.driver import Xid
 from metagpu.core.errors import DriverError
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.nvml.timing import NvmlTiming
+from metagpu.nvml.session_gpu import NvmlTiming
 from tests.nvml.rig import DEADLINE
 from tests.rigs.nvml_library import NvmlLibrary
 

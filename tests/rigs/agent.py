@@ -15,7 +15,7 @@ from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
-from metagpu.core.health.timing import DEFAULT_TIMING, HealthTiming
+from metagpu.core.health.watch import DEFAULT_TIMING, HealthTiming
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.offers import Front
 from metagpu.core.model.snapshot import GpuState, Snapshot

@@ -8,9 +8,8 @@ from metagpu.backends.mps.backend import MpsBackend
 from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.backends.whole.backend import WholeBackend
 from metagpu.core.config.config import Config, parse
-from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.backend import Backend, GpuContext
 from metagpu.core.contracts.capabilities import ManagesGpu, sharing_strategy_of
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu

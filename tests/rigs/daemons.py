@@ -15,7 +15,7 @@ from metagpu.backends.common.mps_daemon.control import (
     MpsDirectories,
     control_daemon_spec,
 )
-from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.programs import sim_daemons

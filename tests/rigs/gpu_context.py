@@ -2,8 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 
-from metagpu.core.contracts.daemons import Daemons
-from metagpu.core.contracts.programs import Programs
+from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.backend_runner import BackendRunnerTiming
 from metagpu.sim.machine.node import SimNode

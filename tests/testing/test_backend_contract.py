@@ -11,8 +11,7 @@ from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mps.backend import MpsBackend
 from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.backends.whole.backend import WholeBackend
-from metagpu.core.contracts.backend import Backend, installed_backends
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import Backend, GpuContext, installed_backends
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import Share
 from metagpu.core.model.snapshot import Snapshot

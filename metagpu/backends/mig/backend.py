@@ -35,7 +35,7 @@ from metagpu.backends.mig.possible_shares import (
 from metagpu.backends.mig.profiles import PlacedProfile
 from metagpu.backends.mig.reconciler import MigReconciler
 from metagpu.backends.mig.sharing import MigMpsOptions
-from metagpu.core.contracts.backend import Options
+from metagpu.core.contracts.backend import GpuContext, Options
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     DiagnosesGpu,
@@ -47,7 +47,6 @@ from metagpu.core.contracts.capabilities import (
     Provisions,
     ReportsCapacity,
 )
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import CDI_STRATEGIES, Injection

@@ -23,7 +23,7 @@ from metagpu.backends.mig.sharing import UNSHARED
 from metagpu.core.model.mig import MigInstance, slot_of
 from metagpu.core.model.shares import Lease, ProvisionedState, ProvisionFailure, ShareId
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 
 
 class MigTiming(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 import structlog
 
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ProvisionedState

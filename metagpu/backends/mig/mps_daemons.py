@@ -17,9 +17,9 @@ from metagpu.backends.common.mps_daemon.control import MpsDirectories, leftover_
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.common.mps_daemon.supervisor import LEAVE_DEADLINE, DaemonSupervisor
 from metagpu.backends.mig.inventory import InstanceInventory
-from metagpu.core.contracts.daemons import Daemons
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.contracts.driver import GpuProcess
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.programs import Daemons
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.mig import is_mps_share, slot_of
 from metagpu.core.model.snapshot import GpuState

@@ -14,11 +14,11 @@ from anyio.abc import TaskGroup
 
 from metagpu.backends.mig.inventory import InstanceInventory, identity
 from metagpu.backends.mig.mps_daemons import MpsDaemons
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.errors import DriverError, DriverTimeout, InsufficientResources, InUse
 from metagpu.core.model.mig import MigInstance, Placement
 from metagpu.core.model.shares import Lease
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 
 log = structlog.get_logger()
 

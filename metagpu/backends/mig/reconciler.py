@@ -16,11 +16,11 @@ from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons, mig_devices,
 from metagpu.backends.mig.provisioned_state import provisioned_state
 from metagpu.backends.mig.provisioner import InstanceProvisioner, pids_by_instance
 from metagpu.backends.mig.staggered_offer import OfferStagger
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.errors import DriverError
 from metagpu.core.model.mig import slot_of
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 
 log = structlog.get_logger()
 

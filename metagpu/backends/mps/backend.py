@@ -33,7 +33,12 @@ from metagpu.backends.common.packing import (
 )
 from metagpu.backends.mps.gpu_owner import run_gpu_owner
 from metagpu.core.config.units import Bytes
-from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.contracts.backend import (
+    GpuContext,
+    OneResourceBackend,
+    OneResourceOptions,
+    Options,
+)
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     Guard,
@@ -45,7 +50,6 @@ from metagpu.core.contracts.capabilities import (
     SharesClaims,
     SharingStrategy,
 )
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind

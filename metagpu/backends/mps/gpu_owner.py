@@ -11,8 +11,8 @@ from metagpu.backends.common.mps_daemon.supervisor import (
     DaemonSupervisor,
     format_pids,
 )
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.contracts.driver import ComputeMode
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.errors import DriverError, ProgramError
 from metagpu.core.model.snapshot import GpuState
 

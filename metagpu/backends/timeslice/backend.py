@@ -15,7 +15,12 @@ import structlog
 
 from metagpu.backends.common.packing import candidates_of
 from metagpu.backends.timeslice.placement import AllocationPolicy, choose_replicas
-from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
+from metagpu.core.contracts.backend import (
+    GpuContext,
+    OneResourceBackend,
+    OneResourceOptions,
+    Options,
+)
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     ManagesGpu,
@@ -23,7 +28,6 @@ from metagpu.core.contracts.capabilities import (
     SharesClaims,
     SharingStrategy,
 )
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.driver_roots import MOUNT_HOST
@@ -32,7 +36,7 @@ from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.request_errors import SharingUnavailable, TooManyReplicas
 from metagpu.core.model.shares import Share, Verdict
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 
 _MAX_REPLICAS: Final = 100_000
 """Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""

@@ -24,7 +24,7 @@ from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.offers import PLUGIN_ALONE, Front, Fronts, OfferPolicy
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.model.xid import Severity
+from metagpu.core.model.xid_severity import Severity
 
 VERSION: Final = "metagpu/v1"
 
@@ -56,7 +56,7 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
         quiet_period: the time that a GPU must pass its checks without a new fault before it
             returns to service; 60 s is longer than the gap between the XIDs of one incident.
         rescan_period: the time between two checks of all GPUs without an event of NVML.
-        xids: severities that differ from the table in `core/model/xid.py`.
+        xids: severities that differ from the table in `core/model/xid_severity.py`.
     """
 
     quiet_period: Duration = Duration(60)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final
 
-from metagpu.core.contracts.backend import Backend, Options
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import Backend, GpuContext, Options
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind

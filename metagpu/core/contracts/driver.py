@@ -1,16 +1,18 @@
-"""The contract of NVML, as values and two protocols.
+"""The contract of NVML: values, two protocols, and reads of several GPUs at once.
 
 `None` in a value means that the driver does not report it (NVML's NOT_SUPPORTED), never zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import IntEnum
 from typing import Protocol
 
+import anyio
 import msgspec
 
 from metagpu.core.contracts.sensors import DetailedSensors, GpuSensors, InstanceSensors
+from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.mig import MigInstance, MigMode, Placement
 
@@ -352,3 +354,26 @@ class Driver(Protocol):
     def unheard(self) -> Mapping[GpuId, str]:
         """The GPUs whose XIDs NVML does not deliver now, and why; without lost GPUs."""
         ...
+
+
+async def read_instances(
+    driver: MigDriver, gpus: Iterable[GpuId]
+) -> Mapping[GpuId, Sequence[MigInstance] | DriverError]:
+    """Read the instances of each GPU, or the error that the driver has for it.
+
+    All GPUs are asked at once: those that hang cost one deadline together, and delay no answer of
+    another. A cancelled caller leaves at once.
+    """
+    gpus = tuple(gpus)
+    answers: dict[GpuId, Sequence[MigInstance] | DriverError] = {}
+
+    async def read(gpu: GpuId) -> None:
+        try:
+            answers[gpu] = await driver.instances(gpu)
+        except DriverError as error:
+            answers[gpu] = error
+
+    async with anyio.create_task_group() as group:
+        for gpu in gpus:
+            group.start_soon(read, gpu)
+    return {gpu: answers[gpu] for gpu in gpus}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.daemons import Daemons
 from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.programs import Daemons
 from metagpu.core.errors import DriverError, MetagpuError, describe_error
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import Holder

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from metagpu.core.contracts.driver import Driver
-from metagpu.core.contracts.mig_reading import read_instances
+from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import DriverError, DriverUnavailable
-from metagpu.core.health.rules import FaultAssessment, MigInstanceRef
+from metagpu.core.health.fault_assessment import FaultAssessment, MigInstanceRef
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.state.facts import InstanceFaulted, InstanceRecovered

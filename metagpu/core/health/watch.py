@@ -10,8 +10,10 @@ brings such a GPU back. A restart of the daemon does not: it gets the note of th
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import anyio
+import msgspec
 import structlog
 
 from metagpu.core.config.config import HealthConfig
@@ -22,22 +24,22 @@ from metagpu.core.contracts.driver import (
     Xid,
 )
 from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, NotAcknowledged
-from metagpu.core.health.device_check import find_problem, read_condition, reason_beside
-from metagpu.core.health.fault_log import FaultLog
-from metagpu.core.health.fault_note import FaultNote, take_note
-from metagpu.core.health.mig_health import MigHealth
-from metagpu.core.health.rules import (
+from metagpu.core.health.fault_assessment import (
     FaultAssessment,
     deduplicated,
+    find_problem,
     judge_condition,
     judge_event,
+    read_condition,
+    reason_beside,
 )
-from metagpu.core.health.timing import DEFAULT_TIMING, HealthTiming
-from metagpu.core.health.verdicts import GpuVerdicts
+from metagpu.core.health.fault_note import FaultNote, take_note
+from metagpu.core.health.mig_health import MigHealth
+from metagpu.core.health.verdicts import FaultLog, GpuVerdicts
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.facts import (
     DriverRead,
     GpuFaultExplained,
@@ -48,6 +50,31 @@ from metagpu.core.state.facts import (
     UnreadableGpusFound,
 )
 from metagpu.core.state.registry import Registry
+
+
+class HealthTiming(msgspec.Struct, frozen=True):
+    """Delays of the health watch, in seconds.
+
+    Attributes:
+        retry: between two attempts to open an NVML that is unavailable.
+        event_retry: after NVML failed to wait for events, so that a faulty NVML costs no CPU.
+        replaced: of failures because the loaded library does not fit the driver, after which the
+            daemon ends: its successor loads the library of then.
+        unread_rescan: to the first new look at GPUs that could not be read, and
+            `unread_rescan_longest` to later ones.
+        unheard_check: between two checks of GPUs whose XIDs NVML does not deliver.
+    """
+
+    retry: float = 5.0
+    event_retry: float = 1.0
+    replaced: float = 60.0
+    unread_rescan: float = 0.5
+    unread_rescan_longest: float = 60.0
+    unheard_check: float = 5.0
+
+
+DEFAULT_TIMING: Final = HealthTiming()
+
 
 log = structlog.get_logger()
 

@@ -11,14 +11,13 @@ from anyio.abc import TaskGroup
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import ManagesGpu
-from metagpu.core.contracts.daemons import Daemons
 from metagpu.core.contracts.driver import ComputeMode, Driver, GpuProcess, MigDriver
-from metagpu.core.contracts.programs import Programs
+from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ProvisionedState
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendDetached,

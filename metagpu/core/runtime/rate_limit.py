@@ -1,4 +1,7 @@
-"""Rate limits: a token bucket without a clock of its own."""
+"""Limits of repetition: back-off, a token bucket, and repeated problems once."""
+
+import random
+from collections.abc import Hashable
 
 import msgspec
 
@@ -34,3 +37,48 @@ class TokenBucket(msgspec.Struct):
         """Return whether no token is missing, as in a new bucket."""
         self.wait(now)
         return self._spent == 0
+
+
+class Backoff(msgspec.Struct):
+    """The delays between the attempts of one task.
+
+    Attributes:
+        first: the delay after the first failure, in seconds.
+        longest: the limit, in seconds.
+        jitter: whether each delay is shortened at random, to half at most, so that the agents of
+            many nodes do not try again at the same moment.
+    """
+
+    first: float
+    longest: float
+    jitter: bool = False
+    _next: float = 0.0
+
+    def next(self, at_least: float = 0.0) -> float:
+        """Return the delay after one more failure, in seconds, and double the next one."""
+        delay = self._next or self.first
+        self._next = min(2 * delay, self.longest)
+        if self.jitter:
+            delay *= random.uniform(0.5, 1.0)  # noqa: S311 - it spreads load, it guards nothing
+        return max(delay, at_least)
+
+    def reset(self) -> None:
+        """Return to the first delay, after a success."""
+        self._next = 0.0
+
+
+class LogOnce(msgspec.Struct):
+    """The problem last logged for each subject: a GPU, a file, a resource."""
+
+    _logged: dict[Hashable, str] = msgspec.field(default_factory=dict)
+
+    def is_new(self, subject: Hashable, problem: str) -> bool:
+        """Record a problem; return whether it differs from the last one of its subject."""
+        if self._logged.get(subject) == problem:
+            return False
+        self._logged[subject] = problem
+        return True
+
+    def clear(self, subject: Hashable) -> bool:
+        """Forget the problem of a subject; return whether there was one."""
+        return self._logged.pop(subject, None) is not None

@@ -17,7 +17,7 @@ from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder
-from metagpu.core.runtime.together import start_together
+from metagpu.core.runtime.tasks import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import (
     NO_PROMISED_MEMORY,

@@ -21,7 +21,7 @@ from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder, Lease, Share, ShareId
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import ContainerUsage
 from metagpu.core.usage.annotations import EffectiveLimit, effective_limit

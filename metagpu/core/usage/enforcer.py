@@ -18,8 +18,8 @@ from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.runtime.log_once import LogOnce
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import ContainerUsage, GpuUsage, ProcessUsage

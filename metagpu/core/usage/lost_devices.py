@@ -14,8 +14,7 @@ import anyio
 import msgspec
 import structlog
 
-from metagpu.core.contracts.driver import Driver
-from metagpu.core.contracts.mig_reading import read_instances
+from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of

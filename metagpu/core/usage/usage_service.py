@@ -12,7 +12,7 @@ from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.absent_containers import AbsentContainerWatch, RunningHolders
 from metagpu.core.usage.accounting import PromisedMemory

@@ -9,7 +9,7 @@ import anyio
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.together import start_together
+from metagpu.core.runtime.tasks import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.reading_turns import ReadingTurns
 from metagpu.core.usage.timing import UsageTiming

@@ -10,7 +10,7 @@ import structlog
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import ConfigRejected
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.event_reasons import EventReason

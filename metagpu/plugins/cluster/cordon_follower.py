@@ -13,7 +13,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.status import find_gpu
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.settings import CORDON_PREFIX

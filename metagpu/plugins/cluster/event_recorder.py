@@ -19,8 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.log_once import LogOnce
-from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.core.runtime.rate_limit import LogOnce, TokenBucket
 from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.label_syntax import name_part
 from metagpu.plugins.cluster.node_patch import CONFLICT, MERGE_PATCH

@@ -7,8 +7,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.backoff import Backoff
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import Backoff, LogOnce
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.reconciler import backoff_of
 

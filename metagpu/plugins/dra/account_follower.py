@@ -16,7 +16,7 @@ from anyio import to_thread
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.errors import ClaimAccountUnreadable, MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId, gpu_of
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.admin_access import EnsureMonitored, all_monitored

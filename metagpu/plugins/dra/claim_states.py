@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.plugins.dra.answer import PreparedDevice
 from metagpu.plugins.dra.resource_claim import Allocation
 

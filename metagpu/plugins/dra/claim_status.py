@@ -14,8 +14,7 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.runtime.backoff import Backoff
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import Backoff, LogOnce
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.claim_states import PreparedClaims
 from metagpu.plugins.dra.device_status import DeviceStatus, Entry, device_statuses, identity_of

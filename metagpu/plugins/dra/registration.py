@@ -20,7 +20,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.errors import describe_error
 from metagpu.core.runtime.files import file_identity
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.plugins.kubelet.fast_codec import check_message
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method

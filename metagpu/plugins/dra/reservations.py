@@ -14,7 +14,7 @@ from metagpu.core.errors import describe_error
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.resource_claim import Allocation

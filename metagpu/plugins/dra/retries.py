@@ -16,8 +16,7 @@ from anyio.abc import TaskGroup
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.runtime.backoff import Backoff
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import Backoff, LogOnce
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.preparer import ClaimPreparer

@@ -20,8 +20,7 @@ import structlog
 
 from metagpu.core.errors import AddressUnusable
 from metagpu.core.runtime.listener import accept
-from metagpu.core.runtime.log_once import LogOnce
-from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.core.runtime.rate_limit import LogOnce, TokenBucket
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.http.messages import (
     Headers,

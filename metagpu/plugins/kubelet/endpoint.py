@@ -10,8 +10,8 @@ import structlog
 from grpclib.exceptions import StreamTerminatedError
 
 from metagpu.core.errors import KubeletError, describe_error
-from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.runtime.files import file_identity
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.competing_sockets import find_competing_socket

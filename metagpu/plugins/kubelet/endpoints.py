@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import CompetingPluginFound, CompetingPluginGone
 from metagpu.core.state.registry import Registry

@@ -17,7 +17,7 @@ from anyio import to_thread
 
 from metagpu.core.errors import AnotherDaemon, describe_error
 from metagpu.core.runtime.files import file_identity
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 
 log = structlog.get_logger()
 

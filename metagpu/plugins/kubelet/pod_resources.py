@@ -19,7 +19,7 @@ from metagpu.core.model.offers import Front
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.runtime.log_once import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded
 from metagpu.core.state.facts import (
     KubeletStarted,

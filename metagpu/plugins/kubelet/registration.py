@@ -9,7 +9,7 @@ import structlog
 from grpclib.exceptions import GRPCError
 
 from metagpu.core.errors import KubeletError, describe_error
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.grpc_client import UnixChannel, call_alone
 from metagpu.plugins.kubelet.pb import v1beta1

@@ -14,7 +14,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from metagpu.core.model.shares import ResourceName, ShareId
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import RegistrationProblemFound, RegistrationProblemGone
 from metagpu.core.state.registry import Registry

@@ -11,7 +11,7 @@ from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.model.xid import Severity, rule_for
+from metagpu.core.model.xid_severity import Severity, rule_for
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
     PREPARE,

@@ -11,7 +11,7 @@ from anyio import to_thread
 
 from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse

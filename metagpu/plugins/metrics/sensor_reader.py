@@ -10,7 +10,7 @@ import anyio
 from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.together import start_together
+from metagpu.core.runtime.tasks import start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING

@@ -21,9 +21,8 @@ from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import POD_SOCKET_NAME
-from metagpu.core.runtime.backoff import Backoff
 from metagpu.core.runtime.listener import SO_PASSRIGHTS
-from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.core.runtime.rate_limit import Backoff, TokenBucket
 from metagpu.plugins.pod_api import frames
 from metagpu.plugins.pod_api.calls import RelayedCall, RelayFailed, RelaySettings, relayed_calls
 from metagpu.plugins.pod_api.command import wants_json

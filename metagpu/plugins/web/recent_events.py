@@ -20,7 +20,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
 from metagpu.core.state.registry import Registry

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
-from metagpu.core.runtime.restart import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
 from metagpu.plugins.http.server import Page, PageServer

@@ -12,13 +12,13 @@ from anyio.abc import TaskGroup
 from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons
-from metagpu.core.contracts.daemons import DaemonProcess, DaemonSpec
+from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, stand_in
 
 if TYPE_CHECKING:
-    from metagpu.core.contracts.gpu_context import GpuContext
+    from metagpu.core.contracts.backend import GpuContext
 
 DEVICE = MigDevice("1g.5gb@0", "MIG-0", 7)
 

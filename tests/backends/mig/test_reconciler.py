@@ -17,7 +17,7 @@ from metagpu.backends.mig.inventory import MigTiming
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import LeasesObserved
-from metagpu.nvml import mig_calls
+from metagpu.nvml import mig
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.mig_state import SimProvisioning
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -143,14 +143,14 @@ async def test_an_instance_is_reported_as_going_before_it_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request is given an instance while it is destroyed."""
-    named, destroy = list[bool](), mig_calls.destroy_instance
+    named, destroy = list[bool](), mig.destroy_instance
     async with _with_idle_instance("keepWarm: 0s") as (care, share):
 
         def destroy_visibly(handle: object, number: int) -> None:
             named.append(share.id in care.state().provisioned["mig"].devices)
             destroy(handle, number)
 
-        monkeypatch.setattr(mig_calls, "destroy_instance", destroy_visibly)
+        monkeypatch.setattr(mig, "destroy_instance", destroy_visibly)
         care.node.gpus[0].processes.clear()
         await _until(lambda: named)
 

@@ -9,8 +9,8 @@ import anyio
 
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
-from metagpu.core.contracts.daemons import DaemonProcess
 from metagpu.core.contracts.driver import ComputeMode
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.snapshot import GpuState
 from metagpu.host.daemons import HostDaemons

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.mps.backend import MpsBackend
-from metagpu.core.contracts.daemons import DaemonProcess
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.host import daemon_folders
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.programs import sim_daemons

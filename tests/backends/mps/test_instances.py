@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.core.contracts.daemons import DaemonProcess
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from tests.backends.mps.test_control_daemons import ARCHIVED, daemons_of

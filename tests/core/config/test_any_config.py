@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from metagpu.core.config.config import DEFAULT, parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
-from metagpu.core.model.xid import Severity
+from metagpu.core.model.xid_severity import Severity
 from tests.core.config.config_texts import TWO_BACKENDS
 
 SCALARS = (

@@ -13,7 +13,7 @@ from metagpu.core.config.memory import (
 )
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
-from metagpu.core.model.xid import Severity
+from metagpu.core.model.xid_severity import Severity
 from tests.core.config.config_texts import refusal
 from tests.rigs.build import BACKENDS, config, gpu, pool
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 
+from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.contracts.driver import ComputeMode
-from metagpu.core.contracts.gpu_context import GpuContext
 from metagpu.core.errors import DriverError
 from metagpu.core.layout import backend_runner
 from metagpu.core.layout.backend_runner import BackendRunnerTiming

@@ -28,10 +28,9 @@ from metagpu.core.contracts.driver import (
 )
 from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
-from metagpu.core.health import fault_log as fault_news
+from metagpu.core.health import verdicts as fault_news
 from metagpu.core.health import watch as health
-from metagpu.core.health.timing import HealthTiming
-from metagpu.core.health.watch import HealthWatch
+from metagpu.core.health.watch import HealthTiming, HealthWatch
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import (
@@ -41,7 +40,7 @@ from metagpu.core.model.shares import (
     Recovery,
     ShareId,
 )
-from metagpu.core.model.xid import Severity
+from metagpu.core.model.xid_severity import Severity
 from metagpu.core.state.events import MemoryErrorReported, XidReported
 from metagpu.core.state.facts import GpuRecovered, InstanceFaulted, ProvisioningReported
 from metagpu.core.state.registry import Registry

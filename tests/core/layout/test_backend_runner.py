@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.backends.fraction.backend import FractionBackend
-from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.gpu_context import GpuContext
+from metagpu.core.contracts.backend import Backend, GpuContext
 from metagpu.core.layout import backend_runner
 from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
 from metagpu.core.layout.layout import BackendAssignment, Layout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.core.model.xid import (
+from metagpu.core.model.xid_severity import (
     DEFAULT_XIDS,
     UNKNOWN_XID,
     Severity,

@@ -1,9 +1,10 @@
-"""The token bucket."""
+"""Limits of repetition: back-off, a token bucket, and repeated problems in the log."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.core.runtime.rate_limit import TokenBucket
+from metagpu.core.runtime.rate_limit import Backoff, LogOnce, TokenBucket
 
 
 def test_a_burst_and_then_a_rate() -> None:
@@ -39,3 +40,53 @@ def test_never_more_than_burst_and_rate(pauses: list[float]) -> None:
         taken += bucket.take(now)
 
     assert taken <= 3 + 2 * now + 1e-6
+
+
+def test_delays_double_up_to_the_limit() -> None:
+    """Each failure in a row doubles the delay, up to the limit."""
+    backoff = Backoff(first=1, longest=5)
+
+    assert [backoff.next() for _ in range(5)] == [1, 2, 4, 5, 5]
+
+
+def test_a_success_resets_it() -> None:
+    """After a success the next failure is the first again."""
+    backoff = Backoff(first=1, longest=5)
+    backoff.next()
+    backoff.reset()
+
+    assert backoff.next() == 1
+
+
+@pytest.mark.parametrize("failures", [1, 3, 10])
+def test_jitter_shortens_to_half_at_most(failures: int) -> None:
+    """With jitter a delay lies between half of its value and the whole."""
+    plain, spread = Backoff(1, 60), Backoff(1, 60, jitter=True)
+
+    for _ in range(failures):
+        pause = plain.next()
+        assert pause / 2 <= spread.next() <= pause
+
+
+def test_a_server_may_ask_for_more() -> None:
+    """A delay is never shorter than what the server asked for."""
+    assert Backoff(first=1, longest=5).next(at_least=30) == 30
+
+
+def test_a_problem_is_new_once_for_each_subject() -> None:
+    """The same problem of another subject, or another problem of the same, is new again."""
+    logged = LogOnce()
+
+    assert logged.is_new("gpu 0", "busy")
+    assert not logged.is_new("gpu 0", "busy")
+    assert logged.is_new("gpu 1", "busy")
+    assert logged.is_new("gpu 0", "lost")
+
+
+def test_a_problem_that_comes_back_is_new() -> None:
+    """A problem that is over is forgotten; an unknown problem has no end."""
+    logged = LogOnce()
+    logged.is_new("gpu 0", "busy")
+
+    assert [logged.clear("gpu 0"), logged.clear("gpu 0")] == [True, False]
+    assert logged.is_new("gpu 0", "busy")

@@ -21,7 +21,7 @@ from metagpu.core.errors import HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
-from metagpu.core.runtime import restart
+from metagpu.core.runtime import tasks
 from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.usage import collector, enforcer
@@ -286,7 +286,7 @@ async def test_the_enforcer_waits_for_common_moments(
 
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
     """An unexpected error over one GPU delays the checks of this GPU alone."""
-    with capture_module_logs(restart) as entries:
+    with capture_module_logs(tasks) as entries:
         async with ground(tmp_path) as it, running() as process:
             account = it.enforcer._collector.collect_gpu
 

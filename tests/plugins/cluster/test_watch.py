@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.runtime.backoff import Backoff
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.plugins.cluster import watch
 from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.watch import WatchedObject

@@ -13,7 +13,7 @@ from typing import Final, Self
 import anyio
 import msgspec
 
-from metagpu.core.contracts.daemons import Daemons, DaemonSpec
+from metagpu.core.contracts.programs import Daemons, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
 

@@ -8,9 +8,9 @@ from anyio import to_thread
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor, format_pids
-from metagpu.core.contracts.daemons import Daemons
 from metagpu.core.contracts.driver import ComputeMode, GpuProcess
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
+from metagpu.core.contracts.programs import Daemons
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import GpuId
 

@@ -24,8 +24,8 @@ from metagpu.backends.common.mps_daemon.decisions import (
     decide,
     decide_after_failed_start,
 )
-from metagpu.core.contracts.daemons import DaemonProcess, Daemons
 from metagpu.core.contracts.driver import GpuProcess
+from metagpu.core.contracts.programs import DaemonProcess, Daemons
 from metagpu.core.errors import DriverError, ProgramError, ProgramMissing
 from metagpu.core.model.driver_roots import MOUNT_HOST
 

@@ -14,8 +14,8 @@ from metagpu.backends.common.mps_daemon.control import (
 )
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor
-from metagpu.core.contracts.daemons import DaemonProcess, Daemons, DaemonSpec
 from metagpu.core.contracts.driver import GpuProcess
+from metagpu.core.contracts.programs import DaemonProcess, Daemons, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.daemons import DAEMONS, serving, stand_in

@@ -1,19 +1,22 @@
-"""NVML's MIG calls on one GPU, with our values.
+"""MIG on NVML: its calls with our values, and the `MigDriver`.
 
-These functions block, and raise pynvml's errors. Every call reads the handles of instances again:
+The functions block, and raise pynvml's errors. Every call reads the handles of instances again:
 NVML may reuse the address of a destroyed instance for another.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_uint
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
+import anyio
 import pynvml
 
 from metagpu.core.contracts.driver import MigUsage
+from metagpu.core.contracts.sensors import InstanceSensors
 from metagpu.core.errors import DriverError, Unsupported
-from metagpu.core.model.gpu import MIB
+from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import (
     ComputeInstance,
     MigEngines,
@@ -31,6 +34,8 @@ from metagpu.nvml.errors import (
     or_none,
 )
 from metagpu.nvml.queries import Handle, read_memory, read_processes
+from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu
+from metagpu.nvml.worker import ResultT
 
 AnswerT = TypeVar("AnswerT")
 
@@ -313,3 +318,93 @@ def read_devices(handle: Handle, read: Callable[[Handle], AnswerT]) -> Iterator[
                 raise
         else:
             yield answer
+
+
+def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
+    """Read the memory of a GPU's MIG instances; the devices of one instance share it."""
+    mode = or_none(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or not mode[0]:
+        return ()
+
+    def read(device: Handle) -> InstanceSensors | None:
+        number = int(pynvml.nvmlDeviceGetGpuInstanceId(device))
+        instance = pynvml.nvmlDeviceGetGpuInstanceById(handle, number)
+        profile = int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId)
+        if (memory := read_memory(device)) is None:
+            return None
+        used, free = memory.used - (memory.reserved or 0), memory.total - memory.used
+        return InstanceSensors(number, profile, used, free)
+
+    found = {it.number: it for it in read_devices(handle, read) if it is not None}
+    return tuple(found.values())
+
+
+class NvmlMigDriver:
+    """The `MigDriver` of an open session.
+
+    Args:
+        known: finds a GPU of the session; raises the errors of calls about the GPU.
+        deadline: seconds that a call may take.
+        timing: seconds of the calls that take longer.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[GpuId], SessionGpu],
+        deadline: float,
+        timing: NvmlTiming = TIMING,
+    ) -> None:
+        self._known = known
+        self._deadline = deadline
+        self._timing = timing
+
+    async def mode(self, gpu: GpuId) -> MigMode | None:
+        """Read whether MIG is on."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_mode, known.handle), self._deadline)
+
+    async def set_mode(self, gpu: GpuId, *, enabled: bool) -> MigMode:
+        """Turn MIG on or off, as far as the GPU can without a reset."""
+        known = self._known(gpu)
+        change = partial(set_mode, known.handle, enabled=enabled)
+        known.needs_recovery = (
+            True  # if NVML resets the GPU, it has to be registered for events again
+        )
+        return await self._finish(known, change, max(self._timing.mode_change, self._deadline))
+
+    async def instances(self, gpu: GpuId) -> Sequence[MigInstance]:
+        """List the instances of a GPU."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(list_instances, known.handle), self._deadline)
+
+    async def sensors(self, gpu: GpuId) -> Sequence[InstanceSensors]:
+        """Read the memory of the instances that have a MIG device."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_instance_sensors, known.handle), self._deadline)
+
+    async def create(
+        self, gpu: GpuId, profile: int, placement: Placement, deadline: float
+    ) -> MigInstance:
+        """Create a GPU instance and its compute instance: both or neither."""
+        known = self._known(gpu)
+        create = partial(create_instance, known.handle, profile, placement)
+        return await self._finish(known, create, deadline)
+
+    async def destroy(self, gpu: GpuId, instance: int) -> None:
+        """Destroy a GPU instance and its compute instances."""
+        known = self._known(gpu)
+        destroy = partial(destroy_instance, known.handle, instance)
+        await self._finish(known, destroy, self._deadline)
+
+    async def usage(self, gpu: GpuId, uuid: str) -> MigUsage:
+        """Read the memory and processes of one MIG device."""
+        known = self._known(gpu)
+        return await known.worker.call(partial(read_usage, uuid), self._deadline)
+
+    async def _finish(
+        self, known: SessionGpu, change: Callable[[], ResultT], deadline: float
+    ) -> ResultT:
+        """Make a change; a cancelled caller waits for it, so that none stays half done."""
+        with anyio.CancelScope(shield=True):
+            result = await known.worker.call(change, deadline)
+        return result  # noqa: RET504 - a scope may leave its block, for all that mypy knows

@@ -1,4 +1,7 @@
-"""Rules from events and conditions to verdicts on GPUs: pure, without a clock."""
+"""Assessment of XIDs, memory errors and conditions: what is wrong with a GPU.
+
+The severity of each XID is in `core/model/xid_severity.py`. Without a clock.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import assert_never
@@ -7,6 +10,7 @@ import msgspec
 
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.contracts.driver import (
+    Driver,
     DriverEvent,
     EccError,
     GpuCondition,
@@ -15,9 +19,10 @@ from metagpu.core.contracts.driver import (
     RecoveryActionChanged,
     Xid,
 )
+from metagpu.core.errors import DriverError, DriverUnavailable
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
-from metagpu.core.model.xid import CONTAINED_XIDS, Severity, XidRule, rule_for
+from metagpu.core.model.xid_severity import CONTAINED_XIDS, Severity, XidRule, rule_for
 
 
 class MigInstanceRef(msgspec.Struct, frozen=True):
@@ -125,3 +130,30 @@ class GpuRecovery(msgspec.Struct):
 
         self.clean_since = now if self.clean_since is None else self.clean_since
         return now - self.clean_since >= quiet_period
+
+
+async def find_problem(driver: Driver, gpu: GpuId) -> tuple[str, Fault] | None:
+    """Check a GPU's condition; return its problem and fault, `None` when healthy."""
+    try:
+        condition = await driver.condition(gpu)
+    except DriverUnavailable:
+        raise
+    except DriverError as error:
+        return reason_beside(gpu, str(error)), Fault.NO_ANSWER
+    problem = judge_condition(condition)
+    return None if problem is None else (problem, fault_kind(condition))
+
+
+def reason_beside(gpu: GpuId, message: str) -> str:
+    """Return a message without its GPU: a verdict is shown beside the GPU."""
+    return message.rpartition(f"({gpu}): ")[2]
+
+
+async def read_condition(driver: Driver, gpu: GpuId) -> GpuCondition | None:
+    """Read a GPU's condition; return `None` where the GPU does not answer."""
+    try:
+        return await driver.condition(gpu)
+    except DriverUnavailable:
+        raise
+    except DriverError:
+        return None

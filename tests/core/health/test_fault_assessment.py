@@ -1,4 +1,4 @@
-"""The rules of health, without the loop that applies them."""
+"""Assessment of XIDs, memory errors and conditions."""
 
 import pytest
 
@@ -13,14 +13,14 @@ from metagpu.core.contracts.driver import (
     RemappedRows,
     Xid,
 )
-from metagpu.core.health.rules import (
+from metagpu.core.health.fault_assessment import (
     FaultAssessment,
     GpuRecovery,
     MigInstanceRef,
     judge_condition,
     judge_event,
 )
-from metagpu.core.model.xid import CONTAINED_XIDS, DEFAULT_XIDS, Severity
+from metagpu.core.model.xid_severity import CONTAINED_XIDS, DEFAULT_XIDS, Severity
 from tests.rigs.build import gpu
 
 ID = gpu(0).id

@@ -1,0 +1,241 @@
+"""Tasks of a program: the main group, restarts, pauses, and works done together."""
+
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from metagpu.core.errors import InternalError, MetagpuError, describe_error
+from metagpu.core.runtime.rate_limit import Backoff
+
+log = structlog.get_logger()
+
+
+async def serve(
+    *tasks: Callable[[], Coroutine[Any, Any, None]],
+    reload: Callable[[], Awaitable[None]],
+    over: anyio.Event | None = None,
+) -> bool:
+    """Run all tasks until SIGTERM or SIGINT, or until it is over; SIGHUP reloads.
+
+    Signals that come during a reload are heard: a reload that waits delays no end, and is followed
+    by one more for all SIGHUPs that came meanwhile.
+
+    At the end all tasks are cancelled together; each leaves its blocks in order, so the kubelet
+    sees its streams end before the process ends. A task that fails ends the others, and its error
+    is raised.
+
+    Returns:
+        Whether a signal asked for the end, also one that came while all ended for another reason.
+
+    Raises:
+        InternalError: all tasks were cancelled, neither by a signal nor because it is over.
+    """
+    wanted, over = anyio.Event(), over or anyio.Event()
+
+    async def reload_when_wanted() -> None:
+        nonlocal wanted
+        while True:
+            await wanted.wait()
+            wanted = anyio.Event()
+            await reload()
+
+    stopped = False
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with anyio.create_task_group() as listening:
+            async with anyio.create_task_group() as group:
+
+                async def end() -> None:
+                    await over.wait()
+                    group.cancel_scope.cancel()
+
+                async def listen() -> None:
+                    nonlocal stopped
+                    async for received in signals:
+                        if received is signal.SIGHUP:
+                            wanted.set()
+                        else:
+                            log.info("stopping", signal=received.name)
+                            stopped = True
+                            group.cancel_scope.cancel()
+
+                listening.start_soon(listen)
+                for task in (reload_when_wanted, end, *tasks):
+                    group.start_soon(task)
+            listening.cancel_scope.cancel()
+    if not (stopped or over.is_set()):
+        raise InternalError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
+    return stopped
+
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class MainTaskTiming(msgspec.Struct, frozen=True):
+    """Seconds.
+
+    Attributes:
+        first_delay: from the end of a main task to its next start; it doubles with each more.
+        longest_delay: the longest such delay.
+        steady: the time that a task runs again until its end is forgotten.
+    """
+
+    first_delay: float = 1.0
+    longest_delay: float = 30.0
+    steady: float = 10.0
+
+
+class MainTasks:
+    """The main tasks, and those that ended though the daemon runs.
+
+    A return is a fault like an error: a task group that loses its cancellation ends without one.
+    """
+
+    def __init__(self, timing: MainTaskTiming = MainTaskTiming()) -> None:  # noqa: B008 - frozen
+        self._timing = timing
+        self._ends: dict[str, str] = {}
+        self._restarted: dict[str, float] = {}
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Reasons of ended tasks, each until its task has run for `steady` seconds."""
+        now = anyio.current_time()
+        return {
+            name: reason
+            for name, reason in self._ends.items()
+            if now - self._restarted.get(name, now) < self._timing.steady
+        }
+
+    def keep(self, name: str, work: Work) -> Work:
+        """Return a task that runs `work`, and starts it again whenever it ends.
+
+        Raises:
+            MetagpuError: `work` raised it: an error of ours is a decision to end the daemon.
+        """
+
+        async def run() -> None:
+            backoff = Backoff(self._timing.first_delay, self._timing.longest_delay)
+            while True:
+                began = anyio.current_time()
+                self._ends[name] = await _run_once(name, work)
+                self._restarted.pop(name, None)
+                if anyio.current_time() - began >= self._timing.steady:
+                    backoff.reset()
+                delay = backoff.next()
+                log.error(
+                    "main task ended",
+                    task=name,
+                    reason=self._ends[name],
+                    restart_after=f"{delay:g}s",
+                )
+                await anyio.sleep(delay)
+                self._restarted[name] = anyio.current_time()
+
+        return run
+
+
+async def _run_once(name: str, work: Work) -> str:
+    """Run a main task; return why it ended."""
+    try:
+        await work()
+    except Exception as error:
+        ours = isinstance(error, ExceptionGroup) and error.subgroup(MetagpuError)
+        if isinstance(error, MetagpuError) or ours:
+            raise
+        log.exception("main task failed", task=name)
+        return f"{type(error).__name__}: {describe_error(error)}"
+    return "it returned"
+
+
+class PausableTasks:
+    """A group of tasks; it runs unless it is paused."""
+
+    def __init__(self, tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        self._tasks = tasks
+        self._paused = self._idle = False
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Run the tasks until cancelled; each has ended at the return.
+
+        A task that fails ends the others, and its error is raised.
+        """
+        while True:
+            self._set_idle(idle=False)
+            async with anyio.create_task_group() as group:
+                for task in self._tasks:
+                    group.start_soon(task)
+                while not self._paused:
+                    await self._changed.wait()
+                group.cancel_scope.cancel()
+            self._set_idle(idle=True)
+            while self._paused:
+                await self._changed.wait()
+
+    async def pause(self) -> None:
+        """End the tasks, and wait until they have ended."""
+        self._paused = True
+        self._notify()
+        while not self._idle:
+            await self._changed.wait()
+
+    def resume(self) -> None:
+        """Start the tasks again."""
+        self._paused = False
+        self._notify()
+
+    def _set_idle(self, *, idle: bool) -> None:
+        self._idle = idle
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+async def run_with_restart(
+    work: Callable[[], Coroutine[Any, Any, None]], name: str, *, delay: float = 30.0
+) -> None:
+    """Run an optional task; log a fault in it, and start it again after a delay.
+
+    Args:
+        work: the task; its normal end is final.
+        name: its name in the log.
+        delay: seconds from a fault to the next start.
+    """
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("task failed", task=name, restart_after=f"{delay:g}s")
+        else:
+            return
+        await anyio.sleep(delay)
+
+
+async def start_together(
+    group: TaskGroup, works: Iterable[Callable[[], Awaitable[None]]], max_wait: float
+) -> None:
+    """Start all works, and wait for each, in their order, at most `max_wait` seconds.
+
+    For works that are done in turn, as the calls of GPUs in one thread: as long as each takes its
+    moment, all are waited for. One that hangs delays the caller for that moment only, and goes on
+    in the group.
+    """
+    ends = []
+    for work in works:
+        ends.append(anyio.Event())
+        group.start_soon(_run, work, ends[-1])
+    for end in ends:
+        if not end.is_set():
+            with anyio.move_on_after(max_wait):
+                await end.wait()
+
+
+async def _run(work: Callable[[], Awaitable[None]], ended: anyio.Event) -> None:
+    await work()
+    ended.set()
