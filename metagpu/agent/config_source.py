@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from msgspec.structs import replace
 
-from metagpu.compat import defaults, formats, manifest
+from metagpu.compat import formats, variables
 from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig
 from metagpu.core.config import profiles
 from metagpu.core.config.config import DEFAULT, Config
@@ -229,7 +229,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
     ) -> Loaded:
         environment = self.context.environment
         if not texts:
-            converted = defaults.with_variables(environment)
+            converted = variables.with_variables(environment)
             document = Document(DEFAULT, "<default>")
             text = DEFAULT if converted.data == document.data else to_yaml(converted.data)
             config = _foreign_config(converted, Document(text, "<default>"), backends)
@@ -242,7 +242,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
 
         if not recognised.is_foreign:
             config = _own_config(recognised.documents[0], backends)
-            notes = tuple(defaults.own_file_notes(environment))
+            notes = tuple(variables.own_file_notes(environment))
             return Loaded(config, texts[0].text, forms, names, (*notes, *rest))
 
         converted = formats.convert(recognised, self.effective_context)
@@ -339,10 +339,8 @@ def _open_path(path: Path) -> _PathTexts:
         )
 
     text = ConfigText(str(path), _read(path))
-    documents = [
-        _parse(part, text.file, line) for part, line in manifest.split_documents(text.text)
-    ]
-    found = manifest.read(documents)
+    documents = [_parse(part, text.file, line) for part, line in formats.split_documents(text.text)]
+    found = formats.read_manifest(documents)
     if found is None:
         _ = text.document  # several documents that are no manifests are a mistake
         return _PathTexts(str(path), {"": lambda: text}, several=False)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.compat import backend_options, cnvrg_variables
+from metagpu.compat import backend_options, variables
 from metagpu.compat.contract import (
     ConfigDraft,
     ConversionContext,
@@ -97,14 +97,14 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
             "deviceSharing", "there is no entry; give at least one", ConfigReason.MISSING
         )
 
-    switches = cnvrg_variables.read_switches(
+    switches = variables.read_switches(
         document,
         context.environment,
         memory_enforcer=file.memory_enforcer,
         mgctl_auto_inject=file.mgctl_auto_inject,
     )
-    cnvrg_variables.set_mgctl(draft, switches)
-    draft.notes += cnvrg_variables.variable_notes(context.environment)
+    variables.set_mgctl(draft, switches)
+    draft.notes += variables.cnvrg_variable_notes(context.environment)
     rules = switches.rules
     for path, sharing in file.sharings:
         origin = Origin(document, path)

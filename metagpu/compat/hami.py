@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from metagpu.compat import backend_options, selection
+from metagpu.compat import backend_options
 from metagpu.compat.contract import (
     ConfigDraft,
     ConversionContext,
@@ -219,7 +219,7 @@ def _add_pools(
 
     excluded = node.filterdevices
     for gpus in (
-        *([selection.by_index(excluded.index)] if excluded.index else []),
+        *([backend_options.by_index(excluded.index)] if excluded.index else []),
         *([{"uuid": list(excluded.uuid)}] if excluded.uuid else []),
     ):
         draft.add_pool(
@@ -286,7 +286,7 @@ def _add_mig_pools(draft: ConfigDraft, at: Origin, nvidia: _HamiNvidia, origin: 
         if not row.models or not row.profiles:
             problem = "models and profiles have to be named"
             raise here.document.error(here.path, problem, ConfigReason.MISSING)
-        gpus: Data = selection.by_model(row.models)
+        gpus: Data = backend_options.by_model(row.models)
         draft.add_pool(
             row.models[0],
             gpus,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.compat import selection
+from metagpu.compat import backend_options
 from metagpu.compat.contract import ConversionContext, Data, Origin
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigReason
@@ -172,7 +172,7 @@ def _gpus(entry: _MigPartedEntry, origin: Origin) -> Data | None:
             raise origin.document.error(
                 f"{origin.path}.devices", problem, ConfigReason.INVALID_VALUE
             )
-        by_index = selection.by_index(entry.devices)
+        by_index = backend_options.by_index(entry.devices)
 
     return {**by_index, **_pci_devices(entry.device_filter)} or None
 

@@ -8,14 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from metagpu.compat import (
-    backend_options,
-    mig_parted,
-    nvidia_file,
-    nvidia_single,
-    nvidia_variables,
-    selection,
-)
+from metagpu.compat import backend_options, mig_parted, nvidia_file, nvidia_instances, variables
 from metagpu.compat.contract import (
     ConfigDraft,
     ConversionContext,
@@ -23,12 +16,11 @@ from metagpu.compat.contract import (
     Data,
     Origin,
 )
-from metagpu.compat.environment import variable_origin
 from metagpu.compat.keys import fold_case, ignored_keys
 from metagpu.compat.mig_parted import LayoutEntry
 from metagpu.compat.nvidia_file import NvidiaReplication
 from metagpu.compat.nvidia_instances import LayoutInstances, SharedEntry, pool_name
-from metagpu.compat.nvidia_variables import NvidiaSettings
+from metagpu.compat.variables import NvidiaSettings, variable_origin
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigReason
 
@@ -59,7 +51,7 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
     environment = context.environment
     for document in plugins:
         draft.notes += ignored_keys(document, nvidia_file.NvidiaFile, nvidia_file.IGNORED_KEYS)
-    draft.notes += nvidia_variables.variable_notes(environment)
+    draft.notes += variables.nvidia_variable_notes(environment)
 
     wanted = [entry for each in layouts for entry in mig_parted.chosen_layout(each, context)]
     _NvidiaConversion(draft, wanted, *_read(plugins, layouts, context)).run()
@@ -70,7 +62,7 @@ def _read(
     plugins: list[Document], layouts: list[Document], context: ConversionContext
 ) -> tuple[Origin, nvidia_file.NvidiaFile, NvidiaSettings, Mapping[str, str]]:
     file = nvidia_file.read(plugins[0]) if plugins else nvidia_file.NvidiaFile()
-    settings = nvidia_variables.merge_settings(file.flags, context.environment)
+    settings = variables.merge_settings(file.flags, context.environment)
     return Origin([*plugins, *layouts][0], ""), file, settings, context.environment
 
 
@@ -95,11 +87,11 @@ class _NvidiaConversion:
 
     def run(self) -> None:
         """Fill the draft."""
-        nvidia_variables.set_flags(self.draft, self.settings, self._flag)
+        variables.set_flags(self.draft, self.settings, self._flag)
         self._set_sharing()
         self._note_dropped()
         if self.instances.one_name is not None:
-            nvidia_single.offer(self.layout, self.instances, self.draft)
+            nvidia_instances.offer_single(self.layout, self.instances, self.draft)
             return
 
         self._note_strategy()
@@ -148,7 +140,7 @@ class _NvidiaConversion:
                 text = f"{_DROPPED}; in metagpu's own format it is resource: {_full(given.rename)}"
                 self.draft.add_note(at, text)
             devices = Origin(entry.origin.document, f"{entry.origin.path}.devices")
-            selection.check_devices(given.devices, devices)
+            backend_options.check_devices(given.devices, devices)
             if given.devices != "all":
                 text = (
                     f"{_DROPPED}; in metagpu's own format, the GPUs of a pool are chosen by gpus, "

@@ -8,7 +8,7 @@ from typing import Any, Final, TypedDict, Unpack
 import pytest
 
 from metagpu.agent.config_source import to_yaml
-from metagpu.compat import cnvrg, formats, hami, manifest, mig_parted, nvidia_file
+from metagpu.compat import cnvrg, formats, hami, mig_parted, nvidia_file
 from metagpu.compat.contract import ConversionContext, ConvertedConfig
 from metagpu.core.config.config import Config
 from metagpu.core.config.document import Document
@@ -31,7 +31,7 @@ FILE_STRUCTS: Final[Mapping[ModuleType, type]] = {
 def document(text: str, file: str = "f.yaml") -> Document:
     """Read a text as a file; of a ConfigMap with one file, return that file."""
     read = Document(text, file)
-    if (found := manifest.read([read])) is not None:
+    if (found := formats.read_manifest([read])) is not None:
         [(part, line)] = found.texts.values()
         return Document(part, file, line)
     return read

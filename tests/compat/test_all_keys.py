@@ -11,14 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from metagpu.compat import (
-    cnvrg,
-    cnvrg_variables,
-    hami,
-    mig_parted,
-    nvidia_file,
-    nvidia_variables,
-)
+from metagpu.compat import cnvrg, hami, mig_parted, nvidia_file, variables
 from metagpu.compat.contract import ConvertedConfig
 from metagpu.core.config.errors import ConfigError
 from tests.compat.rig import FILE_STRUCTS, converted
@@ -334,9 +327,9 @@ def fates() -> Iterator[tuple[str, str, str]]:
         yield "variables of NVIDIA", variable, fate(said)
     for variable in OPTIONS:
         yield "variables of NVIDIA", variable, "honoured"
-    for variable in cnvrg_variables.HONOURED_VARIABLES:
+    for variable in variables.CNVRG_VARIABLES:
         yield "variables of MetaGPU", variable, "honoured"
-    yield "variables of MetaGPU", f"other {cnvrg_variables.PREFIX}…", "warned"
+    yield "variables of MetaGPU", f"other {variables.CNVRG_PREFIX}…", "warned"
 
 
 def fate(said: str) -> str:
@@ -356,9 +349,9 @@ def test_the_page_lists_what_becomes_of_every_key() -> None:
 def test_every_variable_that_is_read_is_listed_above() -> None:
     """No variable of NVIDIA that the conversion knows is left out of the table."""
     known = {
-        *nvidia_variables.HONOURED_VARIABLES,
-        *nvidia_variables.VARIABLES_OF_FLAGS,
-        *nvidia_variables.IGNORED_VARIABLES,
+        *variables.NVIDIA_VARIABLES,
+        *variables.VARIABLES_OF_FLAGS,
+        *variables.IGNORED_VARIABLES,
     }
     assert known == {variable for variable, _, _ in VARIABLES}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.agent.config_source import to_yaml
-from metagpu.compat import formats, manifest
+from metagpu.compat import formats
 from metagpu.compat.contract import ConversionContext
 from metagpu.compat.formats import ConfigFormat
 from metagpu.core.config.document import Document
@@ -81,7 +81,7 @@ def test_files_that_do_not_go_together(one: str, other: str) -> None:
 def test_published_examples_are_recognised(file: Path) -> None:
     """Every file of the published examples is recognised, in its ConfigMap or alone."""
     whole = Document(file.read_text(encoding="utf-8"), str(file))
-    found = manifest.read([whole])
+    found = formats.read_manifest([whole])
     parts = (
         [Document(text, str(file), line) for text, line in found.texts.values()]
         if found
@@ -103,7 +103,7 @@ data:
     flags:
       migStrategy: some
 """
-    found = manifest.read([Document(text, "f.yaml")])
+    found = formats.read_manifest([Document(text, "f.yaml")])
     assert found is not None
 
     for name, said in (
@@ -135,7 +135,7 @@ data:
 def test_a_config_map_without_files_is_refused(text: str, message: str) -> None:
     """A ConfigMap without texts by name is refused with its line."""
     with pytest.raises(ConfigError) as caught:
-        manifest.read([Document(text, "f.yaml")])
+        formats.read_manifest([Document(text, "f.yaml")])
     assert str(caught.value) == message
 
 
@@ -160,8 +160,8 @@ items:
   kind: ConfigMap
   data: {enabled: "true"}
 """
-    parts = manifest.split_documents(text)
-    found = manifest.read([Document(part, "f.yaml", line) for part, line in parts])
+    parts = formats.split_documents(text)
+    found = formats.read_manifest([Document(part, "f.yaml", line) for part, line in parts])
 
     assert found is not None
     assert found.texts == {"config.yaml": ("accelerator: nvidia\n", 14)}
@@ -191,7 +191,7 @@ items:
 def test_a_manifest_without_one_meaning_is_refused(text: str, message: str) -> None:
     """A manifest without a ConfigMap, or with two files of one name, is refused."""
     with pytest.raises(ConfigError) as caught:
-        manifest.read([Document(text, "f.yaml")])
+        formats.read_manifest([Document(text, "f.yaml")])
     assert str(caught.value) == message
 
 
@@ -199,7 +199,7 @@ def test_very_many_documents_cost_no_time() -> None:
     """A stream of more documents than any manifest has is not split."""
     text = "---\na: 1\n" * 100_000
 
-    assert manifest.split_documents(text) == [(text, 1)]
+    assert formats.split_documents(text) == [(text, 1)]
 
 
 @pytest.mark.parametrize(

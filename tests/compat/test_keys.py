@@ -6,7 +6,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from metagpu.compat import cnvrg, hami, nvidia_file, nvidia_variables
+from metagpu.compat import cnvrg, hami, nvidia_file, variables
 from metagpu.compat.keys import IgnoredKey
 from tests.compat.rig import FILE_STRUCTS
 
@@ -41,4 +41,4 @@ def test_a_key_is_honoured_or_has_a_note_and_not_both(form: ModuleType) -> None:
 
 def test_variables_of_nvidia_name_keys_that_have_a_note() -> None:
     """A variable without effect has the note of its flag's key."""
-    assert set(nvidia_variables.VARIABLES_OF_FLAGS.values()) <= set(nvidia_file.IGNORED_KEYS)
+    assert set(variables.VARIABLES_OF_FLAGS.values()) <= set(nvidia_file.IGNORED_KEYS)

@@ -1,8 +1,9 @@
-"""Environment variables of NVIDIA's daemon sets.
+"""Environment variables of other programs: of MetaGPU's daemon, and of NVIDIA's daemon sets.
 
-They are those of the device plugin, config-manager and MIG manager; names and defaults are those of
-k8s-device-plugin 0.20 and mig-parted 0.12, read in their sources. As in the plugin, a variable wins
-over the file. `cli/options.py` reads those that name files, profiles, roots and the node.
+MetaGPU's are `METAGPU_DEVICE_PLUGIN_` and a key, in capitals. NVIDIA's are those of the device
+plugin, config-manager and MIG manager; names and defaults are those of k8s-device-plugin 0.20 and
+mig-parted 0.12, read in their sources. A variable wins over the file, as in those programs.
+`cli/options.py` reads those that name files, profiles, roots and the node.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,103 @@ from typing import Final
 import msgspec
 
 from metagpu.compat.backend_options import Strategy
-from metagpu.compat.contract import CompatNote, ConfigDraft, Origin
-from metagpu.compat.environment import TRUTH, note_variable, parse_bool
+from metagpu.compat.contract import CompatNote, ConfigDraft, ConvertedConfig, Data, Origin
 from metagpu.compat.keys import IgnoredKey
 from metagpu.compat.nvidia_file import CDI_FILES, IGNORED_KEYS, NvidiaFlags, NvidiaPluginFlags
+from metagpu.core.config.config import DEFAULT
+from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason
+
+TRUTH: Final = {"true": True, "1": True, "t": True, "false": False, "0": False, "f": False}
+"""The words for true and false of Go's `strconv.ParseBool`, in any case."""
+
+
+def parse_bool(variable: str, environment: Mapping[str, str]) -> bool | None:
+    """Return a variable's truth as Go reads it, `None` where it is absent or empty.
+
+    Raises:
+        ConfigError: the value is neither true nor false.
+    """
+    if not (value := environment.get(variable)):
+        return None
+    if (truth := TRUTH.get(value.lower())) is None:
+        problem = f"{value!r} is neither true nor false"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=variable)
+    return truth
+
+
+def variable_origin(variable: str) -> Origin:
+    """Return the origin of what a variable says."""
+    return Origin(Document("", "environment"), variable)
+
+
+def note_variable(variable: str, text: str) -> CompatNote:
+    """Return a note about a variable."""
+    return variable_origin(variable).note(text)
+
+
+CNVRG_PREFIX: Final = "METAGPU_DEVICE_PLUGIN_"
+MEMORY_ENFORCER: Final = f"{CNVRG_PREFIX}MEMORYENFORCER"
+MGCTL_AUTO_INJECT: Final = f"{CNVRG_PREFIX}MGCTLAUTOINJECT"
+ACCELERATOR: Final = f"{CNVRG_PREFIX}ACCELERATOR"
+CNVRG_NODE_NAME: Final = f"{CNVRG_PREFIX}NODENAME"
+"""The node's name; `cli/options.py` reads it."""
+CNVRG_VARIABLES: Final = (MEMORY_ENFORCER, MGCTL_AUTO_INJECT, ACCELERATOR, CNVRG_NODE_NAME)
+
+
+class CnvrgSwitches(msgspec.Struct, frozen=True):
+    """Switches of MetaGPU: on, off, or `None` where nothing says so."""
+
+    memory_enforcer: bool | None
+    mgctl: bool | None
+    mgctl_origin: Origin
+
+    @property
+    def rules(self) -> Data:
+        """The keys of every pool."""
+        if self.memory_enforcer is None:
+            return {}
+        return {"memoryEnforcement": {"policy": "kill" if self.memory_enforcer else "off"}}
+
+
+def read_switches(
+    document: Document,
+    environment: Mapping[str, str],
+    *,
+    memory_enforcer: bool | None = None,
+    mgctl_auto_inject: bool | None = None,
+) -> CnvrgSwitches:
+    """Return the switches of a file; the environment wins.
+
+    Raises:
+        ConfigError: a variable has a value that is not allowed.
+    """
+    if (kind := environment.get(ACCELERATOR)) and kind != "nvidia":
+        problem = f"{kind!r} is not known here; allowed: nvidia"
+        raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=ACCELERATOR)
+
+    memory = parse_bool(MEMORY_ENFORCER, environment)
+    mgctl = parse_bool(MGCTL_AUTO_INJECT, environment)
+    in_file = Origin(document, "mgctlAutoInject")
+    return CnvrgSwitches(
+        memory_enforcer if memory is None else memory,
+        mgctl_auto_inject if mgctl is None else mgctl,
+        in_file if mgctl is None else variable_origin(MGCTL_AUTO_INJECT),
+    )
+
+
+def set_mgctl(draft: ConfigDraft, switches: CnvrgSwitches) -> None:
+    """Set whether `mgctl` is in containers, if a switch says so."""
+    if switches.mgctl is not None:
+        draft.set("mgctl", {"inPods": switches.mgctl}, switches.mgctl_origin)
+
+
+def cnvrg_variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
+    """Yield a note for each variable of MetaGPU that is not honoured."""
+    for variable in sorted(environment):
+        if variable.startswith(CNVRG_PREFIX) and variable not in CNVRG_VARIABLES:
+            yield note_variable(variable, "has no effect here; docs/compat.md has each key")
+
 
 _SIGNAL: Final = "signalled the plugin after a choice; metagpu reloads by itself"
 _CLIENTS: Final = (
@@ -70,7 +163,7 @@ IGNORED_VARIABLES: Final = {
 }
 """Variables that are not honoured and have no key in a file."""
 
-HONOURED_VARIABLES: Final = (
+NVIDIA_VARIABLES: Final = (
     "MIG_STRATEGY",
     "PASS_DEVICE_SPECS",
     "DEVICE_LIST_STRATEGY",
@@ -79,7 +172,7 @@ HONOURED_VARIABLES: Final = (
     "DP_ENABLE_HEALTHCHECKS",
 )
 """The variables that `merge_settings` reads."""
-_DISABLE, _ENABLE = HONOURED_VARIABLES[-2:]
+_DISABLE, _ENABLE = NVIDIA_VARIABLES[-2:]
 _STRATEGIES: Final = ("none", "single", "mixed")
 _POLICIES: Final = ("distributed", "packed")
 _EVERY_XID: Final = frozenset(("all", "xids"))
@@ -153,7 +246,7 @@ def set_flags(
         draft.set("health", {"xids": dict(settings.xids)}, origin_of("", _ENABLE))
 
 
-def variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
+def nvidia_variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
     """Yield a note for each variable that asks for something and is not honoured."""
     flags = {variable: IGNORED_KEYS[path] for variable, path in VARIABLES_OF_FLAGS.items()}
     for variable, ignored in {**flags, **IGNORED_VARIABLES}.items():
@@ -189,3 +282,44 @@ def _xids(variable: str, environment: Mapping[str, str]) -> list[int]:
     listed = map(str.strip, environment.get(variable, "").split(","))
     numbers = (int(it) for it in listed if it.isdecimal() and len(it) <= _MAX_DIGITS)
     return [number for number in numbers if number > 0]
+
+
+_OWN_FILE = "has no effect beside a file of metagpu, which says it itself; see docs/compat.md"
+
+
+def with_variables(environment: Mapping[str, str]) -> ConvertedConfig:
+    """Return the configuration of a node without a file, as variables change it.
+
+    NVIDIA's say how a container gets its GPU, and which XIDs count; MetaGPU's switch memory
+    enforcement and `mgctl`.
+
+    Raises:
+        ConfigError: a variable has a value that is not allowed.
+    """
+    document = Document(DEFAULT, "<default>")
+    draft = ConfigDraft()
+    settings = merge_settings(None, environment)
+    set_flags(draft, settings, lambda _, variable: variable_origin(variable))
+    switches = read_switches(document, environment)
+    set_mgctl(draft, switches)
+    draft.notes += nvidia_variable_notes(environment)
+    draft.notes += cnvrg_variable_notes(environment)
+    for variable in ("MIG_STRATEGY", "SHARED_DEVICES_ALLOCATION_POLICY"):
+        if environment.get(variable, "none") not in ("", "none"):
+            text = "has no effect without a file: every GPU is offered in fractions"
+            draft.notes.append(note_variable(variable, text))
+
+    for number, pool in enumerate(document.data["pools"]):
+        origin = Origin(document, f"pools[{number}]")
+        draft.add_pool(pool["name"], None, pool["backends"], origin, rules=switches.rules)
+    return draft.finish()
+
+
+def own_file_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
+    """Yield a note for each variable that would change a foreign file."""
+    honoured = (*NVIDIA_VARIABLES, *CNVRG_VARIABLES)
+    for variable in honoured:
+        if environment.get(variable) and variable != CNVRG_NODE_NAME:
+            yield note_variable(variable, _OWN_FILE)
+    yield from nvidia_variable_notes(environment)
+    yield from cnvrg_variable_notes(environment)
