@@ -13,8 +13,9 @@ import structlog
 from metagpu import __version__
 from metagpu.agent.cdi_file import CdiFile
 from metagpu.agent.commands import AgentCommands
-from metagpu.agent.config_loader import ConfigLoader, read_initial
+from metagpu.agent.config_loader import ConfigLoader, InitialConfig, read_initial
 from metagpu.agent.config_source import ConfigSource
+from metagpu.agent.context import ConfigInForce, NodeContext
 from metagpu.agent.driver_edits import DriverEdits
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.hand_over import Duties
@@ -47,13 +48,11 @@ from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.tasks import MainTasks, PausableTasks, Work, run_with_restart, serve
-from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
 from metagpu.host.char_links import CharLinks
 from metagpu.host.daemons import HostDaemons
-from metagpu.host.device_nodes import DeviceNodes, device_nodes
-from metagpu.host.driver_roots import find_roots, program_roots
+from metagpu.host.driver_roots import program_roots
 from metagpu.host.file_limit import raise_file_limit
 from metagpu.host.linux import LinuxHost
 from metagpu.host.programs import HostPrograms, run_child
@@ -63,7 +62,7 @@ from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.pod_api.folder import PodFolder
-from metagpu.plugins.pod_api.server import PodMgctlServer
+from metagpu.plugins.pod_api.server import PodMgctlServer, no_events
 
 log = structlog.get_logger()
 
@@ -108,17 +107,32 @@ class Agent:
     asks_after: float | None = 0.0
 
     def __post_init__(self) -> None:
-        self._node = self.source.context.node or socket.gethostname()
-        self._backends = installed_backends()
-        self.call_stats = KubeletCallStats()
+        backends, settings = installed_backends(), self.cluster_settings
+        waits = settings is not None and Feature.CONFIG in settings.features
+        initial = read_initial(self.source, backends, waits_for_cluster=waits)
+        own = HostPrograms(program_roots(self.paths.roots), links=self.paths.run_dir / "lib")
+        on_host = HostDaemons(own, roots=host_roots(self.paths.roots))
+        self.host_daemons = self.daemons or on_host
         self.main_tasks = MainTasks(self.timing.main_tasks)
-        self._build_layout()
-        self._build_services(self.host or LinuxHost())
+        self.context = NodeContext(
+            node=self.source.context.node or socket.gethostname(),
+            registry=self.registry,
+            driver=self.driver,
+            host=self.host or LinuxHost(),
+            programs=self.programs or own,
+            paths=self.paths,
+            backends=backends,
+            in_force=ConfigInForce(initial.loaded.config),
+            cluster_settings=settings,
+            timing=self.timing,
+        )
+        self._build_layout(initial)
+        self._build_services()
         self._build_commands()
         self._guests = PausableTasks(self._guest_tasks)
         duties = Duties(
             self.registry,
-            self.call_stats,
+            self.context.call_stats,
             self.backend_runner,
             self._guests,
             self.cluster,
@@ -134,108 +148,69 @@ class Agent:
             probes=self.exporter.run_probes if self.exporter else anyio.sleep_forever,
         )
 
-    def _build_layout(self) -> None:
+    def _build_layout(self, initial: InitialConfig) -> None:
         """Build what makes a layout of the configuration and the GPUs."""
-        registry, driver, paths, timing = self.registry, self.driver, self.paths, self.timing
-        own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
-        programs = self.programs or own
-        on_host = HostDaemons(own, roots=host_roots(paths.roots))
-        self.host_daemons = daemons = self.daemons or on_host
-
-        settings = self.cluster_settings
-        waits = settings is not None and Feature.CONFIG in settings.features
-        initial = read_initial(self.source, self._backends, waits_for_cluster=waits)
-        config = initial.loaded.config
-        self.health = HealthWatch(driver, registry, config.root.health, timing=timing.health)
-        self.fault_note_file = FaultNoteFile(paths.run_dir, registry, self.health)
-        self.backend_runner = BackendRunner(registry, driver, programs, daemons)
-        edits = DriverEdits(programs, partial(find_roots, paths.roots), paths.cdi_hook)
-        self.cdi_file = CdiFile(
-            registry, driver, edits, paths.cdi_dir, self._read_nodes, timing.cdi
-        )
-        self.layout_manager = LayoutManager(
-            config,
+        context, registry, driver = self.context, self.registry, self.driver
+        self.health = HealthWatch(
+            driver,
             registry,
-            self.health,
-            self.backend_runner,
-            self.cdi_file,
-            PodFolder(paths.pod_dir),
-            paths,
-            self._read_nodes,
-            timing.layout,
+            lambda: context.config.root.health,
+            timing=self.timing.health,
+            surveyed=context.surveyed,
         )
-        self.config_loader = ConfigLoader(
-            self.source,
-            self._backends,
-            initial,
-            self.layout_manager,
-            registry.events,
-            timing=timing.config_watch,
+        self.fault_note_file = FaultNoteFile(self.paths.run_dir, registry, self.health)
+        self.backend_runner = BackendRunner(registry, driver, context.programs, self.host_daemons)
+        edits = DriverEdits(context.programs, context.find_roots, self.paths.cdi_hook)
+        self.cdi_file = CdiFile(
+            registry, driver, edits, self.paths.cdi_dir, context.read_device_nodes, self.timing.cdi
         )
+        self.pod_folder = PodFolder(self.paths.pod_dir)
+        self.layout_manager = LayoutManager(
+            context, self.backend_runner, self.cdi_file, self.pod_folder
+        )
+        self.config_loader = ConfigLoader(context, self.source, initial, self.layout_manager)
 
-    def _build_services(self, host: Host) -> None:
+    def _build_services(self) -> None:
         """Build what serves the layout to the kubelet, the cluster and containers."""
-        running = partial(running_holders, host)
+        context = self.context
+        running = partial(running_holders, context.host)
+        self.resource_claims = ResourceClaims(context, self.layout_manager)
         self.cluster = build_cluster(
-            self.cluster_settings,
-            self.registry,
-            self.call_stats,
-            self.config_loader,
-            self._backends,
-            dra_driver=lambda: self.config.root.dra.driver,
-            pcie_root=self.pcie_root,
+            context, self.config_loader, self.resource_claims.wait_registered, self.pcie_root
         )
-        self.usage_service = build_usage_service(
-            self.driver,
-            host,
-            self.layout_manager,
-            self._backends,
-            running=running,
-            timing=self.timing.usage,
-        )
+        self.usage_service = build_usage_service(context, running)
+        self.recent_events = build_recent_events(context, (self.status_address, self.web_address))
         self.pod_server = PodMgctlServer(
-            self.layout_manager.pod_folder,
-            self._node,
-            host,
+            self.pod_folder,
+            context.node,
+            context.host,
             self.usage_service.report_for_pod,
-            lambda: self.config.root.mgctl.in_pods,
+            lambda: context.config.root.mgctl.in_pods,
             run_child,
             self.timing.pod_api,
-        )
-        self.resource_claims = ResourceClaims(
-            self.layout_manager, self._node, self.cluster_settings, self.call_stats.prepares
+            self.recent_events.report_for_pod if self.recent_events else no_events,
         )
         self.exporter = build_exporter(
+            context,
             self.metrics,
-            self.layout_manager,
             self.config_loader,
             self.usage_service,
-            driver=self.driver,
-            backends=self._backends,
-            call_stats=self.call_stats,
-            main_tasks=self.main_tasks,
+            self.main_tasks,
+            nvml_problem=lambda: self.health.unusable,
             cluster=self.cluster,
             claims=self.resource_claims.report,
-            node=self.cluster_settings.node if self.cluster_settings else "",
-            timing=self.timing.metrics,
-            http_timing=self.timing.http,
         )
-        if self.cluster is not None:
-            self.cluster.wait_registered = self.resource_claims.wait_registered
         self._offering = Offering(
-            self._node,
+            context,
             self.layout_manager,
             self.usage_service,
-            self.call_stats,
             running,
-            self.resource_claims.read_leases,
+            self.resource_claims,
             self.cluster.wait_for_choice if self.cluster else None,
-            self.timing,
         )
-        self._offering.lease_follower.requests_of = self.resource_claims.requests_of
 
     def _build_commands(self) -> None:
-        """Build the commands on the control socket."""
+        """Build the commands on the control socket, and the reports of the addresses."""
         addresses = {
             "metrics": self.metrics,
             "status API": self.status_address,
@@ -245,14 +220,8 @@ class Agent:
         self._privileges = PrivilegeCheck(lambda: self.config, ports)
         gate = self._offering.gate
         self.operator_commands = OperatorCommands(self.registry, self.health, lambda: gate.closed)
-        self.recent_events = build_recent_events(
-            self.registry, self._node, (self.status_address, self.web_address)
-        )
-        if self.recent_events is not None:
-            self.pod_server.events_of = self.recent_events.report_for_pod
         self._agent_commands = AgentCommands(
-            self._node,
-            self._backends,
+            self.context,
             self.layout_manager,
             self.config_loader,
             self.usage_service,
@@ -261,23 +230,11 @@ class Agent:
             self.cluster,
             self._privileges.report,
             self.resource_claims.report,
-            partial(find_roots, self.paths.roots),
             self.recent_events.report if self.recent_events else list,
         )
-        self.status_api = build_status_api(
-            self.status_address,
-            self.cluster_settings,
-            self._agent_commands.reports,
-            self.timing.http,
-        )
-        self.web = build_web(
-            self.web_address,
-            self.cluster_settings,
-            self.registry,
-            node=self._node,
-            reports=self._agent_commands.reports,
-            timing=self.timing.http,
-        )
+        reports = self._agent_commands.reports
+        self.status_api = build_status_api(self.context, self.status_address, reports)
+        self.web = build_web(self.context, self.web_address, reports)
 
     def _build_takeover(self) -> Takeover:
         return Takeover(
@@ -285,7 +242,7 @@ class Agent:
             self.health,
             self.layout_manager,
             self.config_loader,
-            self.call_stats,
+            self.context.call_stats,
             self._offering.leases_observed,
             self.timing.first_leases,
             self.timing.exchange,
@@ -294,12 +251,12 @@ class Agent:
     @property
     def config(self) -> Config:
         """The configuration in force."""
-        return self.layout_manager.config
+        return self.context.config
 
     @property
     def layout(self) -> Layout:
         """The layout that the configuration gives on these GPUs."""
-        return self.layout_manager.layout
+        return self.context.layout
 
     async def run(self) -> None:
         """Serve the node until a signal says stop.
@@ -360,7 +317,7 @@ class Agent:
             *((self.recent_events.run,) if self.recent_events else ()),
             *((self.status_api.run,) if self.status_api else ()),
             *((self.web.run,) if self.web else ()),
-            *turn_tasks(self.cluster_settings, self.layout_manager, self.timing.turns),
+            *turn_tasks(self.context),
         )
 
     @property
@@ -400,11 +357,8 @@ class Agent:
         await self.config_loader.reload()
 
     async def _link_nodes(self) -> None:
-        links = CharLinks(partial(find_roots, self.paths.roots))
-        await links.run(self.timing.layout.device_nodes)
-
-    def _read_nodes(self) -> DeviceNodes:
-        return device_nodes(find_roots(self.paths.roots).dev)
+        links = CharLinks(self.context.find_roots)
+        await links.run(self.timing.device_nodes)
 
     async def _watch_health(self) -> None:
         if not self.health.surveyed.is_set():
@@ -414,5 +368,5 @@ class Agent:
     async def _serve_pods(self) -> None:
         # The server starts a process, a tenth of the daemon's start: the kubelet comes first.
         with anyio.move_on_after(self.timing.first_registration):
-            await self.call_stats.accepted.wait()
+            await self.context.call_stats.accepted.wait()
         await self.pod_server.run()

@@ -9,10 +9,9 @@ from anyio import to_thread
 
 from metagpu import __version__
 from metagpu.agent.config_loader import ConfigLoader
+from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
-from metagpu.core.contracts.backend import InstalledBackends
-from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.reports.status import status_report
 from metagpu.core.runtime.tasks import MainTasks
 from metagpu.core.usage.report import without_processes
@@ -29,17 +28,13 @@ class AgentCommands:
     """Answers what an operator asks about the node.
 
     Attributes:
-        node: this node's name.
-        backends: those that a configuration may name.
         cluster: the API server's side, `None` without one.
         privileges: reports the capabilities, held and needed.
         resource_claims: reports the front DRA, `None` where no pool has it.
-        find_roots: looks for the driver; blocks.
         recent_events: returns the last events of the node, for viewers.
     """
 
-    node: str
-    backends: InstalledBackends
+    context: NodeContext
     layout_manager: LayoutManager
     config_loader: ConfigLoader
     usage_service: UsageService
@@ -48,7 +43,6 @@ class AgentCommands:
     cluster: "Cluster | None"
     privileges: Callable[[], Mapping[str, Any]]
     resource_claims: Callable[[], Mapping[str, Any] | None]
-    find_roots: Callable[[], DriverRoots]
     recent_events: Callable[[], Sequence[Mapping[str, Any]]]
 
     @property
@@ -66,7 +60,7 @@ class AgentCommands:
         async def status() -> Mapping[str, Any]:
             report = await self.status({})
             events = self.recent_events()
-            return {"version": __version__, "node": self.node, **report, "events": events}
+            return {"version": __version__, "node": self.context.node, **report, "events": events}
 
         async def usage() -> Mapping[str, Any]:
             return without_processes(await self.usage({}))
@@ -75,9 +69,8 @@ class AgentCommands:
 
     async def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the node and of every part of the daemon."""
-        layout_manager = self.layout_manager
-        roots = await to_thread.run_sync(self.find_roots)
-        snapshot, layout = layout_manager.registry.snapshot, layout_manager.layout
+        roots = await to_thread.run_sync(self.context.find_roots)
+        snapshot, layout = self.context.registry.snapshot, self.context.layout
         # In a thread: a report of very many shares must not keep the kubelet waiting.
         report = await to_thread.run_sync(status_report, snapshot, layout)
         return {
@@ -89,7 +82,7 @@ class AgentCommands:
             "configuration": self.config_loader.report(),
             "cluster": self.cluster.report() if self.cluster else None,
             "dra": self.resource_claims(),
-            "cdi": layout_manager.cdi_file.report(),
+            "cdi": self.layout_manager.cdi_file.report(),
             "endedTasks": dict(self.main_tasks.problems),
             "privileges": self.privileges(),
             "driverRoots": roots.to_dict(),
@@ -103,7 +96,7 @@ class AgentCommands:
             ConfigError: if the text is no configuration.
         """
         text, file = str(request.get("text", "")), str(request.get("file", "<request>"))
-        config = await to_thread.run_sync(parse, text, file, self.backends)
+        config = await to_thread.run_sync(parse, text, file, self.context.backends)
         existing = await self.layout_manager.read_existing(config)
         # In a thread: a plan of very many shares must not keep the kubelet waiting.
         plan = partial(self.layout_manager.plan, config, existing=existing)
@@ -111,4 +104,8 @@ class AgentCommands:
 
     async def usage(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the usage of the node's GPUs, by container."""
-        return {"version": __version__, "node": self.node, **await self.usage_service.report()}
+        return {
+            "version": __version__,
+            "node": self.context.node,
+            **await self.usage_service.report(),
+        }

@@ -16,13 +16,13 @@ from metagpu.agent.config_source import (
     ConfigText,
     Loaded,
 )
-from metagpu.agent.config_watch import ConfigWatchTiming, changes
+from metagpu.agent.config_watch import changes
+from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigStatus
 from metagpu.core.errors import InternalError
-from metagpu.core.runtime.event_bus import EventBus
-from metagpu.core.state.events import ConfigRejected, Event
+from metagpu.core.state.events import ConfigRejected
 
 _HASH_DIGITS: Final = 12
 
@@ -77,23 +77,18 @@ class ConfigLoader:
 
     def __init__(
         self,
+        context: NodeContext,
         source: ConfigSource,
-        backends: Backends,
         initial: InitialConfig,
         layout_manager: LayoutManager,
-        events: EventBus[Event],
-        *,
-        timing: ConfigWatchTiming = ConfigWatchTiming(),  # noqa: B008 - frozen
     ) -> None:
         self.error: str | None = None
         self.reason: str | None = None
         self._accepted = self._rejected = 0
         self._accepted_at = self._rejected_at = 0.0
+        self._context = context
         self._source = source
-        self._backends = backends
         self._layout_manager = layout_manager
-        self._events = events
-        self._timing = timing
         # The texts in force, and the context in which the same files may mean something else.
         self._content = initial.texts and (initial.texts, source.effective_context)
         self._logged: frozenset[str] = frozenset()
@@ -113,7 +108,7 @@ class ConfigLoader:
         An error is logged and published, and the configuration in force stays.
         """
         if (refused := await self._reload(again=again)) is not None:
-            self._events.publish(ConfigRejected(refused, time()))
+            self._context.registry.events.publish(ConfigRejected(refused, time()))
 
     async def _reload(self, *, again: bool) -> str | None:
         """Read and apply the source; return why it is refused, unless that was known."""
@@ -125,7 +120,7 @@ class ConfigLoader:
                 if content == self._content and not again:
                     return None
                 self._content = None  # until it is in force: what is cut short is done again
-                loaded = await to_thread.run_sync(source.parse, texts, self._backends)
+                loaded = await to_thread.run_sync(source.parse, texts, self._context.backends)
                 self._formats = loaded.formats
                 await self._layout_manager.apply(loaded.config)
                 self._content = content
@@ -157,7 +152,7 @@ class ConfigLoader:
 
     async def follow_cluster(self, choice: ClusterChoice) -> ConfigOutcome:
         """Apply what the cluster chooses for this node, once the GPUs are known."""
-        await self._layout_manager.health.surveyed.wait()
+        await self._context.surveyed.wait()
         self._source = self._source.with_cluster(choice)
         await self._reload(again=False)
         lays_mig = any(form.startswith("mig-parted") for form in self._formats)
@@ -169,11 +164,11 @@ class ConfigLoader:
     @property
     def _misfits(self) -> list[str]:
         """The GPUs that can have nothing of their pool, each with the reason."""
-        return list(map(str, self._layout_manager.layout.misfits))
+        return list(map(str, self._context.layout.misfits))
 
     async def follow_files(self) -> None:
         """Apply the files as soon as their texts change, until cancelled."""
-        async for _ in changes(self._source.paths, self._timing):
+        async for _ in changes(self._source.paths, self._context.timing.config_watch):
             await self.reload(again=False)
 
     def report(self) -> dict[str, Any]:

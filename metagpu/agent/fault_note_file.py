@@ -47,7 +47,7 @@ class FaultNoteFile:
     async def load(self) -> None:
         """Pass the last daemon's note to the health watch, if it can be used."""
         try:
-            self.health.noted = await to_thread.run_sync(self._read)
+            note = await to_thread.run_sync(self._read)
         except FileNotFoundError:
             return
         except (OSError, MetagpuError) as error:
@@ -57,6 +57,8 @@ class FaultNoteFile:
                 error=str(error),
                 fix="look at `metagpu status`: faults of before the start may be forgotten",
             )
+        else:
+            self.health.adopt(note)
 
     async def follow(self) -> None:
         """Write the note at each change until cancelled."""

@@ -1,17 +1,16 @@
 """The configuration in force, applied to the GPUs and device nodes of this host."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import anyio
-import msgspec
 import structlog
 from anyio import to_thread
 
 from metagpu.agent.cdi_file import CdiFile
-from metagpu.agent.paths import AgentPaths
+from metagpu.agent.context import NodeContext
 from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import Backend
@@ -19,7 +18,6 @@ from metagpu.core.contracts.capabilities import OffersExisting
 from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
 from metagpu.core.layout.layout import Layout, build_layout, check_fit
@@ -28,7 +26,6 @@ from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
-from metagpu.core.state.registry import Registry
 from metagpu.host.device_nodes import DeviceNodes
 from metagpu.plugins.kubelet.messages import check_list_size
 from metagpu.plugins.pod_api.folder import PodFolder
@@ -39,37 +36,17 @@ Existing = Mapping[GpuId, Sequence[MigInstance]]
 """The MIG instances of GPUs, where a configuration offers what is there."""
 
 
-class LayoutTiming(msgspec.Struct, frozen=True):
-    """Seconds.
-
-    Attributes:
-        device_nodes: between two scans of the host's device nodes. Some come late: nvidia-uvm's
-            node comes with the first CUDA program.
-    """
-
-    device_nodes: float = 10.0
-
-
 @dataclass(eq=False)
 class LayoutManager:
     """The one entry for a configuration: `apply` puts it in force on this node.
 
-    Attributes:
-        config: the configuration in force. A configuration that does not fit the GPUs never is.
-        layout: the shares, backends and offers that the configuration gives on these GPUs.
-        read_nodes: reads the host's device nodes; blocks.
+    A configuration that does not fit the GPUs never is in force.
     """
 
-    config: Config
-    registry: Registry
-    health: HealthWatch
+    context: NodeContext
     backend_runner: BackendRunner
     cdi_file: CdiFile
     pod_folder: PodFolder
-    paths: AgentPaths
-    read_nodes: Callable[[], DeviceNodes]
-    timing: LayoutTiming = field(default_factory=LayoutTiming)
-    layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
     _nodes: DeviceNodes = field(default_factory=DeviceNodes)
     _pod_dir: str = ""
     _existing: Existing = field(default_factory=dict)
@@ -90,8 +67,7 @@ class LayoutManager:
         """
         async with self._lock:  # a caller that waited here applies to what the first one left
             self.backend_runner.apply(await self.prepare(config))
-            self.health.settings = self.config.root.health
-            self.registry.events.publish(LayoutApplied())
+            self.context.registry.events.publish(LayoutApplied())
 
     async def prepare(self, new: Config | None = None) -> Layout:
         """Put a configuration in force without running any backend, as `apply` does.
@@ -99,7 +75,7 @@ class LayoutManager:
         Raises:
             ConfigError: if it does not fit the GPUs; everything stays as it was.
         """
-        config = new or self.config
+        config = new or self.context.config
         nodes = await self._scan_nodes()
         pod_dir = await self.pod_folder.prepare()
         self._pod_dir = str(pod_dir.absolute()) if pod_dir else ""
@@ -119,7 +95,8 @@ class LayoutManager:
             ) from error
 
         self._log_misfits(layout)
-        self._nodes, self.config, self.layout = nodes, config, layout
+        self.context.in_force.replace(config, layout)
+        self._nodes = nodes
         self._existing = existing
         self._backends.update(layout.backends)
         return layout
@@ -127,7 +104,7 @@ class LayoutManager:
     def _log_misfits(self, layout: Layout) -> None:
         """Log the GPUs that can have nothing of their pool, once each."""
         for misfit in layout.misfits:
-            if misfit not in self.layout.misfits:
+            if misfit not in self.context.layout.misfits:
                 log.warning("configuration does not fit some gpus", reason=str(misfit))
 
     async def reapply(self) -> None:
@@ -142,7 +119,7 @@ class LayoutManager:
     async def follow_nodes(self) -> None:
         """Apply the configuration again when device nodes come or go, until cancelled."""
         while True:
-            await anyio.sleep(self.timing.device_nodes)
+            await anyio.sleep(self.context.timing.device_nodes)
             if await self._scan_nodes() != self._nodes:
                 await self.reapply()
 
@@ -159,13 +136,13 @@ class LayoutManager:
         Raises:
             ConfigError: if it does not fit the GPUs.
         """
-        before = before or ConfiguredLayout(self.layout, self.config)
+        before = before or ConfiguredLayout(self.context.layout, self.context.config)
         after = ConfiguredLayout(self._lay_out(config, self._nodes, existing), config)
         check_fit(config, after.layout)
-        return to_dict(diff_layouts(self.registry.snapshot, before, after))
+        return to_dict(diff_layouts(self.context.registry.snapshot, before, after))
 
     async def _scan_nodes(self) -> DeviceNodes:
-        return await to_thread.run_sync(self.read_nodes)
+        return await to_thread.run_sync(self.context.read_device_nodes)
 
     async def read_existing(self, config: Config) -> Existing:
         """Read the MIG instances that exist, if a backend offers them."""
@@ -176,10 +153,10 @@ class LayoutManager:
             for backend in backends
         ):
             return {}
-        gpus = self.registry.snapshot.gpus
+        gpus = self.context.registry.snapshot.gpus
         divided = [gpu for gpu, state in gpus.items() if state.gpu.mig_enabled]
         found: dict[GpuId, Sequence[MigInstance]] = {}
-        for gpu, answer in (await read_instances(self.health.driver.mig, divided)).items():
+        for gpu, answer in (await read_instances(self.context.driver.mig, divided)).items():
             if isinstance(answer, DriverError):
                 log.warning("mig instances not read", gpu=str(gpus[gpu].gpu), error=str(answer))
                 found[gpu] = self._existing.get(gpu, ())
@@ -193,7 +170,7 @@ class LayoutManager:
         Raises:
             ConfigError: if it does not fit the GPUs.
         """
-        gpus = [state.gpu for state in self.registry.snapshot.gpus.values()]
+        gpus = [state.gpu for state in self.context.registry.snapshot.gpus.values()]
         layout = build_layout(config, gpus, self._injection(nodes), existing)
         check_list_size(layout, config.file)
         return layout
@@ -204,6 +181,6 @@ class LayoutManager:
             dev_root=nodes.root,
             device_nodes_present=nodes.present,
             capabilities=nodes.capabilities,
-            run_dir=str(self.paths.run_dir.absolute()),
+            run_dir=str(self.context.paths.run_dir.absolute()),
             pod_dir=self._pod_dir,
         )

@@ -9,10 +9,10 @@ import anyio
 import structlog
 from anyio import to_thread
 
+from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.takeover import Takeover
-from metagpu.agent.timing import AgentTiming
-from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.usage.absent_containers import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
@@ -31,9 +31,7 @@ class Offering:
     """Offers the layout's shares to the kubelet, and follows their leases.
 
     Attributes:
-        node: this node's name.
         running: tells which holders' containers run.
-        read_claims: begins the leases of ResourceClaims, once they are known.
         wait_for_choice: waits for the configuration that the cluster chooses; `None` without an
             API server.
         gate: holds the kubelet's calls while another daemon takes over.
@@ -42,30 +40,29 @@ class Offering:
         ready: set once a kubelet that starts gets its lists at once, and no other daemon's.
     """
 
-    node: str
+    context: NodeContext
     layout_manager: LayoutManager
     usage_service: UsageService
-    call_stats: KubeletCallStats
     running: RunningHolders
-    read_claims: Callable[[], Awaitable[None]]
+    resource_claims: ResourceClaims
     wait_for_choice: Callable[[], Awaitable[None]] | None
-    timing: AgentTiming
     gate: CallGate = field(default_factory=CallGate)
     claims_read: anyio.Event = field(default_factory=anyio.Event)
     leases_observed: anyio.Event = field(default_factory=anyio.Event)
     ready: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
-        self.paths = self.layout_manager.paths
-        self.registry = self.layout_manager.registry
+        self.paths = self.context.paths
+        self.registry = self.context.registry
         self.directory = KubeletDirectory(self.paths.kubelet_dir)
         self.lease_follower = LeaseFollower(
             self.registry,
             self.paths.pod_resources,
             directory=self.paths.kubelet_dir,
-            node=self.node,
-            timing=self.timing.kubelet,
+            node=self.context.node,
+            timing=self.context.timing.kubelet,
             running=self.running,
+            requests_of=self.resource_claims.requests_of,
         )
 
     async def run(self, takeover: Takeover | None = None) -> None:
@@ -84,7 +81,7 @@ class Offering:
         if any(state.can_conflict for state in gpus):
             # An older pod may hold what the kubelet would give to another pod. A kubelet that is up
             # lists the leases at once, and a kubelet that is down gives nothing to anybody.
-            with anyio.move_on_after(self.timing.first_leases):
+            with anyio.move_on_after(self.context.timing.first_leases):
                 await self.leases_observed.wait()
 
         async with anyio.create_task_group() as group:
@@ -94,12 +91,12 @@ class Offering:
                     self.registry,
                     self.directory,
                     self.layout_manager.backend,
-                    self.call_stats,
+                    self.context.call_stats,
                     ensure_cdi_names=self.layout_manager.cdi_file.ensure_names,
                     pod_resources=self.paths.pod_resources,
                     gate=self.gate,
                     succession=succession,
-                    timing=self.timing.kubelet,
+                    timing=self.context.timing.kubelet,
                 )
             )
             group.start_soon(self.layout_manager.follow_nodes)
@@ -118,7 +115,7 @@ class Offering:
 
     async def _prepare(self, takeover: Takeover | None) -> Succession | None:
         """Wait until this daemon may offer, and apply the layout unless the takeover did."""
-        await self.layout_manager.health.surveyed.wait()
+        await self.context.surveyed.wait()
         if takeover is not None:
             await takeover.granted.wait()
             if takeover.succession is not None:
@@ -130,15 +127,15 @@ class Offering:
 
     async def follow_leases(self) -> None:
         """Observe the leases, by the kubelet's checkpoint and PodResources service."""
-        await self.layout_manager.health.surveyed.wait()
+        await self.context.surveyed.wait()
         promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
         self.usage_service.set_promised_memory(promised)
         async with anyio.create_task_group() as group:
             group.start_soon(self._begin_claims)
-            with anyio.move_on_after(self.timing.first_leases):
+            with anyio.move_on_after(self.context.timing.first_leases):
                 await self.claims_read.wait()
             await self.lease_follower.run(self.leases_observed)
 
     async def _begin_claims(self) -> None:
-        await self.read_claims()
+        await self.resource_claims.read_leases()
         self.claims_read.set()

@@ -10,15 +10,14 @@ import msgspec
 import structlog
 from anyio import to_thread
 
+from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
-from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
-from metagpu.plugins.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
@@ -39,26 +38,12 @@ log = structlog.get_logger()
 
 
 class ResourceClaims:
-    """Runs the front DRA while a pool has it, or claims of before are held.
+    """Runs the front DRA while a pool has it, or claims of before are held."""
 
-    Args:
-        layout_manager: has the configuration, the registry and the paths.
-        node: this node's name.
-        settings: how to reach the API server, `None` without one.
-        stats: counts the preparations.
-    """
-
-    def __init__(
-        self,
-        layout_manager: LayoutManager,
-        node: str,
-        settings: ClusterSettings | None,
-        stats: CallStats,
-    ) -> None:
+    def __init__(self, context: NodeContext, layout_manager: LayoutManager) -> None:
+        self.context = context
         self.layout_manager = layout_manager
-        self.node = node
-        self.settings = settings
-        self._stats = stats
+        self.settings = context.cluster_settings
         self._front: DraFront | None = None
         self._client: KubeClient | None = None
         self._held = False
@@ -71,8 +56,7 @@ class ResourceClaims:
 
     async def run(self) -> None:
         """Serve claims while a pool has the front, under the driver's present name."""
-        manager = self.layout_manager
-        with manager.registry.events.subscribe(LayoutApplied) as events:
+        with self.context.registry.events.subscribe(LayoutApplied) as events:
             while True:
                 driver = self._driver if self._wanted else None
                 async with anyio.create_task_group() as group:
@@ -110,11 +94,11 @@ class ResourceClaims:
 
     @property
     def _driver(self) -> str:
-        return self.layout_manager.config.root.dra.driver
+        return self.context.config.root.dra.driver
 
     @property
     def _wanted(self) -> bool:
-        snapshot = self.layout_manager.registry.snapshot
+        snapshot = self.context.registry.snapshot
         leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
         prepared = self._front is not None and bool(self._front.preparer.states.prepared)
         self._held = self._held or prepared or any(it.resource_claim is not None for it in leases)
@@ -123,7 +107,7 @@ class ResourceClaims:
     def _may_have_claims(self) -> bool:
         """Return whether the kubelet's account names claims of ours, or cannot be read."""
         try:
-            account = (self.layout_manager.paths.kubelet_root / _ACCOUNT).read_bytes()
+            account = (self.context.paths.kubelet_root / _ACCOUNT).read_bytes()
             msgspec.json.decode(account)
         except FileNotFoundError:
             return False
@@ -137,11 +121,11 @@ class ResourceClaims:
 
         manager = self.layout_manager
         return DraFront(
-            registry=manager.registry,
+            registry=self.context.registry,
             driver=driver,
-            node=self.node,
-            kubelet_root=manager.paths.kubelet_root,
-            cdi_dir=manager.paths.cdi_dir or CDI_DIR,
+            node=self.context.node,
+            kubelet_root=self.context.paths.kubelet_root,
+            cdi_dir=self.context.paths.cdi_dir or CDI_DIR,
             backend=manager.backend,
             ensure_cdi_names=manager.cdi_file.ensure_names,
             ensure_monitored=manager.cdi_file.ensure_monitored,
@@ -149,7 +133,7 @@ class ResourceClaims:
             apply_status=self._apply_status,
             annotate_pod=self._annotate_pod,
             read_pending=self._read_pending,
-            stats=self._stats,
+            stats=self.context.call_stats.prepares,
             read_sharing=nvidia_claims.read_sharing if driver == nvidia_claims.DRIVER else None,
         )
 
@@ -201,7 +185,7 @@ class ResourceClaims:
     async def _read_pending(self) -> Sequence[Mapping[str, Any]]:
         if self._client is None:
             raise ClusterError(_NO_API_SERVER)
-        here = f"spec.nodeName={self.node},status.phase=Pending"
+        here = f"spec.nodeName={self.context.node},status.phase=Pending"
         found = await self._client.call("GET", "/api/v1/pods", query={"fieldSelector": here})
         return found.get("items") or ()
 

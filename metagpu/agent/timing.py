@@ -5,7 +5,6 @@ import msgspec
 from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.agent.exchange import ExchangeTiming
-from metagpu.agent.layout_manager import LayoutTiming
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.runtime.tasks import MainTaskTiming
@@ -24,10 +23,12 @@ class AgentTiming(msgspec.Struct, frozen=True):
             where several backends share a GPU. A kubelet that is up answers at once.
         first_registration: the longest wait for the kubelet's first answer before `mgctl` is served
             in containers.
+        device_nodes: between two scans of the host's device nodes. Some come late: nvidia-uvm's
+            node comes with the first CUDA program.
         main_tasks: restarts of main tasks that end.
         turns: the turns of backends that share idle GPUs.
         exchange: of the exchange with another daemon.
-        layout, config_watch, cdi, kubelet, usage, health, http, metrics, pod_api: timing of the
+        config_watch, cdi, kubelet, usage, health, http, metrics, pod_api: timing of the
             agent's parts.
     """
 
@@ -36,7 +37,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
     main_tasks: MainTaskTiming = MainTaskTiming()
     turns: TurnTiming = TurnTiming()
     exchange: ExchangeTiming = ExchangeTiming()
-    layout: LayoutTiming = LayoutTiming()
+    device_nodes: float = 10.0
     config_watch: ConfigWatchTiming = ConfigWatchTiming()
     cdi: CdiTiming = CdiTiming()
     kubelet: KubeletTiming = KubeletTiming()

@@ -5,15 +5,13 @@ from functools import partial
 
 from anyio import to_thread
 
-from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.context import NodeContext
 from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.contracts.capabilities import Guard, guard_of
-from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Holder
 from metagpu.core.usage.absent_containers import RunningHolders
-from metagpu.core.usage.timing import UsageTiming
 from metagpu.core.usage.usage_service import UsageService, enforcement_settings
 from metagpu.plugins.kubelet import checkpoint
 
@@ -39,28 +37,18 @@ async def running_holders(host: Host, holders: Collection[Holder]) -> Collection
     return {it.holder for it in await host.cgroups(holders) if it.populated}
 
 
-def build_usage_service(
-    driver: Driver,
-    host: Host,
-    layout_manager: LayoutManager,
-    backends: InstalledBackends,
-    *,
-    running: RunningHolders,
-    timing: UsageTiming,
-) -> UsageService:
+def build_usage_service(context: NodeContext, running: RunningHolders) -> UsageService:
     """Build the usage service; it follows the configuration in force."""
     return UsageService(
-        driver,
-        host,
-        layout_manager.registry,
-        lambda gpu: enforcement_settings(layout_manager.config, layout_manager.layout, gpu),
-        _Guards(backends),
+        context.driver,
+        context.host,
+        context.registry,
+        lambda gpu: enforcement_settings(context.config, context.layout, gpu),
+        _Guards(context.backends),
         running=running,
         read_allocated=partial(
-            to_thread.run_sync,
-            checkpoint.read_allocated_devices,
-            layout_manager.paths.kubelet_dir,
+            to_thread.run_sync, checkpoint.read_allocated_devices, context.paths.kubelet_dir
         ),
-        shows_one_answer=lambda: layout_manager.config.root.injection(Injection()).shows_one_answer,
-        timing=timing,
+        shows_one_answer=lambda: context.config.root.injection(Injection()).shows_one_answer,
+        timing=context.timing.usage,
     )

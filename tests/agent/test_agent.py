@@ -8,7 +8,6 @@ import pytest
 
 from metagpu.agent.agent import Agent
 from metagpu.agent.config_source import ConfigSource
-from metagpu.agent.layout_manager import LayoutTiming
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ResourceName
@@ -144,7 +143,7 @@ async def test_gpu_taken_out_of_the_node(tmp_path: Path) -> None:
 
 async def test_device_node_that_comes_late_is_given(tmp_path: Path) -> None:
     """A device node that was missing at the start is given to the next pod."""
-    timing = AgentTiming(layout=LayoutTiming(device_nodes=0.01))
+    timing = AgentTiming(device_nodes=0.01)
     uvm = tmp_path / "dev" / "nvidia-uvm"
 
     async with agent_at_work(tmp_path, timing=timing) as it:

@@ -57,7 +57,7 @@ async def test_a_gpu_that_a_survey_misses_is_named_once(
     """So it is where a survey finds the lost GPU before any check of it."""
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
-        health, gpu = it.agent.layout_manager.health, it.state(0).gpu
+        health, gpu = it.agent.health, it.state(0).gpu
         found = await health.driver.survey()
         lost = UnreadableGpu(0, f"{gpu}: the GPU is lost", gpu.id)
 

@@ -63,7 +63,7 @@ async def test_gpus_that_hang_cost_one_deadline_together(
         monkeypatch.setattr(NvmlMigDriver, "instances", recorded)
 
         async def read() -> None:
-            results.append(await manager.read_existing(manager.config))
+            results.append(await manager.read_existing(it.agent.config))
 
         async def read_while_two_hang() -> None:
             async with anyio.create_task_group() as group:

@@ -176,7 +176,7 @@ async def test_sizes_and_refusals_stay_within_the_number(
             pod = SimPod.single(f"pod-{number}", {resource: 1})
             await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
         await it.wait_holders()
-        refused = it.agent.call_stats.of_resource(ResourceName(wanted[0])).refusals
+        refused = it.agent.context.call_stats.of_resource(ResourceName(wanted[0])).refusals
         refused.update(RequestError.__subclasses__()[:12])
         page = await page_of(it)
     assert len(page.values("metagpu_container_shares")) == PODS

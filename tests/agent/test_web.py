@@ -9,17 +9,19 @@ import anyio
 import msgspec
 import pytest
 
-from metagpu.agent.optional_parts import build_web
+from metagpu.agent.agent import Agent
+from metagpu.agent.config_source import ConfigSource
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import resolve_environment, web_of
 from metagpu.core.config.errors import ConfigError
-from metagpu.core.state.registry import Registry
+from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.http.timing import HttpTiming
 from metagpu.plugins.web.node import NodeWeb
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.spec import build_node
+from metagpu.sim.nvml.library import SimLibrary
 from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.waiting import until
@@ -137,8 +139,8 @@ def test_the_page_is_served_where_it_is_wanted(
     assert (None if found is None else str(found)) == address
 
     settings = ClusterSettings("n", None, features=frozenset(Feature))
-    reports: dict[str, Any] = {"/api/v1/usage": None}
-    web = build_web(found, settings, Registry(), node="n", reports=reports, timing=HttpTiming())
+    driver = NvmlDriver(SimLibrary(build_node("t4:1")))
+    web = Agent(ConfigSource(()), driver, cluster_settings=settings, web_address=found).web
     assert (web is None) == (address is None)
     assert web is None or web.server._tokens is None  # also where an API server could review them
 

@@ -86,7 +86,7 @@ async def at_work(tmp_path: Path) -> AsyncIterator[Scene]:
         await it.wait_holders()
         machine.add_container_process(process.pid, Holder("red", "a", "main"))
         it.node.start_process(it.node.gpu(1), SimProcess(process.pid, 100 * MIB, sm=40))
-        it.agent.call_stats.of_resource(ResourceName(METAGPU)).refusals[FractionSplit] += 1
+        it.agent.context.call_stats.of_resource(ResourceName(METAGPU)).refusals[FractionSplit] += 1
         yield it
 
 

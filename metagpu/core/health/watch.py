@@ -84,7 +84,7 @@ class HealthWatch:
     """The owner of the registry's GPUs and of the verdicts on them.
 
     Attributes:
-        settings: the configured rules; a reload replaces them.
+        settings: returns the configured rules of now.
         surveyed: set once NVML has been read for the first time.
         noted: faults and cordons of before the start, of GPUs that NVML has not listed yet.
         unusable: why NVML as a whole cannot be used now; empty while it can be used.
@@ -92,7 +92,7 @@ class HealthWatch:
 
     driver: Driver
     registry: Registry
-    settings: HealthConfig = field(default_factory=HealthConfig)
+    settings: Callable[[], HealthConfig] = HealthConfig
     clock: Callable[[], float] = time.time
     timing: HealthTiming = DEFAULT_TIMING
     surveyed: anyio.Event = field(default_factory=anyio.Event)
@@ -271,7 +271,7 @@ class HealthWatch:
 
     def _handle_event(self, event: DriverEvent) -> tuple[GpuId, ...]:
         """Act on an event at once; return the GPUs whose condition has to be read now."""
-        assessment = judge_event(event, self.settings, has_mig=self._has_mig(event.gpu))
+        assessment = judge_event(event, self.settings(), has_mig=self._has_mig(event.gpu))
         self.fault_log.publish(event)
         if assessment.fatal and assessment.gpu is not None:
             if assessment.mig_instance is None:
@@ -289,7 +289,7 @@ class HealthWatch:
     async def _rescan(self) -> None:
         backoff = Backoff(self.timing.unread_rescan, self.timing.unread_rescan_longest)
         while True:
-            period = float(self.settings.rescan_period)
+            period = float(self.settings().rescan_period)
             if self.registry.snapshot.unreadable_gpus:
                 period = min(period, backoff.next())
             else:
@@ -305,7 +305,7 @@ class HealthWatch:
     async def _recheck_unhealthy(self) -> None:
         """Check the GPUs that are out of service, until each has recovered."""
         while True:
-            quiet = float(self.settings.quiet_period)
+            quiet = float(self.settings().quiet_period)
             await anyio.sleep(min(max(quiet / 4, 0.05), 5.0))
 
             async with anyio.create_task_group() as group:

@@ -73,6 +73,8 @@ class Cluster:
         config_follower: follows the configuration that the cluster chooses.
         upgrade_follower: withdraws the shares during driver upgrades, `None` where not asked.
         keeps_labels: whether labels and condition stay at the end, for another daemon.
+
+    Args:
         wait_registered: waits until the kubelet has the DRA driver, before the first slice.
     """
 
@@ -87,6 +89,7 @@ class Cluster:
         call_stats: KubeletCallStats,
         dra_driver: Callable[[], str],
         pcie_root: Callable[[Gpu], str | None],
+        wait_registered: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     ) -> None:
         self.config_follower = ConfigFollower(
             settings, registry, follow, self._record, self._trigger
@@ -98,7 +101,7 @@ class Cluster:
         )
         self._cordons = NodeCordonFollower(registry)
         self.keeps_labels = False
-        self.wait_registered: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
+        self._wait_registered = wait_registered
         self._settings = settings
         self._registry = registry
         self._call_stats = call_stats
@@ -315,7 +318,7 @@ class Cluster:
         async for used in self._registry.watch(lambda now: bool(now.offers_of(Front.DRA))):
             if used:
                 break
-        await self.wait_registered()
+        await self._wait_registered()
         library = await to_thread.run_sync(_load_publisher)
         self._slices = library.SlicePublisher(
             *(client, node, self._registry, self._dra_driver, self._pcie_root),

@@ -49,9 +49,6 @@ async def see_none(_: Collection[Holder]) -> Collection[Holder]:
 class LeaseFollower:
     """Keeps the registry's leases as the kubelet's list and its checkpoint tell.
 
-    Attributes:
-        requests_of: returns the requests of a ResourceClaim's shares.
-
     Args:
         registry: receives the facts.
         socket: the kubelet's PodResources socket.
@@ -60,6 +57,7 @@ class LeaseFollower:
         node: this node's name; this machine's name by default.
         timing: periods and deadlines.
         running: tells which containers run.
+        requests_of: returns the requests of a ResourceClaim's shares.
     """
 
     def __init__(
@@ -72,6 +70,7 @@ class LeaseFollower:
         timing: KubeletTiming = TIMING,
         clock: Callable[[], float] = anyio.current_time,
         running: Running = see_none,
+        requests_of: RequestsOf = no_requests,
     ) -> None:
         self._registry = registry
         self._socket = socket
@@ -79,7 +78,7 @@ class LeaseFollower:
         self._timing = timing
         self._clock = clock
         self._running = running
-        self.requests_of: RequestsOf = no_requests
+        self._requests_of = requests_of
         self._readiness = KubeletReadiness((node or gethostname()).lower(), timing)
         self._kubelet: tuple[Identity, Identity] = (None, None)
         self._believed: tuple[Identity, Identity] = (None, None)
@@ -185,7 +184,7 @@ class LeaseFollower:
         try:
             answer = await read_leases(self._socket, asked, self._timing.poll_deadline)
             snapshot = self._registry.snapshot
-            named = holders_by_request(answer.of_claims, snapshot, self.requests_of)
+            named = holders_by_request(answer.of_claims, snapshot, self._requests_of)
             answer = replace(answer, of_claims=named)
             self._failures.clear(self._socket)
         except Exception as error:  # noqa: BLE001 - leases stay after any error

@@ -34,6 +34,14 @@ USAGE_STATUS: Final = 2
 
 log = structlog.get_logger()
 
+PodEvents = Callable[[RequestingPod, Sequence[Answer]], Sequence[Answer]]
+"""Returns the recent events that a pod may read, by the GPUs of its usage."""
+
+
+def no_events(_pod: RequestingPod, _gpus: Sequence[Answer]) -> Sequence[Answer]:
+    """Return no event: nobody reads them here."""
+    return ()
+
 
 @dataclass
 class PodMgctlServer:
@@ -58,8 +66,8 @@ class PodMgctlServer:
     is_enabled: Callable[[], bool]
     run_child: RunChild
     timing: PodApiTiming = field(default_factory=PodApiTiming)
+    events_of: PodEvents = no_events
     limits: ClassVar[PodSocketLimits] = DEFAULT_LIMITS
-    events_of: Callable[[RequestingPod, Sequence[Answer]], Sequence[Answer]] = lambda *_: ()
     _socket: PodSocket | None = None
     _render_limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 

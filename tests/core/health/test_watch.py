@@ -196,7 +196,7 @@ async def test_a_device_that_nvml_cannot_find_is_the_gpu() -> None:
     """A contained fault of an unknown instance takes the whole GPU out of service."""
     driver = ScriptedDriver([[Xid(gpu(0).id, 94, 3, 0)]], gpus=(replace(gpu(0), mig_enabled=True),))
     driver.mig = cast("MigDriver", HangingMigDriver())
-    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(xids={94: Severity.FATAL}))
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch.run)
@@ -219,7 +219,7 @@ async def test_a_fault_is_not_forgotten_with_an_nvml_that_goes() -> None:
 
     driver = ScriptedDriver(gpus=(replace(gpu(0), mig_enabled=True),))
     driver.mig = cast("MigDriver", Gone())
-    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(xids={94: Severity.FATAL}))
     await watch.survey()
     [due] = watch._handle_event(Xid(gpu(0).id, 94, 3, 0))
     with pytest.raises(DriverUnavailable):
@@ -229,7 +229,7 @@ async def test_a_fault_is_not_forgotten_with_an_nvml_that_goes() -> None:
 
 async def test_an_acknowledgement_without_a_fault_names_the_gpu_once() -> None:
     """A GPU has its index and its uuid in the message, as in other messages."""
-    watch = HealthWatch(ScriptedDriver(), Registry(), HealthConfig())
+    watch = HealthWatch(ScriptedDriver(), Registry(), HealthConfig)
     await watch.survey()
 
     with pytest.raises(MetagpuError) as caught:
@@ -242,7 +242,7 @@ async def test_an_acknowledgement_without_a_fault_names_the_gpu_once() -> None:
 async def test_a_new_fault_of_a_device_during_its_acknowledgement_is_kept() -> None:
     """An acknowledgement of a MIG device covers earlier faults alone."""
     driver = ScriptedDriver()
-    watch = HealthWatch(driver, Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(xids={94: Severity.FATAL}))
     await watch.survey()
     made = ProvisionedState({ShareId(f"{gpu(0).id}::2g.10gb@0"): HardwareDevice("MIG-x", 3, 0)})
     watch.registry.apply(ProvisioningReported(gpu(0).id, "mig", made, at=0))
@@ -270,7 +270,7 @@ async def test_a_removed_device_is_faulty_until_its_backend_knows() -> None:
 
     one, driver = gpu(0).id, ScriptedDriver()
     driver.mig = cast("MigDriver", Empty())
-    watch = HealthWatch(driver, Registry(), HealthConfig())
+    watch = HealthWatch(driver, Registry(), HealthConfig)
     await watch.survey()
     made = ProvisionedState({ShareId(f"{one}::2g.10gb@0"): HardwareDevice("MIG-x", 3, 0)})
     watch.registry.apply(ProvisioningReported(one, "mig", made, at=0))
@@ -366,7 +366,9 @@ async def test_what_a_check_finds_has_its_kind(
 
 async def test_an_instance_of_a_gpu_without_mig_means_nothing() -> None:
     """Without MIG mode a fatal XID is the GPU's, whatever instance the event names."""
-    watch = HealthWatch(ScriptedDriver(), Registry(), HealthConfig(xids={94: Severity.FATAL}))
+    watch = HealthWatch(
+        ScriptedDriver(), Registry(), lambda: HealthConfig(xids={94: Severity.FATAL})
+    )
     await watch.survey()
     watch._handle_event(Xid(gpu(0).id, 94, 0, 0))
 
@@ -395,7 +397,7 @@ async def test_an_unheard_gpu_is_known_until_it_is_heard_again() -> None:
 async def test_a_reset_that_nothing_reports_ends_no_registration_for_long() -> None:
     """With each look at all GPUs the events of healthy ones are registered for again too."""
     driver = ScriptedDriver()
-    watch = HealthWatch(driver, Registry(), HealthConfig(rescan_period=Duration(0.01)))
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(rescan_period=Duration(0.01)))
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch.run)

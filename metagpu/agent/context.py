@@ -1,0 +1,79 @@
+"""The node of an agent, as its parts share it."""
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from metagpu.agent.paths import AgentPaths
+from metagpu.agent.timing import AgentTiming
+from metagpu.core.config.config import Config
+from metagpu.core.contracts.backend import InstalledBackends
+from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.host import Host
+from metagpu.core.contracts.programs import Programs
+from metagpu.core.layout.layout import Layout
+from metagpu.core.model.driver_roots import DriverRoots
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.registry import Registry
+from metagpu.host.device_nodes import DeviceNodes, device_nodes
+from metagpu.host.driver_roots import find_roots
+from metagpu.plugins.cluster.settings import ClusterSettings
+
+
+@dataclass(eq=False)
+class ConfigInForce:
+    """The configuration in force, and the layout that it gives on the GPUs of now.
+
+    The layout manager alone replaces them, both at once; all others read.
+    """
+
+    config: Config
+    layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
+
+    def replace(self, config: Config, layout: Layout) -> None:
+        """Put a configuration and its layout in force."""
+        self.config, self.layout = config, layout
+
+
+@dataclass(frozen=True, eq=False)
+class NodeContext:
+    """The node of an agent: built first, and handed to each part.
+
+    Attributes:
+        node: the node's name.
+        backends: those that a configuration may name.
+        cluster_settings: the uses of the API server, `None` for none.
+        call_stats: the kubelet's calls.
+        surveyed: set once NVML has been read for the first time.
+    """
+
+    node: str
+    registry: Registry
+    driver: Driver
+    host: Host
+    programs: Programs
+    paths: AgentPaths
+    backends: InstalledBackends
+    in_force: ConfigInForce
+    cluster_settings: ClusterSettings | None
+    timing: AgentTiming
+    call_stats: KubeletCallStats = field(default_factory=KubeletCallStats)
+    surveyed: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self.in_force.config
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the configuration gives on these GPUs."""
+        return self.in_force.layout
+
+    def find_roots(self) -> DriverRoots:
+        """Look for the driver. Blocks."""
+        return find_roots(self.paths.roots)
+
+    def read_device_nodes(self) -> DeviceNodes:
+        """Read the host's device nodes. Blocks."""
+        return device_nodes(self.find_roots().dev)
