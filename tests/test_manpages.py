@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from docs import manpages
-from metagpu.cli.completion import completions
 from metagpu.cli.options import Variable
+from metagpu.cli.parser import completions
 
 PAGES = {it.name: it for it in manpages.pages()}
 CHECKS = {

@@ -2,17 +2,17 @@
 
 import argparse
 import gc
-import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
-from metagpu.cli.completion import complete_line
+from metagpu.cli.loading import configure_log, load_structlog, loading
 from metagpu.cli.options import (
     cluster_of,
     driver_roots_of,
@@ -23,7 +23,7 @@ from metagpu.cli.options import (
     status_api_of,
     web_of,
 )
-from metagpu.cli.parser import run_command
+from metagpu.cli.parser import complete_line, run_command
 from metagpu.cli.simulation import use_simulated_cluster
 from metagpu.core.errors import AnotherDaemon
 from metagpu.plugins.control.client import send_request
@@ -81,7 +81,7 @@ def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
     if sys.exc_info()[0] is not None:
         traceback.print_exc()
     if calls := agent.driver.unanswered_calls:
-        _load_structlog()
+        load_structlog()
         import structlog
 
         structlog.get_logger().warning("exit while NVML hangs", calls=calls)
@@ -97,7 +97,7 @@ def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
 def _run(args: argparse.Namespace) -> int:
     # A service manager may start with any mask; nobody else writes into folders made here.
     os.umask(0o022)
-    with _loading():
+    with loading():
         import anyio
 
         from metagpu.agent.tenure import TenureEnd
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
         status_address = status_api_of(args, cluster_settings)
         web_address = web_of(args, cluster_settings)
         check_kubelet_dir(args.kubelet_dir)
-        _configure_log(args.log_level, args.log_format)
+        configure_log(args.log_level, args.log_format)
         paths = _paths(args)
         source, take_over = source_of(args), args.take_over
 
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from metagpu.sim.demo import demo
 
-    _configure_log("critical", "console")
+    configure_log("critical", "console")
     return demo.run(args.output)
 
 
@@ -155,7 +155,7 @@ def _explain(args: argparse.Namespace) -> int:
     from metagpu.core.reports.status import explain_report
     from metagpu.display.status import show, show_explanation
 
-    _configure_log("error", "console")
+    configure_log("error", "console")
     paths = AgentPaths(roots=driver_roots_of(args))
     args.agent = agent = _agent(source_of(args), args.simulate, paths)
     print_notes(agent)
@@ -216,7 +216,7 @@ def _plan(args: argparse.Namespace) -> int:
     from metagpu.cli.config_commands import plan
     from metagpu.display.status import show_plan
 
-    _configure_log("error", "console")
+    configure_log("error", "console")
     paths = AgentPaths(roots=driver_roots_of(args))
     planned = plan(args, lambda source, simulate: _agent(source, simulate, paths))
 
@@ -266,9 +266,35 @@ def _order(args: argparse.Namespace, request: Mapping[str, str]) -> int:
 
 
 def _install(args: argparse.Namespace) -> int:
-    from metagpu.cli.host_commands import install
+    """Write the files of the service that are missing; say what comes next."""
+    from metagpu.cli.live import print_text
+    from metagpu.host.service_files import FileState, service_files
 
-    return install(args)
+    for file in service_files(_installed_program(), args.root, mps=args.mps):
+        match file.state:
+            case FileState.SAME:
+                line = f"kept     {file.path}"
+            case FileState.CHANGED:
+                line = (
+                    f"kept     {file.path}: it differs from this version's; remove it to get that"
+                )
+            case FileState.MISSING if args.dry_run:
+                line = f"missing  {file.path}"
+            case FileState.MISSING:
+                file.write()
+                line = f"wrote    {file.path}"
+        print_text(f"{line}\n")
+
+    print_text("\nnext: edit /etc/metagpu/metagpu.yaml, then\n")
+    print_text("  systemctl daemon-reload && systemctl enable --now metagpu\n")
+    return 0
+
+
+def _installed_program() -> Path:
+    """Return the path of this installation's program."""
+    import sysconfig
+
+    return Path(sysconfig.get_path("scripts")) / "metagpu"
 
 
 def _uninstall(args: argparse.Namespace) -> int:
@@ -276,14 +302,13 @@ def _uninstall(args: argparse.Namespace) -> int:
     from msgspec.structs import replace
 
     from metagpu.agent.uninstall import Uninstall
-    from metagpu.cli.host_commands import installed_program
     from metagpu.display.removals import show_removals
 
-    _configure_log("error", "console")
+    configure_log("error", "console")
     paths = _paths(args)
     quiet = replace(paths, pod_dir=None, cdi_dir=None)  # it writes nothing there
     args.agent = agent = _agent(source_of(args), args.simulate, quiet, cluster_of(args))
-    job = Uninstall(agent, paths, args.root, installed_program(), args.yes, args.force)
+    job = Uninstall(agent, paths, args.root, _installed_program(), args.yes, args.force)
     try:
         report = anyio.run(job.run)
     except AnotherDaemon as other:
@@ -299,7 +324,7 @@ def _uninstall(args: argparse.Namespace) -> int:
 
 
 def _webhook(args: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         import anyio
 
         from metagpu.cli.webhook_options import webhook_of
@@ -307,7 +332,7 @@ def _webhook(args: argparse.Namespace) -> int:
         from metagpu.webhook.program import Webhook
 
         settings = webhook_of(args)
-        _configure_log(args.log_level, args.log_format)
+        configure_log(args.log_level, args.log_format)
     anyio.run(Webhook(settings, start_program).run)
     return 0
 
@@ -366,7 +391,7 @@ def _agent(
     cluster_node: str | None = None,
 ) -> "Agent":
     """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
-    with _loading():
+    with loading():
         from metagpu.agent.agent import Agent
         from metagpu.host.driver_roots import find_roots
         from metagpu.nvml.driver import NvmlDriver
@@ -398,70 +423,7 @@ def _agent(
     )
 
 
-@contextmanager
-def _loading() -> Iterator[None]:
-    """Load modules without garbage collection, a tenth of the daemon's start."""
-    if not gc.isenabled():  # inside another such block
-        yield
-        return
-    gc.disable()
-    try:
-        _load_structlog()
-        yield
-    finally:
-        gc.freeze()  # no loaded module becomes garbage
-        gc.enable()
-
-
-def _load_structlog() -> None:
-    """Load structlog without rich.
-
-    structlog loads rich, where another package has installed it, for tracebacks that no log of ours
-    draws: 50 ms of the daemon's start and 5 MB of its memory. A backend may load rich afterwards.
-    """
-    if "rich" in sys.modules:
-        return
-    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's mark of a missing module
-    try:
-        import structlog as _  # noqa: F401
-    finally:
-        del sys.modules["rich"]
-
-
 def _print_encoded(value: object, form: str) -> None:
     from metagpu.display.encoding import encode
 
     print(encode(value, form), end="")  # noqa: T201
-
-
-def _configure_log(level: str, log_format: str) -> None:
-    """Log to stderr: JSON lines, or aligned text for a person at a terminal."""
-    _load_structlog()
-    import structlog
-
-    from metagpu.display.colours import shows_colours
-
-    as_text = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
-    renderer: Any = (
-        structlog.dev.ConsoleRenderer(
-            colors=shows_colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback
-        )
-        if as_text
-        else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if as_text else [structlog.processors.format_exc_info]),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[level.upper()]
-        ),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    # grpclib logs each call that the end of a kubelet cancels; only its errors matter.
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from metagpu import __version__
 from metagpu.agent import paths
-from metagpu.cli.completion import complete_line
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.options import (
     Variable,
@@ -23,7 +22,7 @@ from metagpu.cli.options import (
     pod_resources_of,
     resolve_environment,
 )
-from metagpu.cli.parser import Parser, add_command, run_command
+from metagpu.cli.parser import Parser, add_command, complete_line, run_command
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import POD_FOLDER, POD_SOCKET, POD_SOCKET_NAME
 from metagpu.display.encoding import WIDE_FORMATS, encode

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
+from metagpu.cli.loading import quick_loading
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
 from metagpu.kubectl import items
 from metagpu.kubectl.errors import NoKubeconfig
-from metagpu.kubectl.loading import quick_loading
 from metagpu.kubectl.output import silent_nodes
 from metagpu.kubectl.repeated import RepeatedQuestions
 from metagpu.kubectl.tables import draw_items, draw_top

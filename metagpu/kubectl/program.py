@@ -4,9 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from metagpu.cli.completion import complete_line, completions, wants_file
 from metagpu.cli.options import resolve_environment
-from metagpu.cli.parser import run_command
+from metagpu.cli.parser import complete_line, completions, run_command, wants_file
 from metagpu.kubectl.arguments import parser
 
 

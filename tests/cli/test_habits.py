@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from metagpu.cli import arguments, metagpu, mgctl
-from metagpu.cli.completion import actions_of, commands_of
-from metagpu.cli.metagpu import _configure_log
+from metagpu.cli.loading import configure_log
+from metagpu.cli.parser import actions_of, commands_of
 from metagpu.kubectl import arguments as kubectl_arguments
 from metagpu.kubectl.program import main as kubectl_main
 
@@ -182,7 +182,7 @@ def test_the_log_has_colours_on_terminals_alone(
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
     try:
-        _configure_log("info", "console")
+        configure_log("info", "console")
         structlog.get_logger("habits").warning("fan stopped")
     finally:
         structlog.configure(**before)

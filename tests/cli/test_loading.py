@@ -12,7 +12,7 @@ def test_the_authorities_of_the_system_are_read_by_no_library(tmp_path: Path) ->
     """Contexts that libraries make as they are loaded are empty; later ones have authorities."""
     program = """
 import gc, ssl
-from metagpu.kubectl.loading import quick_loading
+from metagpu.cli.loading import quick_loading
 with quick_loading():
     from metagpu.plugins.cluster.client import aiohttp
 own, later = aiohttp.connector._SSL_CONTEXT_VERIFIED, ssl.create_default_context()

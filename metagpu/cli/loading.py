@@ -1,0 +1,98 @@
+"""Loading of libraries for programs, and the log that they write."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Load modules without garbage collection, a tenth of the daemon's start."""
+    if not gc.isenabled():  # inside another such block
+        yield
+        return
+    gc.disable()
+    try:
+        load_structlog()
+        yield
+    finally:
+        gc.freeze()  # no loaded module becomes garbage
+        gc.enable()
+
+
+def load_structlog() -> None:
+    """Load structlog without rich.
+
+    structlog loads rich, where another package has installed it, for tracebacks that no log of ours
+    draws: 50 ms of the daemon's start and 5 MB of its memory. A backend may load rich afterwards.
+    """
+    if "rich" in sys.modules:
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's mark of a missing module
+    try:
+        import structlog as _  # noqa: F401
+    finally:
+        del sys.modules["rich"]
+
+
+@contextmanager
+def quick_loading() -> Iterator[None]:
+    """Load libraries without garbage collection and without the system's authorities.
+
+    aiohttp reads them twice as it is loaded, for contexts of its own. The client has a context of
+    the kubeconfig: without them a connection of aiohttp's own would fail, and nobody opens one.
+    """
+    import ssl
+
+    gc.disable()
+    ssl.SSLContext.set_default_verify_paths = _read_none  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del ssl.SSLContext.set_default_verify_paths
+        gc.freeze()  # no loaded module becomes garbage
+        gc.enable()
+
+
+def _read_none(self: "SSLContext") -> None:
+    pass
+
+
+def configure_log(level: str, log_format: str) -> None:
+    """Log to stderr: JSON lines, or aligned text for a person at a terminal."""
+    load_structlog()
+    import logging
+
+    import structlog
+
+    from metagpu.display.colours import shows_colours
+
+    as_text = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(
+            colors=shows_colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback
+        )
+        if as_text
+        else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if as_text else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    # grpclib logs each call that the end of a kubelet cancels; only its errors matter.
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
