@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ACCEPTANCE = ROOT / "docs" / "development" / "acceptance.md"
-SECURITY = ROOT / "docs" / "security.md"
+THREATS = ROOT / "docs" / "development" / "threats.md"
+LAWS = ROOT / "docs" / "development" / "laws.md"
 
 
 @cache
@@ -26,7 +27,7 @@ def functions_in(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", [ACCEPTANCE, SECURITY], ids=lambda it: it.stem)
+@pytest.mark.parametrize("page", [ACCEPTANCE, THREATS, LAWS], ids=lambda it: it.stem)
 def test_every_named_test_exists(page: Path) -> None:
     """Every test that a page names exists under that name."""
     named = re.findall(r"`(tests/[^`:]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
