@@ -1,4 +1,4 @@
-"""The argument parser of all programs: shared arguments, errors of one line, completion in a shell.
+"""The parser of all programs: shared arguments, one-line errors, completion.
 
 bash runs the program itself to complete (`complete -o default -C mgctl mgctl`), with the line in
 COMP_LINE, and completes names of files where it prints nothing; zsh does so after `bashcompinit`.

@@ -1,4 +1,4 @@
-"""Parts of metagpu's pools: entries of `backends` with their options, and selectors of GPUs.
+"""Parts of metagpu's pools: entries of `backends`, and selectors of GPUs.
 
 No other module of `compat` knows these options.
 """

@@ -1,4 +1,4 @@
-"""Formats of configuration files: their recognition, and their conversion; ConfigMaps as files.
+"""Formats of configuration files: recognition, conversion, ConfigMaps as files.
 
 A ConfigMap is read as `kubectl get -o yaml` writes it, or for `kubectl apply`: each key of `data`
 is a file of its own, and its line numbers are those of the manifest. Other objects are named and

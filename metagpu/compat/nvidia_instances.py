@@ -1,4 +1,4 @@
-"""MIG instances of a layout, named as NVIDIA's device plugin does by its strategies for MIG."""
+"""MIG instances of a layout, named by the MIG strategies of NVIDIA's plugin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

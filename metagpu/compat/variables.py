@@ -1,4 +1,4 @@
-"""Environment variables of other programs: of MetaGPU's daemon, and of NVIDIA's daemon sets.
+"""Environment variables of MetaGPU's daemon and of NVIDIA's daemon sets.
 
 MetaGPU's are `METAGPU_DEVICE_PLUGIN_` and a key, in capitals. NVIDIA's are those of the device
 plugin, config-manager and MIG manager; names and defaults are those of k8s-device-plugin 0.20 and

@@ -1,4 +1,4 @@
-"""The translation of one pod; the ways on each node, or why no node could serve it."""
+"""The translation of one pod: the ways on each node, or why none serves it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

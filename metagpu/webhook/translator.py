@@ -1,4 +1,4 @@
-"""Answers to reviews: from memory, without a wait, by the watched offers of all Nodes."""
+"""Answers to reviews: from memory, at once, by the watched offers of all Nodes."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
