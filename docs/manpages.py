@@ -19,7 +19,7 @@ from metagpu.agent import paths
 from metagpu.cli import arguments, mgctl
 from metagpu.cli.options import Variable
 from metagpu.cli.parser import actions_of, commands_of
-from metagpu.host.service_files import SETTINGS
+from metagpu.host.service import SETTINGS
 from metagpu.kubectl import arguments as kubectl
 from metagpu.plugins.pod_api.command import HELP
 

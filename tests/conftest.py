@@ -89,7 +89,7 @@ _MAY_BLOCK = (
     ("metagpu/plugins/cluster/credentials.py", {"_configure"}, ()),
     # The files of the page are read before anything is served.
     (
-        "metagpu/plugins/web/page_files.py",
+        "metagpu/plugins/web/server.py",
         {"read_page_files"},
         ("os.stat", "io.BufferedReader.read"),
     ),

@@ -50,13 +50,13 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.tasks import MainTasks, PausableTasks, Work, run_with_restart, serve
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
-from metagpu.host.char_links import CharLinks
 from metagpu.host.daemons import HostDaemons
+from metagpu.host.device_nodes import CharLinks
 from metagpu.host.driver_roots import program_roots
-from metagpu.host.file_limit import raise_file_limit
 from metagpu.host.linux import LinuxHost
+from metagpu.host.processes import raise_file_limit
 from metagpu.host.programs import HostPrograms, run_child
-from metagpu.host.service_manager import report_state
+from metagpu.host.service import report_state
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler

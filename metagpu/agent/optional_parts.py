@@ -40,7 +40,7 @@ def build_cluster(
     """Build the API server's side, `None` where it is not used."""
     if context.cluster_settings is None:
         return None
-    from metagpu.host.pcie import read_pcie_root  # noqa: PLC0415 - as said
+    from metagpu.host.device_nodes import read_pcie_root  # noqa: PLC0415 - as said
     from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
 
     return Cluster(

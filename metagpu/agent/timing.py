@@ -9,7 +9,7 @@ from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.runtime.tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.pod_api.socket import PodApiTiming

@@ -24,10 +24,9 @@ from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import CLIENT_NAME, POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
 from metagpu.host import node_leftovers as on_host
-from metagpu.host.cgroups import DEFAULT_ROOT
-from metagpu.host.container_cgroups import find_pods
+from metagpu.host.containers import DEFAULT_ROOT, find_pods
 from metagpu.host.programs import run_command
-from metagpu.host.service_files import service_files
+from metagpu.host.service import service_files
 from metagpu.plugins.cluster import leftovers as at_api_server
 from metagpu.plugins.control.client import SOCKET_NAME
 from metagpu.plugins.control.socket import LOCK_NAME, lock_of

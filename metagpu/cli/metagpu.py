@@ -64,7 +64,7 @@ def _environment(args: argparse.Namespace) -> Mapping[str, str]:
     """Return the variables of this process, and for `uninstall` those of the service."""
     if args.command != "uninstall":
         return os.environ
-    from metagpu.host.service_files import SETTINGS, read_environment
+    from metagpu.host.service import SETTINGS, read_environment
 
     return {**read_environment(args.root / SETTINGS / "metagpu.env"), **os.environ}
 
@@ -197,7 +197,7 @@ def _claim_fits(
 def _slices(agent: "Agent") -> list[Mapping[str, Any]]:
     """Return the ResourceSlices that the daemon would publish."""
     from metagpu.core.devices.slices import slices_of
-    from metagpu.host.pcie import read_pcie_root
+    from metagpu.host.device_nodes import read_pcie_root
 
     snapshot, read = agent.registry.snapshot, agent.pcie_root or read_pcie_root
     roots = {gpu: root for gpu, it in snapshot.gpus.items() if (root := read(it.gpu))}
@@ -268,7 +268,7 @@ def _order(args: argparse.Namespace, request: Mapping[str, str]) -> int:
 def _install(args: argparse.Namespace) -> int:
     """Write the files of the service that are missing; say what comes next."""
     from metagpu.cli.live import print_text
-    from metagpu.host.service_files import FileState, service_files
+    from metagpu.host.service import FileState, service_files
 
     for file in service_files(_installed_program(), args.root, mps=args.mps):
         match file.state:

@@ -1,11 +1,18 @@
-"""Long-running host processes: started on the host, found by their environment."""
+"""Long-running host processes: started on the host, found by their environment.
 
+Containers may write to their folders, which are never read, emptied and bounded.
+"""
+
+import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from itertools import islice
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 import anyio
@@ -14,9 +21,83 @@ from anyio import to_thread
 
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError
-from metagpu.host import daemon_folders, daemon_processes
+from metagpu.host import processes
 from metagpu.host.driver_roots import LIBRARIES, PROGRAMS
 from metagpu.host.programs import HostPrograms
+
+EMPTY_DEADLINE: Final = 30.0
+"""Seconds to empty a folder: a container may write into it faster than it is emptied."""
+_BATCH: Final = 1024
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def empty(folder: Path) -> None:
+    """Remove the content of a folder; a link is removed, and not followed.
+
+    A container may leave a tree of any depth: folders move up before they are removed, so that
+    neither paths nor calls get deep.
+
+    Raises:
+        ProgramError: something in the folder cannot be removed, or more is written all the time.
+    """
+    deadline = time.monotonic() + EMPTY_DEADLINE
+    try:
+        top = os.open(folder, _FOLDER)
+        try:
+            while names := _names(top):
+                for name in names:
+                    # A container may remove or exchange an entry meanwhile.
+                    with suppress(FileNotFoundError, NotADirectoryError):
+                        _remove(name, top)
+                if time.monotonic() > deadline:
+                    raise ProgramError(
+                        f"{folder} cannot be emptied in {EMPTY_DEADLINE:g} s: a container writes "
+                        "into it all the time; end the containers that use it"
+                    )
+        finally:
+            os.close(top)
+    except OSError as error:
+        # Another user may have left a folder with the sticky bit.
+        needed = "; metagpu needs the capability FOWNER" if error.errno == errno.EPERM else ""
+        raise ProgramError(f"{folder} cannot be emptied: {error.strerror}{needed}") from error
+
+
+def is_mounted(folder: Path) -> bool:
+    """Return whether something is mounted at a folder, which may be missing."""
+    return os.path.ismount(folder)
+
+
+def _names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _BATCH)]
+
+
+def _remove(name: str, top: int) -> None:
+    """Remove one entry; a folder's folders move to the top, and are removed later."""
+    if _unlink(name, top):
+        return
+    inner = os.open(name, _FOLDER, dir_fd=top)
+    try:
+        for child in _names(inner):
+            if not _unlink(child, inner):
+                os.rename(child, token_hex(), src_dir_fd=inner, dst_dir_fd=top)
+    finally:
+        os.close(inner)
+    try:
+        os.rmdir(name, dir_fd=top)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # it had more than one batch, or has something new
+            raise
+
+
+def _unlink(name: str, folder: int) -> bool:
+    """Remove an entry that is no folder; return whether it is gone."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        return False
+    return True
+
 
 KILL_DEADLINE: Final = 5.0
 """Seconds for the end of a killed process; a process that hangs in a driver does not end."""
@@ -64,8 +145,8 @@ class HostDaemons(msgspec.Struct, frozen=True):
             command = [daemon.program, *daemon.arguments]
         env = daemon.env if self.on_host else {**os.environ, **daemon.env}
         pid = int(await self._launch("start", daemon, command=command, env=env))
-        await to_thread.run_sync(daemon_processes.write_pid, daemon.pid_file, pid)
-        found = await to_thread.run_sync(daemon_processes.read_process, pid)
+        await to_thread.run_sync(processes.write_pid, daemon.pid_file, pid)
+        found = await to_thread.run_sync(processes.read_process, pid)
         if found is None:
             words = await self.last_output_line(daemon)
             raise ProgramError(f"`{daemon.program}` ended at once: {words}")
@@ -81,8 +162,8 @@ class HostDaemons(msgspec.Struct, frozen=True):
             ProgramMissing: the host has no such program.
         """
         for read, file in (
-            (daemon_processes.read_pid, daemon.pid_file),
-            (daemon_processes.lock_holder, daemon.lock),
+            (processes.read_pid, daemon.pid_file),
+            (processes.lock_holder, daemon.lock),
         ):
             pid = await to_thread.run_sync(read, file)
             if pid is not None and (found := await self._verify(daemon, pid)) is not None:
@@ -95,7 +176,7 @@ class HostDaemons(msgspec.Struct, frozen=True):
         Raises:
             ProgramError: the folder cannot be emptied.
         """
-        await to_thread.run_sync(daemon_folders.empty, folder)
+        await to_thread.run_sync(empty, folder)
 
     async def unmount(self, daemon: DaemonSpec) -> None:
         """Unmount the volumes of a daemon, and remove its cgroup.
@@ -135,11 +216,11 @@ class HostDaemons(msgspec.Struct, frozen=True):
     async def wait_ended(self, process: DaemonProcess) -> None:
         """Wait until a process has ended."""
         async with AsyncExitStack() as stack:
-            descriptor = await to_thread.run_sync(daemon_processes.open_pidfd, process)
+            descriptor = await to_thread.run_sync(processes.open_pidfd, process)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
                 await anyio.wait_readable(descriptor)
-        await to_thread.run_sync(daemon_processes.reap, process)
+        await to_thread.run_sync(processes.reap, process)
 
     async def kill(self, process: DaemonProcess) -> None:
         """Kill a process through a descriptor that was verified to be its own.
@@ -147,12 +228,12 @@ class HostDaemons(msgspec.Struct, frozen=True):
         Raises:
             ProgramError: the process still exists after some seconds, or the kernel refuses.
         """
-        descriptor = await to_thread.run_sync(daemon_processes.open_pidfd, process)
+        descriptor = await to_thread.run_sync(processes.open_pidfd, process)
         if descriptor is None:
             return
 
         try:
-            daemon_processes.kill(descriptor)
+            processes.kill(descriptor)
             with anyio.fail_after(KILL_DEADLINE):
                 await anyio.wait_readable(descriptor)
         except TimeoutError:
@@ -165,13 +246,13 @@ class HostDaemons(msgspec.Struct, frozen=True):
             ) from error
         finally:
             os.close(descriptor)
-        await to_thread.run_sync(daemon_processes.reap, process)
+        await to_thread.run_sync(processes.reap, process)
 
     async def _verify(self, daemon: DaemonSpec, pid: int) -> DaemonProcess | None:
         """Return a process if it was started as this daemon, not by an imitating pod."""
-        if await to_thread.run_sync(daemon_processes.is_in_other_container, pid, self.proc):
+        if await to_thread.run_sync(processes.is_in_other_container, pid, self.proc):
             return None
-        found = await to_thread.run_sync(daemon_processes.read_process, pid)
+        found = await to_thread.run_sync(processes.read_process, pid)
         if found is None or not {f"{k}={v}" for k, v in daemon.env.items()} <= found.env:
             return None
 
@@ -184,10 +265,8 @@ class HostDaemons(msgspec.Struct, frozen=True):
 
     async def _refuse_second(self, daemon: DaemonSpec) -> None:
         """Raise if a process of the host has the lock; a container loses it with the file."""
-        pid = await to_thread.run_sync(daemon_processes.lock_holder, daemon.lock)
-        if pid is None or await to_thread.run_sync(
-            daemon_processes.is_in_other_container, pid, self.proc
-        ):
+        pid = await to_thread.run_sync(processes.lock_holder, daemon.lock)
+        if pid is None or await to_thread.run_sync(processes.is_in_other_container, pid, self.proc):
             return
         raise ProgramError(
             f"process {pid} holds {daemon.lock}, and metagpu did not start it as this daemon: "
@@ -203,7 +282,7 @@ class HostDaemons(msgspec.Struct, frozen=True):
             raise ProgramError("this daemon is started on the host: give the pod `hostPID: true`")
         await self._launch("mount", daemon)
         for folder in daemon.volumes:
-            if not await to_thread.run_sync(daemon_folders.is_mounted, folder):
+            if not await to_thread.run_sync(is_mounted, folder):
                 await self._launch("unmount", daemon)
                 raise ProgramError(
                     f"a tmpfs that the host has at {folder} is not seen here: give the volume of "

@@ -19,20 +19,22 @@ from metagpu.core.contracts.host import (
 from metagpu.core.errors import HostError
 from metagpu.core.model.privileges import Privilege, privileges_in
 from metagpu.core.model.shares import Holder
-from metagpu.host.cgroups import DEFAULT_ROOT
-from metagpu.host.container_cgroups import (
+from metagpu.host.containers import (
+    DEFAULT_FOLDER,
+    DEFAULT_ROOT,
     find_container_cgroups,
     is_cgroup_v2,
     is_populated,
+    read_containers,
+    read_holders,
 )
-from metagpu.host.container_names import DEFAULT_FOLDER, read_containers, read_holders
-from metagpu.host.process import (
+from metagpu.host.processes import (
     read_boot_time,
     read_identity,
+    read_peer,
     read_process_details,
     ticks_since_boot,
 )
-from metagpu.host.socket_peer import read_peer
 
 _HOST_NAMESPACE: Final = 0xEFFFFFFC
 """The inode of the first pid namespace (`PROC_PID_INIT_INO` in Linux' proc_ns.h)."""

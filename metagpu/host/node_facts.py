@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from metagpu.core.grants import cdi
 from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
-from metagpu.host.char_links import missing_links
-from metagpu.host.device_nodes import device_nodes
+from metagpu.host.device_nodes import device_nodes, missing_links
 from metagpu.host.driver_roots import PROGRAMS, find_roots, program_roots
 from metagpu.host.linux import sees_host
 

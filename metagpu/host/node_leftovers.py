@@ -15,7 +15,7 @@ from anyio import to_thread
 
 from metagpu.core.contracts.leftovers import Leftover
 from metagpu.core.errors import LeftoverInUse
-from metagpu.host.service_files import UNITS, FileState, ServiceFile
+from metagpu.host.service import UNITS, FileState, ServiceFile
 
 _ENABLED: Final = UNITS / "multi-user.target.wants" / "metagpu.service"
 

@@ -23,7 +23,7 @@ from metagpu.kubectl.viewer import (
     in_parallel,
 )
 from metagpu.kubectl.waiting import claims_of, waiting_pods
-from metagpu.plugins.web.polled import Object, PolledView, digest_of
+from metagpu.plugins.web.changes import Object, PolledView, digest_of
 
 OBJECTS_AGE: Final = 10.0
 """Seconds for which Nodes and daemons are not listed again: they are large and change seldom."""

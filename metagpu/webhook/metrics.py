@@ -10,11 +10,9 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.state.call_stats import BUCKET_BOUNDS
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
-from metagpu.plugins.http.server import Page, PageServer
-from metagpu.plugins.http.single_flight import SingleFlight
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.server import Page, PageServer, SingleFlight
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, PageRenderer, render_process
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems
 from metagpu.plugins.metrics.samples import (

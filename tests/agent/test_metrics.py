@@ -13,9 +13,8 @@ from metagpu.core.contracts.host import ProcessDetails, ProcessIdentity
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Fault, Holder
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.http import single_flight
-from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http import server
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.metrics.exposition import PageRenderer
 from metagpu.plugins.metrics.families import FAMILIES
 from metagpu.sim.apiserver.server import SimApiServer
@@ -304,7 +303,7 @@ async def test_a_fault_in_a_page_is_no_reason_to_restart(
 
     async with agent_at_work(tmp_path, metrics=ANY) as it:
         port = await port_of(it)
-        with monkeypatch.context() as broken, capture_module_logs(single_flight):
+        with monkeypatch.context() as broken, capture_module_logs(server):
             broken.setattr(PageRenderer, "render", fail)
             assert (await asked(port))[::2] == (
                 500,

@@ -13,7 +13,7 @@ from docs import manpages
 from metagpu.cli.metagpu import main
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.host.service_files import read_environment
+from metagpu.host.service import read_environment
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "deploy" / "systemd"

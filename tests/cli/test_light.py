@@ -52,7 +52,7 @@ NOT_OF_FRACTIONS: Final = (
     *("metagpu.core.devices.attributes", "metagpu.core.devices.comparison"),
     *("metagpu.plugins.metrics.exporter", "metagpu.plugins.metrics.families"),
     *("metagpu.plugins.http.server", "metagpu.plugins.http.messages"),
-    *("metagpu.plugins.http.viewer_access", "metagpu.plugins.web"),
+    *("metagpu.plugins.web.access", "metagpu.plugins.web"),
     *("metagpu.compat.cnvrg", "metagpu.compat.hami", "metagpu.compat.mig_parted"),
     *("metagpu.compat.nvidia", "metagpu.core.reports.doctor", "metagpu.host.node_facts"),
     *("metagpu.display.status", "metagpu.cli.config_commands", "metagpu.cli.mgctl"),

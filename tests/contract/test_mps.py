@@ -26,7 +26,7 @@ from metagpu.backends.common.mps_daemon.control import (
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.model.gpu import GpuId
-from metagpu.host import daemon_processes
+from metagpu.host import processes
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.programs import HostPrograms
 from metagpu.nvml.driver import NvmlDriver
@@ -122,7 +122,7 @@ async def test_the_daemon_is_found_by_its_lock(scene: Scene) -> None:
         scene.daemon.pid_file.unlink()
         assert await scene.daemons.find(scene.daemon) == process
 
-    assert daemon_processes.lock_holder(scene.daemon.lock) is None
+    assert processes.lock_holder(scene.daemon.lock) is None
 
 
 async def test_a_killed_daemon_leaves_no_lock(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.core.errors import MetagpuError
-from metagpu.host import daemon_processes
+from metagpu.host import processes
 from metagpu.plugins.control.client import send_request
 from tests.e2e.cluster import NAMESPACE, Cluster, Incarnation, pod
 from tests.e2e.mps_agent import DRIVER_ROOT, HOST_PROCESS, MEMORY
@@ -118,7 +118,7 @@ class MpsPods:
     def control_daemon(self) -> DaemonProcess:
         """Return the running control daemon."""
         (file,) = self.run_dir.glob("mps/*/pid")
-        found = daemon_processes.read_process(daemon_processes.read_pid(file) or 0)
+        found = processes.read_process(processes.read_pid(file) or 0)
         if found is None or "-f" not in found.arguments:
             raise RigError("no control daemon runs")
         return found.process

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.core.contracts.host import Container, ProcessIdentity
-from metagpu.host.cgroups import DEFAULT_ROOT, find_container
-from metagpu.host.process import read_identity
+from metagpu.host.containers import DEFAULT_ROOT, find_container
+from metagpu.host.processes import read_identity
 
 ID: Final = "3f1c5a90" * 8
 OTHER: Final = "7b" * 32

@@ -6,7 +6,7 @@ import pytest
 
 from metagpu.core.contracts.host import Container, ContainerCgroup
 from metagpu.core.model.shares import Holder
-from metagpu.host.container_cgroups import find_container_cgroups
+from metagpu.host.containers import find_container_cgroups
 from metagpu.sim.machine.containers import SimHost, container_of
 
 UID = "0123abcd-0123-0123-0123-0123456789ab"

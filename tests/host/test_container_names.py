@@ -6,7 +6,7 @@ import pytest
 
 from metagpu.core.contracts.host import Container
 from metagpu.core.model.shares import Holder
-from metagpu.host.container_names import read_holders
+from metagpu.host.containers import read_holders
 from metagpu.sim.machine.containers import SimHost, container_of
 
 ALICE = Holder("team", "alice-0", "main")

@@ -9,7 +9,7 @@ from shutil import which
 import pytest
 
 from metagpu.core.errors import ProgramError
-from metagpu.host import daemon_folders
+from metagpu.host import daemons
 from tests.rigs.privileges import with_only
 
 MPS = ("sys_admin", "sys_ptrace", "sys_chroot", "dac_override", "fowner")
@@ -18,7 +18,7 @@ EMPTY = """
 import sys
 from pathlib import Path
 from metagpu.core.errors import ProgramError
-from metagpu.host.daemon_folders import empty
+from metagpu.host.daemons import empty
 try:
     empty(Path(sys.argv[1]))
 except ProgramError as error:
@@ -41,7 +41,7 @@ def test_a_deep_tree_is_removed(tmp_path: Path) -> None:
     """A tree deeper than Python's calls and Linux's paths may be is removed."""
     deep_tree(tmp_path, 1200)
 
-    daemon_folders.empty(tmp_path)
+    daemons.empty(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -55,7 +55,7 @@ def test_a_wide_tree_is_removed(tmp_path: Path) -> None:
     for number in range(30):
         (wide / f"d{number}").mkdir()
 
-    daemon_folders.empty(tmp_path)
+    daemons.empty(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +70,7 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     (folder / "b").symlink_to(other / "file")
     os.mkfifo(folder / "c")
 
-    daemon_folders.empty(folder)
+    daemons.empty(folder)
 
     assert list(folder.iterdir()) == []
     assert {path.name for path in other.iterdir()} == {"inner", "file"}
@@ -84,7 +84,7 @@ def test_a_link_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(other)
 
     with pytest.raises(ProgramError, match="folder cannot be emptied: Not a directory"):
-        daemon_folders.empty(tmp_path / "folder")
+        daemons.empty(tmp_path / "folder")
     assert (other / "file").exists()
 
 
@@ -92,11 +92,11 @@ def test_a_folder_that_is_filled_all_the_time_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container that writes faster than the folder is emptied costs a limited time."""
-    monkeypatch.setattr(daemon_folders, "EMPTY_DEADLINE", 0.0)
+    monkeypatch.setattr(daemons, "EMPTY_DEADLINE", 0.0)
     (tmp_path / "file").touch()
 
     with pytest.raises(ProgramError, match="a container writes into it all the time"):
-        daemon_folders.empty(tmp_path)
+        daemons.empty(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")

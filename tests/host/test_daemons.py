@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.model.shares import Holder
-from metagpu.host import daemon_processes as running
 from metagpu.host import daemons
+from metagpu.host import processes as running
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.programs import HostPrograms
 from metagpu.sim.machine.containers import SimHost

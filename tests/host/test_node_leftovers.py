@@ -8,7 +8,7 @@ import pytest
 from metagpu.core.contracts.leftovers import Leftover, Removal, Result, settle
 from metagpu.core.errors import MetagpuError
 from metagpu.host.node_leftovers import find_folder, find_service
-from metagpu.host.service_files import ServiceFile
+from metagpu.host.service import ServiceFile
 
 
 def removed(found: Leftover, *, force: bool = False) -> Removal:

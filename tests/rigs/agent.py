@@ -24,8 +24,7 @@ from metagpu.core.usage.timing import UsageTiming
 from metagpu.host.daemons import HostDaemons
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings
-from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.sim.kubelet.kubelet import SimKubelet

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.web.server import WebServer
 from tests.e2e.rig.errors import RigError
 from tests.rigs.waiting import becomes

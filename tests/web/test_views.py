@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from metagpu.display.status import show_status
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.web.server import WebServer
 from tests.rigs.waiting import becomes
 from tests.web import views

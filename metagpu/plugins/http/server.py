@@ -3,16 +3,18 @@
 A misbehaving client hurts only itself: connections are accepted at a limited rate, a request is
 limited in time and size, a connection has one request, and at too many connections the oldest one
 is closed. So a client that sends its request and reads the response is always served. Responses
-without an end are counted apart: the oldest of them stays, and one too many is refused.
+without an end are counted apart: the oldest of them stays, and one too many is refused. Requests of
+about the same time share one computation (`SingleFlight`).
 """
 
 import asyncio
 import errno
+import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import anyio
 import h11
@@ -21,7 +23,7 @@ import structlog
 from metagpu.core.errors import AddressUnusable
 from metagpu.core.runtime.listener import accept
 from metagpu.core.runtime.rate_limit import LogOnce, TokenBucket
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import (
     Headers,
     HttpRequest,
@@ -31,7 +33,6 @@ from metagpu.plugins.http.messages import (
     encode_response,
     plain,
 )
-from metagpu.plugins.http.timing import HttpTiming
 
 CONNECTIONS: Final = 32
 BACKLOG: Final = 1024
@@ -313,3 +314,69 @@ def bind_problem(address: ListenAddress, error: OSError, option: str) -> str:
         case _:
             reason = error.strerror or str(error)
     return f"{address}: {reason}"
+
+
+ValueT = TypeVar("ValueT")
+_NOTHING: Final = -1
+
+
+class SingleFlight(Generic[ValueT]):
+    """Computes a value on request, in a task of its own, one computation at a time.
+
+    A caller may go away meanwhile: the computation goes on for the others. Frequent callers share
+    a value, so that the work does not grow with their number.
+
+    Args:
+        name: the name of the value in log messages.
+        compute: computes the value; a failure is logged, and clears the value.
+        age: seconds during which callers share a value.
+    """
+
+    def __init__(self, name: str, compute: Callable[[], Awaitable[ValueT]], age: float) -> None:
+        self._name = name
+        self._compute = compute
+        self._age = age
+        self._value: ValueT | None = None
+        self._at = -math.inf
+        self._version = 0
+        self._computing = self._done = _NOTHING
+        self._requested = anyio.Event()
+        self._computed = anyio.Event()
+
+    async def run(self) -> None:
+        """Compute values on request, until cancelled."""
+        while True:
+            await self._requested.wait()
+            self._requested, version = anyio.Event(), self._version
+            self._computing = version
+            try:
+                self._value = await self._compute()
+            except Exception:
+                log.exception("computation failed", value=self._name)
+                self._value = None
+            finally:
+                self._computing = _NOTHING
+            self._done, self._at = version, anyio.current_time()
+            self._computed.set()
+            self._computed = anyio.Event()
+
+    def invalidate(self) -> None:
+        """Make callers from now on wait for a value that is computed from now on."""
+        self._version += 1
+
+    async def get(self, max_wait: float = math.inf) -> ValueT | None:
+        """Return a fresh value, or after `max_wait` seconds an older one, or `None`."""
+        wanted = self._version
+        if anyio.current_time() - self._at >= self._age or self._done < wanted:
+            with anyio.move_on_after(max_wait):
+                await self._next(wanted)
+        return self._value
+
+    async def _next(self, version: int) -> None:
+        """Wait for the next value of a version, or of a later one."""
+        while True:
+            if self._computing < version:
+                self._requested.set()
+            await self._computed.wait()
+            if self._done >= version:
+                return

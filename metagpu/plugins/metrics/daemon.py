@@ -3,15 +3,18 @@
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid_severity import Severity, rule_for
+from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
     PREPARE,
@@ -21,12 +24,92 @@ from metagpu.core.state.call_stats import (
     KubeletCallStats,
     ResourceCallStats,
 )
-from metagpu.plugins.metrics import daemon_families as d
+from metagpu.core.state.events import (
+    AnnotationRejected,
+    Event,
+    MemoryErrorReported,
+    MemoryExceeded,
+    ProcessSignalled,
+    ResourceClaimRefused,
+    UnauthorizedUseFound,
+    XidReported,
+)
+from metagpu.core.state.facts import GpuFaulted, GpuRecovered, InstanceFaulted
 from metagpu.plugins.metrics import families as f
-from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.gpus import gpu_label_values
 from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, Sample
 from metagpu.plugins.metrics.sources import MetricSources, NvmlStatus
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """The counters; a GPU is `None` where NVML named none.
+
+    Attributes:
+        last_xids: the last XID of each GPU.
+        memory_errors: by GPU and whether the error was corrected.
+        warnings: containers above their memory limit, by GPU.
+        signals: by GPU and the signal's name.
+        unauthorized_containers: containers that used a GPU without a share, by GPU.
+        mig_device_faults: faults of MIG devices, by their GPU.
+        rejected_annotations: rejected annotations of pods about their memory.
+        refused_claims: calls to prepare a ResourceClaim that were refused, by the error's class.
+    """
+
+    faults: Counter[tuple[GpuId, Fault | None]] = field(default_factory=Counter)
+    recoveries: Counter[GpuId] = field(default_factory=Counter)
+    xids: Counter[tuple[GpuId | None, int]] = field(default_factory=Counter)
+    last_xids: dict[GpuId | None, int] = field(default_factory=dict)
+    memory_errors: Counter[tuple[GpuId | None, bool]] = field(default_factory=Counter)
+    warnings: Counter[GpuId] = field(default_factory=Counter)
+    signals: Counter[tuple[GpuId, str]] = field(default_factory=Counter)
+    unauthorized_containers: Counter[GpuId] = field(default_factory=Counter)
+    mig_device_faults: Counter[GpuId] = field(default_factory=Counter)
+    rejected_annotations: int = 0
+    refused_claims: Counter[type[RequestError]] = field(default_factory=Counter)
+
+    async def run(self, events: EventBus[Event]) -> None:
+        """Count until cancelled."""
+        kinds = (
+            *(GpuFaulted, GpuRecovered, XidReported, MemoryErrorReported),
+            *(
+                MemoryExceeded,
+                ProcessSignalled,
+                UnauthorizedUseFound,
+                InstanceFaulted,
+                AnnotationRejected,
+                ResourceClaimRefused,
+            ),
+        )
+        with events.subscribe(*kinds) as subscription:
+            async for event in subscription:
+                self.count(event)
+
+    def count(self, event: Event) -> None:  # noqa: C901 - one case for each kind
+        """Count one event."""
+        match event:
+            case GpuFaulted():
+                self.faults[event.gpu, event.fault] += 1
+            case GpuRecovered():
+                self.recoveries[event.gpu] += 1
+            case XidReported():
+                self.xids[event.gpu, event.code] += 1
+                self.last_xids[event.gpu] = event.code
+            case MemoryErrorReported():
+                self.memory_errors[event.gpu, event.corrected] += 1
+            case MemoryExceeded():
+                self.warnings[event.gpu] += 1
+            case ProcessSignalled():
+                self.signals[event.gpu, event.signal] += 1
+            case UnauthorizedUseFound():
+                self.unauthorized_containers[event.gpu] += 1
+            case InstanceFaulted():
+                self.mig_device_faults[event.gpu] += 1
+            case AnnotationRejected():
+                self.rejected_annotations += 1
+            case ResourceClaimRefused():
+                self.refused_claims[event.cause] += 1
+
 
 _SIGNALS: Final = ("SIGTERM", "SIGKILL")
 _KINDS: Final = {True: "corrected", False: "uncorrected"}
@@ -50,9 +133,9 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
     snapshot = sources.registry.snapshot
 
     return [
-        Sample(d.BUILD, (__version__, platform.python_version()), 1),
-        Sample(d.BUS_EVENTS_LOST, (), sources.registry.events.lost),
-        Sample(d.LAG, (), lag),
+        Sample(f.BUILD, (__version__, platform.python_version()), 1),
+        Sample(f.BUS_EVENTS_LOST, (), sources.registry.events.lost),
+        Sample(f.LAG, (), lag),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
         *(Sample(f.LEASE_DIFFERENCES, (it,), n) for it, n in sources.lease_differences().items()),
         *_driver(sources.driver(), snapshot),
@@ -68,45 +151,45 @@ def _driver(driver: NvmlStatus, snapshot: Snapshot) -> Iterator[Sample]:
     versions = snapshot.versions
     cuda = ".".join(map(str, versions.cuda)) if versions.cuda else ""
 
-    yield Sample(d.NVML_UP, (), not driver.problem)
-    yield Sample(d.NVML_OVERDUE, (), driver.overdue)
-    yield Sample(d.NVML_INFO, (versions.driver, cuda), 1)
+    yield Sample(f.NVML_UP, (), not driver.problem)
+    yield Sample(f.NVML_OVERDUE, (), driver.overdue)
+    yield Sample(f.NVML_INFO, (versions.driver, cuda), 1)
 
 
 def _configuration(status: ConfigStatus) -> Iterator[Sample]:
     formats, profiles = ", ".join(status.formats) or "default", ", ".join(status.profiles)
 
-    yield Sample(d.CONFIG_INFO, (status.file, formats, profiles, status.hash), 1)
-    yield Sample(d.CONFIG_GENERATION, (), status.accepted)
-    yield Sample(d.CONFIG_RELOAD_SUCCESSFUL, (), status.is_current)
-    yield Sample(d.CONFIG_ACCEPTED_AT, (), status.accepted_at)
-    yield Sample(d.CONFIG_REJECTED_AT, (), status.rejected_at)
-    yield Sample(d.CONFIG_RELOADS, ("accepted",), status.accepted)
-    yield Sample(d.CONFIG_RELOADS, ("rejected",), status.rejected)
-    yield Sample(d.CONFIG_IGNORED_SETTINGS, (), status.ignored_settings)
+    yield Sample(f.CONFIG_INFO, (status.file, formats, profiles, status.hash), 1)
+    yield Sample(f.CONFIG_GENERATION, (), status.accepted)
+    yield Sample(f.CONFIG_RELOAD_SUCCESSFUL, (), status.is_current)
+    yield Sample(f.CONFIG_ACCEPTED_AT, (), status.accepted_at)
+    yield Sample(f.CONFIG_REJECTED_AT, (), status.rejected_at)
+    yield Sample(f.CONFIG_RELOADS, ("accepted",), status.accepted)
+    yield Sample(f.CONFIG_RELOADS, ("rejected",), status.rejected)
+    yield Sample(f.CONFIG_IGNORED_SETTINGS, (), status.ignored_settings)
 
 
 def _cluster(report: Mapping[str, Any] | None) -> Iterator[Sample]:
     if report is None:
         return
-    yield Sample(d.API_CONNECTED, (), report["connected"])
-    yield Sample(d.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
+    yield Sample(f.API_CONNECTED, (), report["connected"])
+    yield Sample(f.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
     if "driverUpgrade" in report:
         upgrade = report["driverUpgrade"]
-        yield Sample(d.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
-    yield Sample(d.EVENTS_DROPPED, ("node",), report["eventsDropped"])
-    yield Sample(d.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
+        yield Sample(f.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
+    yield Sample(f.EVENTS_DROPPED, ("node",), report["eventsDropped"])
+    yield Sample(f.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
     for feature, problem in report["features"].items():
-        yield Sample(d.API_FEATURE, (str(feature),), not problem)
+        yield Sample(f.API_FEATURE, (str(feature),), not problem)
 
 
 def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
-    yield Sample(d.RESTARTS, (), kubelet.restarts)
+    yield Sample(f.RESTARTS, (), kubelet.restarts)
     for resource, stats in kubelet.resources.items():
         if resource in snapshot.offers:
             yield Sample(f.RESOURCE_REGISTERED, (resource,), stats.listed)
-        yield Sample(d.REGISTRATIONS, (resource,), stats.registrations)
-        yield Sample(d.LISTS, (resource,), stats.lists)
+        yield Sample(f.REGISTRATIONS, (resource,), stats.registrations)
+        yield Sample(f.LISTS, (resource,), stats.lists)
         yield from _calls(resource, stats)
     for call in KubeletCall:
         yield from _durations(call, [it.calls[call] for it in kubelet.resources.values()])
@@ -120,13 +203,13 @@ def _claims(
         return
     driver = front["driver"]
     yield Sample(f.RESOURCE_REGISTERED, (driver,), front["registered"])
-    yield Sample(d.PREPARED_CLAIMS, (), front["claims"])
+    yield Sample(f.PREPARED_CLAIMS, (), front["claims"])
     for outcome, count in prepares.outcomes.items():
-        yield Sample(d.CALLS, (driver, PREPARE, outcome), count)
+        yield Sample(f.CALLS, (driver, PREPARE, outcome), count)
     yield from _durations(PREPARE, [prepares])
     if slices := (cluster or {}).get("resourceSlices"):
         is_expected = slices["problem"] == slices["dropped"]  # an earlier Kubernetes
-        yield Sample(d.API_FEATURE, ("resource-slices",), is_expected or not slices["problem"])
+        yield Sample(f.API_FEATURE, ("resource-slices",), is_expected or not slices["problem"])
 
 
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
@@ -134,23 +217,23 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
         if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
             for outcome, count in it.outcomes.items():
                 if count or outcome in _OUTCOMES_FROM_ZERO[call]:
-                    yield Sample(d.CALLS, (resource, call, outcome), count)
+                    yield Sample(f.CALLS, (resource, call, outcome), count)
     for kind, count in stats.refusals.items():
-        yield Sample(d.REFUSALS, (resource, kind.reason), count)
+        yield Sample(f.REFUSALS, (resource, kind.reason), count)
 
 
 def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
     """Yield the histogram of a call; by resource, the kubelet itself has one."""
     if seconds := sum(it.seconds for it in stats):
         counts = tuple(map(sum, zip(*(it.buckets for it in stats), strict=True)))
-        yield Sample(d.DURATION, (call,), HistogramValue(BUCKET_BOUNDS, counts, seconds))
+        yield Sample(f.DURATION, (call,), HistogramValue(BUCKET_BOUNDS, counts, seconds))
 
 
 def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
     """Yield the counters of all GPUs, also those at 0: `increase` needs a first value."""
     gpu_labels = _all_gpu_labels(snapshot)
     for kind, count in counts.refused_claims.items():
-        yield Sample(d.CLAIM_REFUSALS, (kind.reason,), count)
+        yield Sample(f.CLAIM_REFUSALS, (kind.reason,), count)
     yield Sample(f.ANNOTATIONS_REJECTED, (), counts.rejected_annotations)
     for gpu, labels in gpu_labels.items():
         for fault in Fault:

@@ -1,36 +1,94 @@
-"""The exporter: serves metrics and probes, by the other modules here."""
+"""The exporter: serves metrics and probes, by the other modules here.
+
+Sensors of all GPUs are read together: one that hangs costs no other its values.
+"""
 
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio import to_thread
 
 from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
+from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.runtime.tasks import run_with_restart
+from metagpu.core.runtime.tasks import run_with_restart, start_together
+from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.core.usage.reading_turns import SensorTurns
+from metagpu.core.usage.timing import DEFAULT_TIMING
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
-from metagpu.plugins.http.server import Page, PageServer
-from metagpu.plugins.http.single_flight import SingleFlight
-from metagpu.plugins.http.timing import HttpTiming
+from metagpu.plugins.http.server import Page, PageServer, SingleFlight
 from metagpu.plugins.metrics import dcgm
-from metagpu.plugins.metrics.daemon import daemon_samples
+from metagpu.plugins.metrics.daemon import EventCounters, daemon_samples
 from metagpu.plugins.metrics.dcgm import dcgm_samples
-from metagpu.plugins.metrics.event_counters import EventCounters
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, PageRenderer, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
-from metagpu.plugins.metrics.gpus import snapshot_samples
+from metagpu.plugins.metrics.gpus import (
+    freeze_limits,
+    sensor_samples,
+    snapshot_samples,
+    usage_samples,
+)
 from metagpu.plugins.metrics.namespaces import NamespaceMeter, namespace_samples
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
-from metagpu.plugins.metrics.sensor_reader import DetailedSensorReader, SensorReader
-from metagpu.plugins.metrics.sensors import sensor_samples
-from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming
-from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
+from metagpu.plugins.metrics.sources import MetricSources, MetricsTiming, ReadSensors
+
+ReadingT = TypeVar("ReadingT")
+
+
+class SensorReader(Generic[ReadingT]):
+    """Reads the sensors of all GPUs, or of their MIG instances.
+
+    A GPU that hangs ends at NVML's deadline once, and fails at once while that call is out. No
+    reading is cancelled: NVML's worker would not count a call as overdue that nobody waits for.
+    """
+
+    def __init__(self, registry: Registry, sensors: Callable[[GpuId], Awaitable[ReadingT]]) -> None:
+        self._registry = registry
+        self._sensors = sensors
+
+    async def read(self) -> Mapping[GpuId, ReadingT]:
+        """Return the reading of each GPU that answers, in the order of the GPUs."""
+        gpus = tuple(self._registry.snapshot.gpus)
+        found: dict[GpuId, ReadingT] = {}
+
+        async def read_one(gpu: GpuId) -> None:
+            with suppress(DriverError):  # the health watch reports it
+                found[gpu] = await self._sensors(gpu)
+
+        async with anyio.create_task_group() as group:
+            await start_together(group, (partial(read_one, it) for it in gpus), DEFAULT_TIMING.turn)
+        return {gpu: found[gpu] for gpu in gpus if gpu in found}
+
+
+class DetailedSensorReader:
+    """Reads the detailed sensors of all GPUs, the costly ones of one in turns."""
+
+    def __init__(self, registry: Registry, sensors: ReadSensors) -> None:
+        self._registry = registry
+        self._sensors = sensors
+        self._turns = SensorTurns(DEFAULT_TIMING.costly_age)
+
+    async def read(self) -> Mapping[GpuId, DetailedSensors]:
+        """Return the reading of each GPU that answers, in the order of the GPUs."""
+        gpus = tuple(self._registry.snapshot.gpus)
+        due = self._turns.due(gpus, anyio.current_time())
+
+        async def read_one(gpu: GpuId) -> DetailedSensors:
+            began, costly = anyio.current_time(), gpu in due
+            found = await self._sensors(gpu, costly=costly)
+            return self._turns.complete(gpu, found, began, was_read=costly)[gpu]
+
+        readings = await SensorReader(self._registry, read_one).read()
+        self._turns.retain(readings)  # a GPU that may be lost has no value of before
+        return readings
+
 
 _FAILED: Final = "metagpu failed to render the page; its log has the details\n"
 _WAITS: Final = "another daemon has the node\n"

@@ -8,10 +8,9 @@ import anyio
 
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.http.single_flight import SingleFlight
-from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.http.viewer_access import TokenCheck
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
+from metagpu.plugins.http.server import SingleFlight
+from metagpu.plugins.web.access import TokenCheck
 from metagpu.plugins.web.server import WebServer
 
 STATUS: Final = "/api/v1/status"

@@ -12,7 +12,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.usage.report import without_processes
 from metagpu.plugins.pod_api.client import ask_daemon
-from metagpu.plugins.web.polled import Object, PolledView, digest_of
+from metagpu.plugins.web.changes import Object, PolledView, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,6 +4,8 @@ import gzip
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
+from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, Final
 
 import anyio
@@ -11,20 +13,47 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.runtime.tasks import run_with_restart
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse, HttpStream
-from metagpu.plugins.http.server import Page, PageServer
-from metagpu.plugins.http.single_flight import SingleFlight
-from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.http.viewer_access import (
+from metagpu.plugins.http.server import Page, PageServer, SingleFlight
+from metagpu.plugins.web.access import (
     JSON,
     TokenCheck,
+    foreign_site,
     refusal_of,
     status_response,
 )
-from metagpu.plugins.web.access import foreign_site
 from metagpu.plugins.web.changes import ChangeFeed, ChangeSource
-from metagpu.plugins.web.page_files import PATHS, read_page_files
+
+_SCRIPTS: Final = (
+    *("page", "server", "input", "drawing", "filters", "node", "gpu"),
+    *("reading", "reasons", "shades", "state", "words", "elements"),
+)
+_FILES: Final = {
+    "/": "index.html",
+    "/page.css": "page.css",
+    "/icon.svg": "icon.svg",
+    **{f"/{name}.js": f"{name}.js" for name in _SCRIPTS},
+}
+_CONTENT: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PATHS: Final = tuple(_FILES)
+
+
+def read_page_files() -> Mapping[str, HttpResponse]:
+    """Read the files of the page, by their paths; blocks."""
+    folder = files(__package__) / "assets"
+    return {path: _response(name, (folder / name).read_bytes()) for path, name in _FILES.items()}
+
+
+def _response(name: str, body: bytes) -> HttpResponse:
+    content = _CONTENT[PurePath(name).suffix]
+    return HttpResponse(HTTPStatus.OK, body, content, gzip.compress(body, 9, mtime=0))
+
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -13,12 +13,10 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.runtime.tasks import run_with_restart
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
-from metagpu.plugins.http.server import Page, PageServer
-from metagpu.plugins.http.single_flight import SingleFlight
-from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.http.viewer_access import JSON, TokenCheck, refusal_of, status_response
+from metagpu.plugins.http.server import Page, PageServer, SingleFlight
+from metagpu.plugins.web.access import JSON, TokenCheck, refusal_of, status_response
 
 Report = Callable[[], Awaitable[Mapping[str, Any]]]
 

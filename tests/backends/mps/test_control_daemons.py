@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.mps.backend import MpsBackend
 from metagpu.core.contracts.programs import DaemonProcess
-from metagpu.host import daemon_folders
+from metagpu.host import daemons as host_daemons
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.programs import sim_daemons
 from tests.backends.mps.rig import TIMING, mps
@@ -272,13 +272,13 @@ async def test_a_link_that_comes_after_the_emptying_is_not_followed(
         victim = folders.home / "victim"
         victim.write_text("secret")
         victim.chmod(0o600)
-        empty = daemon_folders.empty
+        empty = host_daemons.empty
 
         def empty_slowly(folder: Path) -> None:
             empty(folder)
             (folder / "log").symlink_to(victim)
 
-        monkeypatch.setattr(daemon_folders, "empty", empty_slowly)
+        monkeypatch.setattr(host_daemons, "empty", empty_slowly)
         os.kill(first.pid, signal.SIGKILL)
         await it.another(first)
         await it.ready()

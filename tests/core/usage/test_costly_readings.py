@@ -11,7 +11,7 @@ import pytest
 
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.usage.collector import CachedUsage, NodeUsage
-from metagpu.plugins.metrics.sensor_reader import DetailedSensorReader
+from metagpu.plugins.metrics.exporter import DetailedSensorReader
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.nvml.library import SimLibrary
 from tests.core.usage.test_collector import Ground, ground

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metagpu.plugins.http import server as http
-from metagpu.plugins.http.address import ALL_ADDRESSES, ListenAddress
+from metagpu.plugins.http.address import ALL_ADDRESSES, HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse, HttpStream
 from metagpu.plugins.http.server import CONNECTIONS, PageServer
-from metagpu.plugins.http.timing import HttpTiming
 from tests.plugins.http.rig import asked, sent
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import until

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from metagpu.plugins.http import single_flight as module
-from metagpu.plugins.http.single_flight import SingleFlight
+from metagpu.plugins.http import server as module
+from metagpu.plugins.http.server import SingleFlight
 from tests.rigs.logs import capture_module_logs
 
 

@@ -35,11 +35,8 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.plugins.metrics import daemon_families as d
 from metagpu.plugins.metrics import families as f
-from metagpu.plugins.metrics import sensor_families
-from metagpu.plugins.metrics.daemon import daemon_samples
-from metagpu.plugins.metrics.event_counters import EventCounters
+from metagpu.plugins.metrics.daemon import EventCounters, daemon_samples
 from metagpu.plugins.metrics.samples import HistogramValue, MetricType
 from metagpu.plugins.metrics.sources import MetricSources, NvmlStatus
 from tests.core.usage.test_report import RULES
@@ -130,7 +127,7 @@ def test_the_front_dra_is_measured_like_a_resource() -> None:
     assert values["metagpu_prepared_claims",] == 3
     call = "metagpu_kubelet_calls_total", "gpu.metagpu.io", "NodePrepareResources"
     assert [values[*call, it] for it in CallOutcome] == [0, 1, 0, 0]
-    durations = [s for s in daemon_samples(it, EventCounters(), 0) if s.family is d.DURATION]
+    durations = [s for s in daemon_samples(it, EventCounters(), 0) if s.family is f.DURATION]
     assert [it.labels for it in durations] == [("NodePrepareResources",)]
     assert values["metagpu_api_server_feature_healthy", "resource-slices"] == 0
 
@@ -148,10 +145,10 @@ def test_every_counter_begins_at_zero() -> None:
     assert absent == {
         f.MIG_DEVICE_FAULTS,  # where a GPU is in MIG mode
         # By reason: from the first one on; calls that were refused begin at zero.
-        *(d.CLAIM_REFUSALS, d.REFUSALS),
-        d.EVENTS_DROPPED,  # where no API server is used
+        *(f.CLAIM_REFUSALS, f.REFUSALS),
+        f.EVENTS_DROPPED,  # where no API server is used
         f.GPU_XIDS,  # by number: from the first one on
-        *sensor_families.FAMILIES,
+        *(f.ENERGY, f.ECC_ERRORS, f.NVLINK_ERRORS, f.PCIE_REPLAYS),  # where sensors are read
         *(f.NAMESPACE_SHARE_SECONDS, f.NAMESPACE_GPU_SECONDS),  # from the first lease on
     } & {it for it in f.FAMILIES if it.type is MetricType.COUNTER}
     values = measured()
@@ -282,7 +279,7 @@ def test_calls_of_the_kubelet() -> None:
     assert values["metagpu_kubelet_restarts_total",] == 1
 
     [spread] = [  # the other calls, which were never made, have no histogram
-        it.value for it in daemon_samples(it, EventCounters(), 0.0) if it.family is d.DURATION
+        it.value for it in daemon_samples(it, EventCounters(), 0.0) if it.family is f.DURATION
     ]
     assert isinstance(spread, HistogramValue)
     assert (sum(spread.counts), spread.bounds) == (3, BUCKET_BOUNDS)

@@ -16,8 +16,8 @@ from metagpu.core.model.mig import MigProfile
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ShareId
 from metagpu.plugins.metrics import dcgm
 from metagpu.plugins.metrics.exposition import PageRenderer
+from metagpu.plugins.metrics.gpus import sensor_samples
 from metagpu.plugins.metrics.samples import MetricType
-from metagpu.plugins.metrics.sensors import sensor_samples
 from tests.core.usage.test_report import A, B, node
 from tests.plugins.metrics.rig import Page, valued
 from tests.plugins.metrics.test_families import DOCS

@@ -15,7 +15,7 @@ from metagpu.core.state.events import (
     XidReported,
 )
 from metagpu.core.state.facts import GpuCordoned, GpuFaulted, GpuRecovered, InstanceFaulted
-from metagpu.plugins.metrics.event_counters import EventCounters
+from metagpu.plugins.metrics.daemon import EventCounters
 from tests.rigs.build import gpu
 
 A, B = gpu(0).id, gpu(1).id

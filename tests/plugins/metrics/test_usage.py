@@ -11,7 +11,7 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.usage.accounting import ContainerUsage, attribute_processes
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.report import ReportRules
-from metagpu.plugins.metrics.usage import freeze_limits, usage_samples
+from metagpu.plugins.metrics.gpus import freeze_limits, usage_samples
 from metagpu.sim.machine.containers import container_of
 from tests.core.usage.test_report import ALICE, BOB, RULES, A, B, node
 from tests.plugins.metrics.rig import valued

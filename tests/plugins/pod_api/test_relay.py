@@ -13,7 +13,7 @@ import pytest
 
 from metagpu.core.contracts.host import Peer
 from metagpu.core.runtime.rate_limit import TokenBucket
-from metagpu.host.socket_peer import read_peer
+from metagpu.host.processes import read_peer
 from metagpu.plugins.pod_api.relay import callers, relay
 from metagpu.plugins.pod_api.relay.open_calls import EVENT_READ, EVENT_WRITE, Call, OpenCalls
 from metagpu.plugins.pod_api.relay.turns import Pace, Turns

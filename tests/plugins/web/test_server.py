@@ -16,11 +16,9 @@ import msgspec
 import pytest
 
 from metagpu.plugins import web
-from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.server import CONNECTIONS, STREAMS
-from metagpu.plugins.http.timing import HttpTiming
-from metagpu.plugins.web.page_files import PATHS
-from metagpu.plugins.web.server import HEADERS, WebServer
+from metagpu.plugins.web.server import HEADERS, PATHS, WebServer
 from tests.plugins.http.rig import exchanged
 from tests.rigs.waiting import until
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.host.service_manager import report_state
+from metagpu.host.service import report_state
 
 
 @contextmanager
