@@ -163,7 +163,7 @@ def start(
     options = {
         **({"--simulate": simulate} if simulate else {}),
         "--config": file,
-        # An older tree may not know this option, and has no front that would use the machine's own.
+        # An older tree may not know this option, nor have a DRA driver that needs it.
         **({"--kubelet-root": directory} if root == HERE else {}),
         "--kubelet-dir": directory / "kubelet",
         "--pod-resources": pod_resources or directory / "none.sock",

@@ -457,7 +457,7 @@ def test_a_surge_takes_over(helm: str) -> None:
             ",".join(["dra.enabled=true", *(f"features.{it}=false" for it in Feature)]),
             "dra.enabled: ResourceSlices and ResourceClaims are at the API server",
         ),
-        ("dra.extendedResources={nvidia.com/gpu}", "front dra; set dra.enabled=true"),
+        ("dra.extendedResources={nvidia.com/gpu}", "devices of DRA; set dra.enabled=true"),
         ("dra.enabled=true,dra.extendedResources={gpu}", "/dra/extendedResources/0"),
         (
             "metrics.port=0,metrics.serviceMonitor.enabled=true,updateStrategy.type=OnDelete",

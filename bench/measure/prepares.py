@@ -30,7 +30,7 @@ _POOL: Final = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: fraction, sharesPerGpu: 100}]
 """
 _TIMEOUT: Final = 60.0
@@ -78,7 +78,7 @@ async def _prepares(plan: Plan) -> list[Figure]:
 
 
 async def _cluster_memory(server: SimApiServer) -> float:
-    """Return the memory of the cluster plugin, its client included, without the front DRA."""
+    """Return the memory of the cluster plugin, its client included, without the DRA driver."""
     resident = []
     for joined in (True, False):
         with daemon.folder() as folder:
@@ -168,7 +168,7 @@ def _get(connection: HTTPConnection, token: str, claim: v1.Claim) -> float:
 
 @asynccontextmanager
 async def _served(server: SimApiServer) -> AsyncIterator[tuple[daemon.Daemon, Path]]:
-    """Run a daemon with the front dra; yield it and the socket of its service."""
+    """Run a daemon with DRA; yield it and the socket of its service."""
     with daemon.folder() as folder, TemporaryDirectory(dir=_MEMORY) as cdi:
         nodes = folder / "dev"
         nodes.mkdir()

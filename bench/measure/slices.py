@@ -27,18 +27,11 @@ _CONFIG: Final = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: whole}
       - {backend: fraction, sharesPerGpu: 100}
       - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb], enableMig: true}
-"""
-_BOTH_FRONTS: Final = """\
-version: metagpu/v1
-pools:
-  - name: all
-    fronts: [device-plugin, dra]
-    backends: [{backend: whole}, {backend: fraction, sharesPerGpu: 100}]
 """
 _SLICES: Final = "resourceslices"
 _CALM: Final = 0.7
@@ -72,19 +65,12 @@ async def _slices(plan: Plan) -> list[Figure]:
                 plan.report("slices: churn")
                 churn = await _churn(server, subject, plan)
 
-    plan.report("slices: churn under both fronts")
-    server = SimApiServer()
-    server.add_node(_NODE)
-    async with server.running(), _registering(server, _BOTH_FRONTS) as (subject, _):
-        await server.until(partial(_are_published, server), within=_TIMEOUT)
-        in_turns = await _churn(server, subject, plan)
     return [
         registered.figure(f"registration to the slices of {_GPUS} GPUs with MIG", target=1000),
         registered.worst("registration to the slices, worst"),
         changed.figure(f"change of one GPU of {_GPUS} to its slice", target=100),
         changed.worst("change of one GPU to its slice, worst"),
         _written(f"{_GPUS} GPUs changing all the time", churn),
-        _written(f"{_GPUS} GPUs in turns, both fronts, changing all the time", in_turns),
     ]
 
 

@@ -30,7 +30,7 @@ class AgentCommands:
     Attributes:
         cluster: the API server's side, `None` without one.
         privileges: reports the capabilities, held and needed.
-        resource_claims: reports the front DRA, `None` where no pool has it.
+        resource_claims: reports the DRA driver, `None` where no pool has it.
         recent_events: returns the last events of the node, for viewers.
     """
 

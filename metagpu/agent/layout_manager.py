@@ -23,7 +23,7 @@ from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
 from metagpu.core.layout.layout import Layout, build_layout, check_fit
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.device_nodes import DeviceNodes
@@ -86,7 +86,7 @@ class LayoutManager:
             check_fit(new, layout)
         try:
             injection = config.root.injection(self._injection(nodes))
-            by_claims = any(Front.DRA in pool.fronts for pool in config.root.pools)
+            by_claims = any(pool.api is Api.DRA for pool in config.root.pools)
             await self.cdi_file.update(injection.by_own_cdi if by_claims else injection)
         except CdiError as error:
             problem, path = str(error), "pools" if by_claims else "deviceListStrategy"

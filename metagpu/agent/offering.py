@@ -75,8 +75,8 @@ class Offering:
         gc.freeze()
 
         gpus = self.registry.snapshot.gpus.values()
-        if succession is None and any(state.has_both_fronts for state in gpus):
-            # The kubelet knows nothing of what claims hold: it would give it to other pods.
+        if succession is None:
+            # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
             await self.claims_read.wait()
         if any(state.can_conflict for state in gpus):
             # An older pod may hold what the kubelet would give to another pod. A kubelet that is up

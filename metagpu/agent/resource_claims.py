@@ -1,4 +1,4 @@
-"""The front DRA of the agent; its modules are loaded only where a pool has it."""
+"""The DRA driver of the agent; its modules are loaded only where a pool has it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,14 +14,14 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
-    from metagpu.plugins.dra.front import DraFront
+    from metagpu.plugins.dra.driver import DraDriver
 
 _CLIENT: Final = "metagpu.plugins.cluster.client"
 _ACCOUNT: Final = "dra_manager_state"
@@ -30,7 +30,7 @@ _REGISTRATION: Final = 10.0
 """The longest wait for the kubelet before the first slice, in seconds."""
 _POLL: Final = 0.05
 _NO_API_SERVER: Final = (
-    "a pool has the front dra, and ResourceClaims are read from the API server: give --node-name "
+    "a pool has `api: dra`, and ResourceClaims are read from the API server: give --node-name "
     "and --kubeconfig, or run in a pod with a service account"
 )
 
@@ -38,34 +38,44 @@ log = structlog.get_logger()
 
 
 class ResourceClaims:
-    """Runs the front DRA while a pool has it, or claims of before are held."""
+    """Runs the DRA driver while a pool has it, or claims of before are held."""
 
     def __init__(self, context: NodeContext, layout_manager: LayoutManager) -> None:
         self.context = context
         self.layout_manager = layout_manager
         self.settings = context.cluster_settings
-        self._front: DraFront | None = None
+        self._serving: DraDriver | None = None
         self._client: KubeClient | None = None
         self._held = False
+        self._leases_read = anyio.Event()
 
     async def read_leases(self) -> None:
         """Begin the leases of prepared claims, before anything else is granted."""
         if await to_thread.run_sync(self._may_have_claims):
             account = await self._build(self._driver).account.read_leases()
             self._held = account is not None and account.has_claims_of_ours
+        self._leases_read.set()
 
     async def run(self) -> None:
-        """Serve claims while a pool has the front, under the driver's present name."""
+        """Serve claims while a pool has DRA, under the driver's present name."""
         with self.context.registry.events.subscribe(LayoutApplied) as events:
             while True:
                 driver = self._driver if self._wanted else None
                 async with anyio.create_task_group() as group:
                     if driver is not None:
                         group.start_soon(self._serve, driver)
+                    else:
+                        group.start_soon(self._wait_held, group.cancel_scope)
                     async for _ in events:
                         if driver != (self._driver if self._wanted else None):
                             break
                     group.cancel_scope.cancel()
+
+    async def _wait_held(self, idle: anyio.CancelScope) -> None:
+        """End the idle time once claims are known to be held: they need the driver too."""
+        await self._leases_read.wait()
+        if self._wanted:
+            idle.cancel()
 
     async def wait_registered(self) -> None:
         """Wait until the kubelet has the driver.
@@ -77,20 +87,20 @@ class ResourceClaims:
                 await anyio.sleep(_POLL)
 
     def report(self) -> Mapping[str, Any] | None:
-        """Return the state of the front, `None` where no pool has it."""
-        if self._front is None:
+        """Return the state of the driver, `None` where no pool has it."""
+        if self._serving is None:
             return None
         problem = None if self.settings else _NO_API_SERVER
-        report = self._front.report()
+        report = self._serving.report()
         return {**report, "problem": problem or report["problem"]}
 
     def requests_of(self, uid: str) -> Mapping[ShareId, str]:
         """Return the request of each share of a claim that has several."""
-        return self._front.preparer.requests_of(uid) if self._front is not None else {}
+        return self._serving.preparer.requests_of(uid) if self._serving is not None else {}
 
     @property
     def _is_registered(self) -> bool:
-        return self._front is not None and self._front.registration.status.registered
+        return self._serving is not None and self._serving.registration.status.registered
 
     @property
     def _driver(self) -> str:
@@ -100,9 +110,9 @@ class ResourceClaims:
     def _wanted(self) -> bool:
         snapshot = self.context.registry.snapshot
         leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
-        prepared = self._front is not None and bool(self._front.preparer.states.prepared)
+        prepared = self._serving is not None and bool(self._serving.preparer.states.prepared)
         self._held = self._held or prepared or any(it.resource_claim is not None for it in leases)
-        return bool(snapshot.offers_of(Front.DRA)) or (self._held and bool(snapshot.offers))
+        return bool(snapshot.offers_of(Api.DRA)) or (self._held and bool(snapshot.offers))
 
     def _may_have_claims(self) -> bool:
         """Return whether the kubelet's account names claims of ours, or cannot be read."""
@@ -115,12 +125,12 @@ class ResourceClaims:
             return True
         return any(it in account for it in _OUR_CLAIMS)
 
-    def _build(self, driver: str) -> "DraFront":
+    def _build(self, driver: str) -> "DraDriver":
         from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch
-        from metagpu.plugins.dra.front import DraFront  # noqa: PLC0415 - as said
+        from metagpu.plugins.dra.driver import DraDriver  # noqa: PLC0415 - as said
 
         manager = self.layout_manager
-        return DraFront(
+        return DraDriver(
             registry=self.context.registry,
             driver=driver,
             node=self.context.node,
@@ -140,7 +150,7 @@ class ResourceClaims:
     async def _serve(self, driver: str) -> None:
         if self.settings is None:
             log.error("no api server for resource claims", fix=_NO_API_SERVER)
-        self._front = self._build(driver)
+        self._serving = self._build(driver)
         try:
             async with AsyncExitStack() as stack:
                 if (settings := self.settings) is not None:
@@ -153,9 +163,9 @@ class ResourceClaims:
 
                     opened = open_client(settings.kubeconfig, run_command, settings.timing)
                     self._client = await stack.enter_async_context(opened)
-                await self._front.run()
+                await self._serving.run()
         finally:
-            self._front = self._client = None
+            self._serving = self._client = None
 
     async def _read_claim(self, claim: ResourceClaimRef) -> Mapping[str, Any]:
         if self._client is None:

@@ -12,7 +12,7 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.predecessor import Predecessor
 from metagpu.core.errors import TakeoverFailed
 from metagpu.core.health.fault_note import FaultNote
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import LeasesHandedOver
@@ -73,7 +73,7 @@ class Takeover:
         began = anyio.current_time()
         await self._apply(state)
         await self._wait_ready()
-        offers = self.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
+        offers = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
         self.succession = Succession(offers.keys() & set(state.listed), predecessor)
         self.granted.set()
         await self._wait_listed(self.succession)

@@ -149,7 +149,7 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         action="append",
         default=[],
         help="also refuse a resource of the device plugin that a DeviceClass of this manifest has "
-        "as its extendedResourceName, where a pool has the front `dra`; `-` for stdin",
+        "as its extendedResourceName, where a pool has `api: dra`; `-` for stdin",
     )
     add_output(it)
     add_choice(it)

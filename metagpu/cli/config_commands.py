@@ -20,7 +20,7 @@ from metagpu.core.devices.extended_resources import (
 )
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.display.encoding import encode
 from metagpu.plugins.control.client import send_request
 
@@ -132,7 +132,7 @@ def _with_classes(checked: Checked, classes: Mapping[str, Sequence[ExtendedResou
         return checked
     config = checked.loaded.config
     driver, built = config.root.dra.driver, config.build_backends(Injection())
-    if not any(Front.DRA in pool.front_set for pool, _ in built):
+    if not any(pool.api is Api.DRA for pool, _ in built):
         return checked  # nothing is published here that a class could select
     errors = [
         config.error(
@@ -146,7 +146,7 @@ def _with_classes(checked: Checked, classes: Mapping[str, Sequence[ExtendedResou
         for file, found in classes.items()
         if (taken := classes_of_driver(found, driver))
         for number, (pool, backends) in enumerate(built)
-        if Front.DEVICE_PLUGIN in pool.front_set
+        if pool.api is Api.DEVICE_PLUGIN
         for place, backend in enumerate(backends)
         for resource in backend.resources
         if resource in taken

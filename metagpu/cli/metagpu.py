@@ -151,7 +151,7 @@ def _explain(args: argparse.Namespace) -> int:
     import anyio
 
     from metagpu.cli.config_commands import print_notes
-    from metagpu.core.model.offers import Front
+    from metagpu.core.model.offers import Api
     from metagpu.core.reports.status import explain_report
     from metagpu.display.status import show, show_explanation
 
@@ -162,7 +162,7 @@ def _explain(args: argparse.Namespace) -> int:
     anyio.run(agent.survey_once)
     snapshot = agent.registry.snapshot
     explained = explain_report(snapshot, agent.layout)
-    if snapshot.offers_of(Front.DRA):
+    if snapshot.offers_of(Api.DRA):
         explained["resourceSlices"] = _slices(agent)
     if args.claim:
         explained["claims"] = _claim_fits(args.claim, agent, explained.get("resourceSlices", ()))

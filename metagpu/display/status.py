@@ -286,20 +286,20 @@ def _mixed_gpus(gpus: Sequence[Report]) -> Sequence[Cell]:
 
 
 def _turns(gpus: Sequence[Report]) -> Sequence[Cell]:
-    """Return a line for the GPUs of each turn: who offers them now, and who next."""
+    """Return a line for the idle GPUs of each turn: who offers them now, and who next."""
     found: dict[str, list[str]] = {}
     for gpu in gpus:
         if (turn := gpu.get("turn")) is None:
             continue
-        free = "the free shares are" if gpu.get("owner") else "idle,"
-        both = len(gpu.get("fronts", ())) > 1
-        reason = "both fronts have it" if both else "several backends share it"
-        text = f"{free} offered by {turn['backend']} now"
+        text = f"offered by {turn['backend']} now"
         if turn["next"] not in ("", turn["backend"]):
             text += f", by {turn['next']} in {turn['nextIn']:g} s"
-        found.setdefault(f"{text}, as {reason}", []).append(str(gpu["index"]))
+        found.setdefault(text, []).append(str(gpu["index"]))
 
-    return [Cell(f"GPU {', '.join(indices)}: {text}") for text, indices in found.items()]
+    return [
+        Cell(f"GPU {', '.join(indices)}: idle, {text}, as several backends share it")
+        for text, indices in found.items()
+    ]
 
 
 def _unused_pools(pools: Mapping[str, str]) -> Sequence[Cell]:

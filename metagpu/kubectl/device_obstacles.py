@@ -35,7 +35,7 @@ def _obstacle(option: DeviceOption, report: Report) -> Found | None:
     if option.count > total:
         offered = f"{total or 'no'} devices of {name} are offered there"
         reason = f"{offered}, and {option.count} requested"
-        fix = "ask for another class, or give a pool `fronts: [dra]`: docs/dra.md"
+        fix = "ask for another class, or give a pool `api: dra`: docs/dra.md"
         return Obstacle.NOT_OFFERED, reason, fix
     if option.count > free:
         reason = f"{free} of {total} devices of {name} are free, and {option.count} are requested"

@@ -94,7 +94,7 @@ def claim_pod(
 def offer_by_labels(node: NodeOffer) -> NodeOffer:
     """Return a Node with what its labels name, and its device plugins do not count.
 
-    A pool with the front DRA alone has labels and no extended resource.
+    A pool with `api: dra` has labels and no extended resource.
     """
     counted = dict(node.allocatable)
     for label in node.labels:

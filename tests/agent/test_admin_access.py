@@ -122,9 +122,9 @@ async def test_the_specification_ends_with_the_last_claim_that_looks(tmp_path: P
 
     async with at_work(tmp_path) as it:
         assert it.resolves(names(answer))
-        front = it.scene.agent.resource_claims._front
-        assert front is not None
-        assert front.preparer.states.prepared
+        driver = it.scene.agent.resource_claims._serving
+        assert driver is not None
+        assert driver.preparer.states.prepared
         it.write_account({})
 
     async with at_work(tmp_path):

@@ -109,15 +109,6 @@ async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) ->
         assert await mixed_of(it) == []
 
 
-async def test_pools_with_the_front_dra_give_both_gpus(tmp_path: Path) -> None:
-    """They use CDI whatever the strategy is: there is neither a status line nor an Event."""
-    fronts = ", offer: all, fronts: [device-plugin, dra], backends"
-    text = TWO.replace("STRATEGY", "envvar").replace(", backends", fronts)
-    async with both_granted(tmp_path, text) as (it, options):
-        assert len(options.cdi_devices) == 2
-        assert await mixed_of(it) == []
-
-
 async def test_containers_of_one_resource_each_are_no_mixed_request(tmp_path: Path) -> None:
     """Two containers of a pod, each with its own resource, see their GPUs."""
     text = TWO.replace("STRATEGY", "envvar")

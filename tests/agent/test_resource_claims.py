@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from metagpu.core.devices.devices import devices_of, pool_name
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -28,14 +28,15 @@ from tests.plugins.dra.rig import DRIVER, KubeletCalls
 from tests.rigs.agent import QUICK, Scene, agent_at_work
 from tests.rigs.cdi import CdiRefusedError, host, resolve_nodes
 from tests.rigs.mig import a_node, hurry, placements, until
+from tests.rigs.mig import pod as mig_pod
 
-CLAIMS = QUICK.replace("    backends:", "    fronts: [dra]\n    backends:")
+CLAIMS = QUICK.replace("    backends:", "    api: dra\n    backends:")
 MANY = """
 version: metagpu/v1
 health: {quietPeriod: 100ms, rescanPeriod: 100ms}
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: mps}, {backend: whole}, {backend: timeslice, replicas: 4}]
 """
 NVIDIA = "gpu.nvidia.com"
@@ -44,8 +45,21 @@ version: metagpu/v1
 health: {quietPeriod: 100ms, rescanPeriod: 100ms}
 pools:
   - name: mig
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, profiles: [2g.10gb, 7g.40gb], keepWarm: 100ms}]
+"""
+
+BOTH_APIS = """
+version: metagpu/v1
+health: {quietPeriod: 100ms, rescanPeriod: 100ms}
+pools:
+  - name: limits
+    gpus: {index: 0}
+    backends: [{backend: mig, profiles: [2g.10gb]}]
+  - name: claims
+    gpus: {index: 1}
+    api: dra
+    backends: [{backend: mig, profiles: [2g.10gb], resource: example.com/mig-2g}]
 """
 
 
@@ -175,7 +189,7 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
 
         await anyio.Path(scene.config_file).write_text(QUICK)
         await agent.reload()
-        await scene.wait_snapshot(lambda now: not now.offers_of(Front.DRA))
+        await scene.wait_snapshot(lambda now: not now.offers_of(Api.DRA))
         assert await it.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
@@ -184,10 +198,10 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
 async def test_nothing_is_offered_before_the_claims_of_before_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under both fronts: the kubelet would give what they hold to pods."""
-    both = CLAIMS.replace("[dra]", "[device-plugin, dra]")
-    several = both.replace("10}]", "10}, {backend: timeslice, replicas: 4}]")
-    async with at_work(tmp_path, several) as it:
+    """A pool may have another API after a restart: the kubelet would give them to pods."""
+    several = QUICK.replace("10}]", "10}, {backend: timeslice, replicas: 4}]")
+    by_claims = several.replace("    backends:", "    api: dra\n    backends:")
+    async with at_work(tmp_path, by_claims) as it:
         claim = it.allocate("fraction", shares=5)
         answer = (await it.prepare(claim))[claim.uid]
         held = {str(share) for share in it.scene.state(0).leases}
@@ -214,6 +228,28 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
         assert {str(share) for share in it.scene.state(0).leases} == held
         assert not any(held & healthy for healthy in lists)
         assert (await it.prepare(claim))[claim.uid] == answer
+
+
+async def test_instances_are_created_by_limits_on_one_gpu_and_by_claims_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node has pools of both APIs: a pod with limits and one with a claim have an instance."""
+    hurry(monkeypatch)
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true, count: 2}")
+    async with at_work(tmp_path, BOTH_APIS, node) as it:
+        await it.scene.kubelet.wait_for(
+            lambda: it.scene.kubelet.allocatable().get("nvidia.com/mig-2g.10gb", 0) > 0
+        )
+        await it.scene.kubelet.admit(mig_pod("by-limits"))
+        claim = it.allocate("mig-2g10gb-4")
+        names = await it.prepared(claim)
+
+        assert len(placements(node, 0)) == 1
+        assert placements(node, 1) == ["2g.10gb@4"]
+        assert it.resolves(names)
+        assert "example.com/mig-2g" not in it.scene.kubelet.allocatable()
+        [by_limits], [by_claim] = (it.scene.state(index).leases.values() for index in (0, 1))
+        assert (by_limits.resource_claim, by_claim.resource_claim) == (None, claim)
 
 
 async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> None:

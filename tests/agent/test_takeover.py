@@ -511,7 +511,7 @@ pools:
   - {name: plugin, gpus: {index: 0}, backends: [{backend: fraction, sharesPerGpu: 200, offer: all}]}
   - name: claims
     gpus: {index: 1}
-    fronts: [dra]
+    api: dra
     backends: [{backend: fraction, resource: metagpu.io/by-claim, sharesPerGpu: 10}]
 """
 
@@ -559,13 +559,13 @@ async def test_resource_claims_change_hands(tmp_path: Path) -> None:
                 assert status["leases"] == []
 
 
-async def test_a_resource_changes_its_front_with_the_daemon(tmp_path: Path) -> None:
-    """A rollout may bring the front DRA and the folder that it needs: no list is waited for."""
+async def test_a_resource_changes_its_api_with_the_daemon(tmp_path: Path) -> None:
+    """A rollout may bring DRA and the folder that it needs: no list is waited for."""
     host(tmp_path, gpus=2)
     kubelet = KubeletCalls(tmp_path)
     roots = ("--dev-root", str(tmp_path), "--cdi-dir")
     async with exchanges(tmp_path, None, "", CONFIG, *roots, "/proc/cdi") as (it, old):
-        text = CONFIG.replace("name: all", "name: all\n    fronts: [dra]")
+        text = CONFIG.replace("name: all", "name: all\n    api: dra")
         assert text != CONFIG
         await anyio.Path(tmp_path / "metagpu.yaml").write_text(text)
         await old.logged("configuration rejected")

@@ -12,7 +12,7 @@ from metagpu.cli.metagpu import main
 CONFIG = """
 version: metagpu/v1
 {dra}
-pools: [{{name: all, fronts: [dra], backends: [{{backend: fraction}}, {{backend: whole}}]}}]
+pools: [{{name: all, api: dra, backends: [{{backend: fraction}}, {{backend: whole}}]}}]
 """
 MANIFEST = """
 apiVersion: resource.k8s.io/v1
@@ -187,11 +187,11 @@ def test_a_field_that_is_null_or_0_is_as_left_out(
     assert (row["fits"], len(row["devices"])) == (True, 1)
 
 
-def test_without_the_front_no_claim_fits(
+def test_without_dra_no_claim_fits(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node whose pools serve the device plugin API alone publishes nothing."""
-    text = CONFIG.format(dra="").replace("fronts: [dra], ", "")
+    text = CONFIG.format(dra="").replace("api: dra, ", "")
     (tmp_path / "metagpu.yaml").write_text(text)
     first, *_ = explained(options, capsys)
     reason = "no device is of the class fraction.metagpu.io"

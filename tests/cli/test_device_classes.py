@@ -11,13 +11,10 @@ from metagpu.cli.metagpu import main
 CONFIG = """\
 version: metagpu/v1
 pools:
-  - name: all
-    fronts: [{fronts}]
-    backends:
-      - {{backend: whole}}
-      - backend: fraction
-        resource: example.com/half
-        sharesPerGpu: 2
+  - {{name: others, gpus: {{index: 0}}, api: {others}, backends: [{{backend: whole}}]}}
+  - name: halves
+    api: {api}
+    backends: [{{backend: fraction, resource: example.com/half, sharesPerGpu: 2}}]
 """
 CLASS = """\
 apiVersion: resource.k8s.io/v1
@@ -50,9 +47,9 @@ LISTED = json.dumps(
 
 @pytest.fixture(name="files")
 def _files(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a configuration of both fronts, and a class with the name of its fractions."""
+    """Return a configuration of both APIs, and a class with the name of its fractions."""
     config, classes = tmp_path / "metagpu.yaml", tmp_path / "classes.yaml"
-    config.write_text(CONFIG.format(fronts="device-plugin, dra"))
+    config.write_text(CONFIG.format(others="dra", api="device-plugin"))
     classes.write_text(OURS)
     return config, classes
 
@@ -67,7 +64,7 @@ def test_a_name_of_a_device_class_is_refused(
 
     assert main(["validate", str(config), "--device-classes", str(classes)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{config}: 8: pools[0].backends[1].resource: example.com/half is ")
+    assert line.startswith(f"{config}: 6: pools[1].backends[0].resource: example.com/half is ")
     assert f"DeviceClass halves ({classes})" in line
     assert "give it another `resource`" in line
 
@@ -80,7 +77,7 @@ def test_the_reason_is_in_the_report(
     assert main(["validate", str(config), "--device-classes", str(classes), "-o", "json"]) == 1
     [report] = json.loads(capsys.readouterr().out)
     [error] = report["errors"]
-    assert (error["reason"], error["line"]) == ("name_taken", 8)
+    assert (error["reason"], error["line"]) == ("name_taken", 6)
 
 
 def test_the_classes_of_metagpu_itself_take_no_name(files: tuple[Path, Path]) -> None:
@@ -128,13 +125,19 @@ def test_kubectls_list_is_read_from_stdin(
 
 
 @pytest.mark.parametrize(
-    ("fronts", "classes"),
-    [("dra", OURS), ("device-plugin", OURS), ("device-plugin, dra", OTHERS)],
+    ("others", "api", "classes"),
+    [
+        ("dra", "dra", OURS),
+        ("device-plugin", "device-plugin", OURS),
+        ("dra", "device-plugin", OTHERS),
+    ],
     ids=["by claims alone", "by limits alone", "another driver's class"],
 )
-def test_a_name_of_one_api_is_good(files: tuple[Path, Path], fronts: str, classes: str) -> None:
+def test_a_name_of_one_api_is_good(
+    files: tuple[Path, Path], others: str, api: str, classes: str
+) -> None:
     """A node that publishes nothing of the class serves the name by the device plugin alone."""
-    files[0].write_text(CONFIG.format(fronts=fronts))
+    files[0].write_text(CONFIG.format(others=others, api=api))
     files[1].write_text(classes)
     assert main(["validate", str(files[0]), "--device-classes", str(files[1])]) == 0
 

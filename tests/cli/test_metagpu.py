@@ -139,12 +139,12 @@ def test_explain_has_the_backends_of_an_idle_gpu(
 def test_explain_has_the_resource_slices(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool of the front DRA shows what would be published; any other has no such table."""
+    """A pool of DRA shows what would be published; any other has no such table."""
     monkeypatch.setenv("COLUMNS", "160")  # the table has room for its longest cell
     file, options = tmp_path / "metagpu.yaml", ["explain", "--simulate", "t4:1"]
     file.write_text(
         "version: metagpu/v1\n"
-        "pools: [{name: all, fronts: [dra], backends: [{backend: fraction}, {backend: whole}]}]\n"
+        "pools: [{name: all, api: dra, backends: [{backend: fraction}, {backend: whole}]}]\n"
     )
     assert main([*options, "--config", str(file)]) == 0
     shown = capsys.readouterr().out

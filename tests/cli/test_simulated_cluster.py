@@ -309,7 +309,7 @@ def test_the_claims_of_the_page(tmp_path: Path) -> None:
 def test_a_claim_waits_for_the_end_of_another(tmp_path: Path) -> None:
     """The commands tell what became of a claim, and a claim that waits gets what another had."""
     (tmp_path / "metagpu.yaml").write_text(
-        "version: metagpu/v1\npools: [{name: all, fronts: [dra], backends: [{backend: whole}, "
+        "version: metagpu/v1\npools: [{name: all, api: dra, backends: [{backend: whole}, "
         "{backend: fraction}]}]\n"
     )
     options = ("--config", f"{tmp_path / 'metagpu.yaml'}", "--simulate", "t4:1")

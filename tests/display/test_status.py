@@ -59,19 +59,6 @@ def test_a_status_names_who_offers_idle_gpus_and_who_is_next(
     assert out.count("offered by") == 1
 
 
-def test_a_status_names_the_front_that_has_free_shares(capsys: pytest.CaptureFixture[str]) -> None:
-    """A GPU in use has turns too where its pool has both fronts."""
-    both = {"fronts": ["device-plugin", "dra"]}
-    turn = {"backend": "dra", "withdrawn": False, "next": "mps", "nextIn": 2.5}
-    used = {**gpu_report(HELD), **both, "turn": turn}
-    idle = {**gpu_report(), **both, "turn": turn, "index": 1}
-    show_status({"resources": {}, "gpus": [used, idle], "leases": []})
-
-    out = " ".join(capsys.readouterr().out.split())
-    assert "GPU 0: the free shares are offered by dra now, by mps in 2.5 s, as both fronts" in out
-    assert "GPU 1: idle, offered by dra now, by mps in 2.5 s, as both fronts have it" in out
-
-
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_a_status_has_reasons_below_its_table(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -151,8 +138,8 @@ def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[s
 def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of the CDI file and of the libraries each have a line; otherwise none."""
     well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
-    front = {"driver": "gpu.metagpu.io", "problem": "refused", "crowded": ["GPU 0 serves 2"]}
-    show_status({**well, "dra": front})
+    dra = {"driver": "gpu.metagpu.io", "problem": "refused", "crowded": ["GPU 0 serves 2"]}
+    show_status({**well, "dra": dra})
     printed = capsys.readouterr().out
     assert "DRA driver gpu.metagpu.io: refused" in printed
     assert "GPU 0 serves 2" in printed

@@ -225,8 +225,8 @@ class ClaimsNode:
         )
 
     def _registered(self) -> bool:
-        front = self.daemon.status()["dra"]  # none until the daemon has its configuration
-        return front is not None and front["registered"] is True
+        dra = self.daemon.status()["dra"]  # none until the daemon has its configuration
+        return dra is not None and dra["registered"] is True
 
     def slices(self) -> dict[str, Document]:
         """Return all ResourceSlices, by name."""

@@ -35,7 +35,7 @@ BY_MEMORY = """\
 version: metagpu/v1
 pools:
   - name: by-memory
-    fronts: [dra]
+    api: dra
     backends: [{backend: fraction, resource: cnvrg.io/gpu-memory, memoryUnit: 1Gi}]
 """
 PROFILES = ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")

@@ -21,11 +21,11 @@ version: metagpu/v1
 pools:
   - name: slices
     gpus: {index: 0}
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, layout: {3g.20gb: 2}, replicas: 2}]
   - name: mps
     gpus: {index: 1}
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, layout: {3g.20gb: 2}, mps: {replicas: 4}}]
 """
 GPUS = "{model: a100-40gb, count: 2, mig: true, provisioning: {duration: 100ms}}"

@@ -42,10 +42,10 @@ version: metagpu/v1
 pools:
   - name: mig
     gpus: {{index: 0-1}}
-    fronts: [dra]
+    api: dra
     backends: [{{backend: mig, profiles: [{", ".join(PROFILES)}], enableMig: true}}]
   - name: shared
-    fronts: [dra]
+    api: dra
     backends:
       - {{backend: whole}}
       - {{backend: fraction}}

@@ -1,71 +1,70 @@
 """Pods with ResourceClaims of four backends come and go, while everything restarts at random."""
 
+import json
 import os
 import random
 import shutil
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import ClassVar
 
+import anyio
 import pytest
 
-from tests.e2e.claims import shares
-from tests.e2e.cluster import RESOURCE, Cluster
-from tests.e2e.fake_node import DRIVER, capacity, dra_objects, exactly
-from tests.e2e.instances import MigNode, mig_node
+from metagpu.core.model.claim_device import parse_claim_device
+from metagpu.plugins.kubelet.pb import v1
+from tests.e2e.claims import pod as claiming_pod
+from tests.e2e.claims import resource_claim, shares
+from tests.e2e.cluster import NAMESPACE, Cluster
+from tests.e2e.fake_node import DRIVER, dra_objects, exactly
+from tests.e2e.instances import (
+    MigNode,
+    is_settled,
+    is_unschedulable,
+    list_pod_resources,
+    mig_node,
+    overlap,
+)
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.device_files import make_mig_device_files
 from tests.e2e.rig.errors import RigError
+from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
-from tests.e2e.test_both_fronts import (
-    MPS,
-    SETTLED_S,
-    SLICED,
-    STARTING,
-    WHOLE,
-    FrontsCrowd,
-    Wanted,
-)
+from tests.e2e.test_mig_arrivals import Crowd, running
 
 ARRIVALS = int(os.environ.get("ARRIVALS") or 120)
 """500 by hand; 120 take a few minutes."""
 PROFILES = ("1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb")
-SHARED = f"""\
-      - {{backend: fraction, resource: {RESOURCE}, sharesPerGpu: 100}}
-      - {{backend: whole, resource: {WHOLE}}}
-      - {{backend: timeslice, resource: {SLICED}, replicas: 4}}
-"""
-CLAIMS_ALONE = f"""\
+CONFIGURATION = f"""\
 version: metagpu/v1
 pools:
   - name: mig
     gpus: {{index: 4}}
-    fronts: [dra]
+    api: dra
     backends: [{{backend: mig, profiles: [{", ".join(PROFILES)}], keepWarm: 1s}}]
   - name: shared
-    fronts: [dra]
+    api: dra
     backends:
-{SHARED}"""
-BOTH_FRONTS = f"""\
-version: metagpu/v1
-pools:
-  - name: shared
-    fronts: [device-plugin, dra]
-    backends:
-{SHARED}      - {{backend: mps, resource: {MPS}}}
+      - {{backend: fraction, sharesPerGpu: 100}}
+      - {{backend: whole}}
+      - {{backend: timeslice, replicas: 4}}
 """
-"""MIG devices have one front."""
-GPUS = {
-    CLAIMS_ALONE: "{model: a100-40gb, count: 4}, "
-    "{model: a100-40gb, mig: true, provisioning: {duration: 100ms, computeDuration: 50ms}}",
-    BOTH_FRONTS: "{model: a100-40gb, count: 4}",
-}
+GPUS = (
+    "{model: a100-40gb, count: 4}, "
+    "{model: a100-40gb, mig: true, provisioning: {duration: 100ms, computeDuration: 50ms}}"
+)
+WEIGHTS = {"part": 6, "whole": 2, "time-slice": 4, "mig": 6}
+CLAIMS = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims"
+STARTING, FULL, WAITING = 4, 12, 3
+REFUSED_CLAIM = "resource claim refused"
+"""The daemon's event of a claim that it did not prepare."""
+SETTLED_S = 60.0
 MIG_GPU = 4
-MAY_LOSE = 1 / 4
-"""The part of pods with `limits` that a kubelet without a plugin may refuse: 11 of 57 were."""
 BETWEEN = 10
 """Arrivals between two restarts, about."""
 LONGEST_S = 240.0
@@ -73,10 +72,8 @@ LONGEST_S = 240.0
 
 
 @pytest.fixture
-def shared_node(
-    node: Node, daemon: Daemon, account: tuple[str, ...], request: pytest.FixtureRequest
-) -> Iterator[MigNode]:
-    """Run the daemon with ResourceClaims alone or with both fronts."""
+def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[MigNode]:
+    """Run the daemon with ResourceClaims of four backends."""
     cluster = Cluster(node, daemon)
     cluster.clear()
     make_mig_device_files(daemon.device_root, [MIG_GPU])
@@ -86,8 +83,8 @@ def shared_node(
             # The account's options have GPUs too, and the last ones count.
             mig_node(
                 cluster,
-                request.param,
-                GPUS[request.param],
+                CONFIGURATION,
+                GPUS,
                 *(*account, *daemon.simulate("")),
                 driver=driver_of(cluster),
             ) as it,
@@ -163,60 +160,112 @@ def reboot(cluster: Cluster) -> None:
 RESTARTS["node"] = reboot
 
 
-def checked(crowd: FrontsCrowd) -> bool:
+def checked(crowd: "ClaimsCrowd") -> bool:
     """Check that nothing is held twice; a kubelet that has just started may not answer yet."""
     crowd.check()
     return True
 
 
-class FourCrowd(FrontsCrowd):
-    """Pods of both fronts, for four backends."""
+@dataclass
+class ClaimsCrowd(Crowd):
+    """Pods with ResourceClaims of four backends.
 
-    weights: ClassVar[Mapping[str, int]] = {"part": 6, "whole": 2, "time-slice": 4, "mps": 4}
+    Attributes:
+        kinds: how many arrivals there were of each kind.
+        log_from: the place in the daemon's log where these arrivals begin.
+    """
 
-    def draw(self) -> Wanted:
-        """Return what the next pod wants of one of the backends."""
-        (kind,) = self.chance.choices(list(self.weights), list(self.weights.values()))
-        amount = self.chance.randint(10, 100)
+    kinds: Counter[str] = field(default_factory=Counter)
+    log_from: int = 0
+
+    def draw(self) -> tuple[str, Document]:
+        """Return the kind of the next pod, and the request of its claim."""
+        (kind,) = self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
         match kind:
             case "whole":
-                return Wanted(kind, exactly("gpu", "gpu.metagpu.io"), WHOLE)
+                return kind, exactly("gpu", "gpu.metagpu.io")
             case "time-slice":
-                return Wanted(kind, exactly("gpu", "timeslice.metagpu.io"), SLICED)
-            case "mps":
-                request = exactly("gpu", "mps.metagpu.io", 1, capacity=capacity(shares=amount))
-                return Wanted(kind, request, MPS, amount)
+                return kind, exactly("gpu", "timeslice.metagpu.io")
             case "mig":
                 (profile,) = self.chance.choices(PROFILES, (8, 6, 4, 2))
                 cel = f"device.attributes['{DRIVER}'].profile == '{profile}'"
                 selectors = [{"cel": {"expression": cel}}]
-                request = exactly("gpu", "mig.metagpu.io", 1, selectors=selectors)
-                return Wanted(kind, request, "")
+                return kind, exactly("gpu", "mig.metagpu.io", 1, selectors=selectors)
             case _:
-                return Wanted(kind, shares(amount), RESOURCE, amount)
+                return kind, shares(self.chance.randint(10, 100))
+
+    def arrive(self) -> None:
+        """Create one more pod with its claim."""
+        name, (kind, request) = f"pod-{self.arrived}", self.draw()
+        self.api.call("POST", CLAIMS, resource_claim(name, request))
+        self.kinds[kind] += 1
+        self.api.create(NAMESPACE, claiming_pod(name, name))
+        self.arrived += 1
+
+    def leave(self, *names: str) -> None:
+        """Delete pods, and the claims that were made for them."""
+        super().leave(*names)
+        for name in names:
+            self.api.call("DELETE", f"{CLAIMS}/{name}")
+
+    def change(self, pods: Mapping[str, Document]) -> None:
+        """End a running pod where many wait or are there; create one where few of them start."""
+        crowded = sum(map(is_unschedulable, pods.values())) >= WAITING
+        if (crowded or len(pods) >= FULL) and (there := running(pods)):
+            self.leave(self.chance.choice(there))
+        if not crowded and sum(map(is_settled, pods.values())) >= len(pods) - STARTING:
+            self.arrive()
+
+    @property
+    def refused_claims(self) -> set[str]:
+        """The claims that were not prepared when the kubelet asked first."""
+        lines = self.node.cluster.daemon.log[self.log_from :].splitlines()
+        return {json.loads(it)["claim"] for it in lines if REFUSED_CLAIM in it}
+
+    def check(self) -> None:
+        """Check that the kubelet gave no share twice to pods that run."""
+        before = set(running(self.api.pods(NAMESPACE)))
+        answer = anyio.run(list_pod_resources)
+        still = before & set(running(self.api.pods(NAMESPACE))) - self.leaving
+        assert list(doubled(answer, still)) == []
 
 
-class ClaimsCrowd(FourCrowd):
-    """Pods with ResourceClaims alone."""
+def doubled(answer: v1.ListPodResourcesResponse, pods: set[str]) -> Iterator[str]:
+    """Yield what two of these pods have, and GPUs that they have in two ways."""
+    holders = defaultdict[str, set[str]](set)
+    ways = defaultdict[str, set[str]](set)
+    for pod in answer.pod_resources:
+        for container in pod.containers if pod.name in pods else ():
+            for share in shares_of(container):
+                gpu, _, slot = share.partition("::")
+                holders[share].add(pod.name)
+                ways[gpu].add("mig" if "@" in slot else slot[:1] or "whole")
+    yield from (
+        f"{one} and {other} overlap"
+        for one, other in combinations(sorted(it for it in holders if "@" in it), 2)
+        if overlap(one, other)
+    )
+    yield from (f"{share}: {names}" for share, names in holders.items() if len(names) > 1)
+    yield from (f"{gpu}: {kinds}" for gpu, kinds in ways.items() if len(kinds) > 1)
 
-    claims_part = 1.0
-    weights: ClassVar[Mapping[str, int]] = {"part": 6, "whole": 2, "time-slice": 4, "mig": 6}
+
+def shares_of(container: v1.ContainerResources) -> Iterator[str]:
+    """Yield the shares that the claims of a container hold."""
+    for resource in container.dynamic_resources:
+        for it in resource.claim_resources:
+            for name in it.cdi_devices:
+                if (found := parse_claim_device(name.name)) is not None:
+                    yield from found.share_ids
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800 + 15 * ARRIVALS)
 @pytest.mark.parametrize(
-    ("shared_node", "crowd_class", "kinds"),
-    [
-        pytest.param(CLAIMS_ALONE, ClaimsCrowd, sorted(RESTARTS), id="claims"),
-        pytest.param(BOTH_FRONTS, FourCrowd, sorted(RESTARTS), id="both-fronts"),
-        pytest.param(CLAIMS_ALONE, ClaimsCrowd, [], id="nothing-restarts"),
-    ],
-    indirect=["shared_node"],
+    "kinds",
+    [pytest.param(sorted(RESTARTS), id="restarts"), pytest.param([], id="nothing-restarts")],
 )
 def test_restarts_amid_random_claims(
     shared_node: MigNode,
-    crowd_class: type[FourCrowd],
     kinds: Sequence[str],
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -229,7 +278,7 @@ def test_restarts_amid_random_claims(
     made: list[str] = []
     due = chance.randint(1, BETWEEN)
     with cluster.node.api() as api:
-        crowd = crowd_class(shared_node, api, chance, log_from=len(cluster.daemon.log))
+        crowd = ClaimsCrowd(shared_node, api, chance, log_from=len(cluster.daemon.log))
         crowd.settled_s = LONGEST_S
         while crowd.arrived < ARRIVALS:
             if kinds and crowd.arrived >= due:
@@ -246,15 +295,13 @@ def test_restarts_amid_random_claims(
         print(
             f"{crowd.arrived} arrivals and {len(made)} restarts in "
             f"{time.monotonic() - began:.0f} s, {dict(crowd.kinds)}; {len(crowd.waited)} waited; "
-            f"refused {dict(crowd.lost)}, {crowd.refused_claims}; {made}"
+            f"refused {crowd.refused_claims}; {made}"
         )
-        record_property("refused", crowd.refused)
+        record_property("refused", len(crowd.refused_claims))
         assert set(made) == set(kinds)
         assert kinds or not crowd.refused_claims, crowd.refused_claims
-        assert len(crowd.kinds) == len(crowd_class.weights) * (
-            2 if crowd_class.claims_part < 1 else 1
-        )
+        assert crowd.kinds.keys() == WEIGHTS.keys()
         crowd.leave(*pods)
         crowd.await_settled(gone=True)
     wait_for("leases to end", lambda: not cluster.daemon.status()["leases"], within_s=SETTLED_S)
-    assert crowd.lost.total() <= MAY_LOSE * (ARRIVALS - len(crowd.claimed)), crowd.lost
+    assert not crowd.lost

@@ -26,7 +26,7 @@ SHARED = """\
 version: metagpu/v1
 pools:
   - name: shared
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: whole}
       - {backend: fraction, sharesPerGpu: 100}
@@ -38,13 +38,13 @@ MIG = """\
 version: metagpu/v1
 pools:
   - name: mig
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 4g.20gb, 7g.40gb]}
 """
 FRACTIONS = """\
 version: metagpu/v1
-pools: [{name: fractions, fronts: [dra], backends: [{backend: fraction}]}]
+pools: [{name: fractions, api: dra, backends: [{backend: fraction}]}]
 """
 PLACES = MEMORY_SLICES | {"4g.20gb": 4}
 """Memory slices of an A100 with 40 GB, by profile."""

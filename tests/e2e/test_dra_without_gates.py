@@ -23,7 +23,7 @@ CONFIGURATION = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: whole}, {backend: fraction}]
 """
 GPUS = 2

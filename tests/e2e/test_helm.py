@@ -44,7 +44,7 @@ NO_KERNEL_MODULE = "MG201"
 
 BY_CLAIMS = """\
 version: metagpu/v1
-pools: [{name: all, fronts: [dra], backends: [{backend: fraction, sharesPerGpu: 100}]}]
+pools: [{name: all, api: dra, backends: [{backend: fraction, sharesPerGpu: 100}]}]
 """
 
 MATRIX = (

@@ -13,7 +13,7 @@ from metagpu.kubectl.program import main as kubectl_metagpu
 POD = "{kind: Pod, metadata: {name: a}, spec: {containers: [{name: a}]}}"
 CONFIG = """
 version: metagpu/v1
-pools: [{name: all, fronts: [dra], backends: [{backend: whole}]}]
+pools: [{name: all, api: dra, backends: [{backend: whole}]}]
 """
 
 

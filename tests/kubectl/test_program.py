@@ -10,12 +10,15 @@ from threading import Event
 from time import sleep
 from typing import Any
 
+import anyio
 import pytest
 import yaml
 from aiohttp import ClientSession, web
 from anyio import to_thread
 
 from metagpu.cli import live
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName
+from metagpu.core.state.facts import SharesClaimed
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.kubectl.agent_pods import KUBELET_FOLDER
 from metagpu.kubectl.program import main
@@ -30,7 +33,11 @@ FRACTION = "fraction.metagpu.io"
 FRACTION_DEVICES = (
     "device.driver == 'gpu.metagpu.io' && device.attributes['gpu.metagpu.io'].type == 'fraction'"
 )
-BOTH_FRONTS = QUICK.replace("    backends", "    fronts: [device-plugin, dra]\n    backends")
+BY_CLAIMS = QUICK.replace("name: all", "name: all\n    gpus: {index: 0}").replace("10}", "20}") + (
+    "  - name: claims\n"
+    "    api: dra\n"
+    "    backends: [{backend: fraction, resource: example.com/parts, sharesPerGpu: 10}]\n"
+)
 AGENT = {"app.kubernetes.io/name": "metagpu"}
 DAEMON_OWNER = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "metagpu", "controller": True}
 DAEMON_VOLUMES = [{"name": "kubelet", "hostPath": {"path": KUBELET_FOLDER}}]
@@ -187,12 +194,12 @@ async def test_why_a_pod_with_resource_claims_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A claim is compared with the devices of each node, and the scheduler's words are there."""
-    async with cluster(tmp_path, capsys, BOTH_FRONTS) as it:
+    async with cluster(tmp_path, capsys, BY_CLAIMS) as it:
         it.add_claiming_pod("small", 10, "cannot allocate all claims")
         it.add_claiming_pod("large", 11)
-        it.add_claiming_pod("many", 1, count=3)
+        it.add_claiming_pod("many", 1, count=2)
         status, out, _ = await it.run("why", "small")
-        assert (status, f"it fits on {NODE}: 2 of 2 devices of {FRACTION} are free" in out) == (
+        assert (status, f"it fits on {NODE}: 1 of 1 devices of {FRACTION} are free" in out) == (
             0,
             True,
         )
@@ -202,8 +209,11 @@ async def test_why_a_pod_with_resource_claims_waits(
         assert status == 1
         assert f"the largest free part of a device of {FRACTION} is 10 shares, and 11 shares" in out
         status, out, _ = await it.run("why", "many")
-        assert (status, f"2 devices of {FRACTION} are offered there, and 3" in out) == (1, True)
-        await it.scene.it.kubelet.admit(SimPod.single("bob", {METAGPU: 10}))
+        assert (status, f"1 devices of {FRACTION} are offered there, and 2" in out) == (1, True)
+        registry = it.scene.it.agent.registry
+        held = registry.snapshot.offers[ResourceName("example.com/parts")].shares.values()
+        other = ResourceClaimRef("default", "other", "1")
+        registry.apply(SharesClaimed(tuple(held)[:3], anyio.current_time(), resource_claim=other))
         status, out, _ = await it.run("why", "small")
         assert (status, "the largest free part" in out, "is 7 shares" in out) == (1, True, True)
 

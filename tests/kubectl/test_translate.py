@@ -523,7 +523,7 @@ DRA = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{BACKEND}]
 """
 
@@ -542,7 +542,7 @@ def test_the_scheduler_allocates_what_a_claim_asks_for(
     backend: str,
     device: tuple[str, dict[str, str]],
 ) -> None:
-    """A pool with the front DRA alone serves the claim, by the slices that its daemon publishes."""
+    """A pool with DRA serves the claim, by the slices that its daemon publishes."""
     config = DRA.replace("BACKEND", backend)
     gpu = mig_gpu() if "mig" in backend else build_gpu(0)
     _, snapshot = offered(gpu, text=config)

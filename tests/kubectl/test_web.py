@@ -24,7 +24,7 @@ from metagpu.kubectl.web import web
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
-from tests.kubectl.test_program import BOTH_FRONTS, Cluster, cluster
+from tests.kubectl.test_program import BY_CLAIMS, Cluster, cluster
 from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU
 from tests.web import views
@@ -144,7 +144,7 @@ async def test_pods_that_wait_by_resource_claims(
 
     Claims are read once for several looks; without the right to read them one line says so.
     """
-    async with cluster(tmp_path, capsys, BOTH_FRONTS) as it:
+    async with cluster(tmp_path, capsys, BY_CLAIMS) as it:
         server = it.scene.server
         it.add_claiming_pod("large", 11, "cannot allocate all claims")
         it.add_claiming_pod("foreign", 1)

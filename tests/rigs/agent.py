@@ -17,7 +17,7 @@ from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
 from metagpu.core.health.watch import DEFAULT_TIMING, HealthTiming
 from metagpu.core.model.driver_roots import RootOptions
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
@@ -71,7 +71,7 @@ class Scene:
 
         def registered() -> bool:
             counted, usable = self.kubelet.capacity(), self.kubelet.allocatable()
-            offers = self.agent.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
+            offers = self.agent.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
             amounts = counted.get(resource, 0), usable.get(resource, 0)
             return amounts == (capacity, allocatable) and offers.keys() <= counted.keys()
 

@@ -130,7 +130,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- fail "dra.enabled: ResourceSlices and ResourceClaims are at the API server; set one of features, as features.pods=true" }}
 {{- end }}
 {{- if and .Values.dra.extendedResources (not .Values.dra.enabled) }}
-{{- fail "dra.extendedResources: their DeviceClasses select devices of the front dra; set dra.enabled=true" }}
+{{- fail "dra.extendedResources: their DeviceClasses select devices of DRA; set dra.enabled=true" }}
 {{- end }}
 {{- if and .Values.drainOnDriverUpgrade (not (include "metagpu.features" .)) }}
 {{- fail "drainOnDriverUpgrade: the operator's labels are read from the API server; set one of features, as features.events=true" }}

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Final
 
@@ -45,7 +45,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             are then free for the other backends of the pool.
         existing: whether the instances that a GPU has when the configuration is applied are
             offered, of any creator, and left as they are; or their slots, as `1g.5gb@4`.
-        resource: names for the instances of a layout, by profile, or one for all.
+        resource: names of the instances, by profile, or one name where there is one profile.
         replicas: how many containers may hold an instance of a layout at once, by profile, or for
             all; they share it by time-slicing.
         mps: the instances of a layout on which containers compute at the same time, each within
@@ -93,8 +93,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             self._check_profiles()
         else:
             self._check_layout(layout)
-            self._check_resources(layout)
             self._check_replicas(layout)
+        self._check_resources()
         if not 1 <= self.deadline <= _MAX_DEADLINE:
             raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_MAX_DEADLINE:g}s")
 
@@ -153,10 +153,6 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             raise ValueError("profiles is empty; give at least one, such as 1g.5gb")
         if len(set(self.profile_names)) != len(self.profile_names):
             raise ValueError("profiles contains a profile twice; leave one of them out")
-        if self.resource is not None:
-            raise ValueError(
-                "resource is for a layout; instances created on demand are named by profile"
-            )
         if self.replicas != 1 or self.fail_requests_greater_than_one:
             raise ValueError(
                 "replicas and failRequestsGreaterThanOne are for a layout; an instance created on "
@@ -176,22 +172,24 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         if self.create is not None:
             raise ValueError("create is for profiles; the instances of a layout exist before")
 
-    def _check_resources(self, layout: Mapping[str, int]) -> None:
-        if isinstance(self.resource, dict):
-            _check_in_layout("resource", self.resource, layout)
+    def _check_resources(self) -> None:
+        names = self.profile_names
+        if isinstance(self.resource, dict) and self.existing is False:
+            _check_known("resource", self.resource, names)
         first: dict[ResourceName, str] = {}
-        for name in layout:
+        for name in names:
             resource = self.resource_of(name)
             if resource in first:
                 raise ValueError(
-                    f"resource {resource} is one name for instances of one size, and layout has "
-                    f"{first[resource]}, {name}; leave resource out, or have one profile"
+                    f"resource {resource} is one name for instances of one size, and is given to "
+                    f"{first[resource]} and {name}; give each profile a name of its own, such as "
+                    f"resource: {{{first[resource]}: {resource}}}"
                 )
             first[resource] = name
 
     def _check_replicas(self, layout: Mapping[str, int]) -> None:
         if isinstance(self.replicas, dict):
-            _check_in_layout("replicas", self.replicas, layout)
+            _check_known("replicas", self.replicas, layout)
         for name in layout:
             if not 1 <= (count := self.replicas_of(name)) <= _MAX_REPLICAS:
                 raise ValueError(f"replicas is {count}; allowed: 1 to {_MAX_REPLICAS}")
@@ -201,12 +199,12 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
                     "time (mps); name other profiles in one of the two"
                 )
         for key, names in (self.mps.profiles_by_key if self.mps else {}).items():
-            _check_in_layout(key, names, layout)
+            _check_known(key, names, layout)
 
 
-def _check_in_layout(key: str, names: Iterable[str], layout: Mapping[str, int]) -> None:
+def _check_known(key: str, names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
-        if name not in layout:
+        if name not in known:
             raise ValueError(
-                f"{key} names {name}, which is not in layout; layout has {', '.join(layout)}"
+                f"{key} names {name}, which this backend does not offer; it has {', '.join(known)}"
             )

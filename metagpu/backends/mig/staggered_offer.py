@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ProvisionedState, Share, ShareId
 from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState
@@ -41,10 +41,10 @@ class OfferStagger:
         """Add the shares not on offer yet; held and just released ones always are.
 
         The scheduler sends a pod for a share that was just released before the kubelet reports
-        its end. The largest profile comes first: smaller ones find room more often. With the front
-        DRA nothing is delayed: the scheduler itself allocates the places one by one.
+        its end. The largest profile comes first: smaller ones find room more often. By DRA
+        nothing is delayed: the scheduler itself allocates the places one by one.
         """
-        if Front.DRA in state.fronts:
+        if state.api is Api.DRA:
             return provisioned
         mine = [share for share in state.shares if share.backend == backend]
         leases = state.leases

@@ -18,11 +18,10 @@ from metagpu.core.config.resource_names import driver_problem, name_problem
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
-from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import PLUGIN_ALONE, Front, Fronts, OfferPolicy
+from metagpu.core.model.offers import Api, OfferPolicy
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.xid_severity import Severity
 
@@ -43,6 +42,10 @@ pools:
 _MAX_POOLS: Final = 64
 _MAX_BACKENDS: Final = 16
 """Of one pool. Every GPU is compared with every pool, and shared by all backends of its own."""
+_TWO_POOLS: Final = (
+    "a pool has one API: make two pools, one with `api: device-plugin` and one with `api: dra`, "
+    "each with GPUs of its own, such as `gpus: {index: 0-3}` and `gpus: {index: 4-7}`"
+)
 _CDI_KIND: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?"
 )
@@ -79,7 +82,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     turns in offering an idle GPU, and each has the option `offer` where nothing else is given.
 
     Attributes:
-        fronts: the APIs of Kubernetes by which pods get the shares.
+        api: the API of Kubernetes by which pods get the shares.
     """
 
     name: str
@@ -88,24 +91,16 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     memory_enforcement: MemoryEnforcement = MemoryEnforcement()
     reason: str = ""
     offer: OfferPolicy = OfferPolicy.EXACT
-    fronts: tuple[Front, ...] = (Front.DEVICE_PLUGIN,)
+    api: Api = Api.DEVICE_PLUGIN
 
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise ValueError("a pool needs a name; messages about its GPUs show it")
-        if not self.fronts or len(self.front_set) != len(self.fronts):
-            allowed = " or ".join(Front)
-            raise ValueError(f"fronts: write {allowed}, or each of them once")
-
-    @property
-    def front_set(self) -> Fronts:
-        """Return the APIs by which pods get the shares, in no order."""
-        return frozenset(self.fronts)
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether its backends take turns: by DRA alone they need none."""
-        return self.offer is OfferPolicy.EXACT and Front.DEVICE_PLUGIN in self.fronts
+        """Return whether its backends take turns; with DRA the scheduler keeps them apart."""
+        return self.offer is OfferPolicy.EXACT and self.api is Api.DEVICE_PLUGIN
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
         """Return why a GPU is not in this pool, `None` for a GPU that is."""
@@ -113,7 +108,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
 
 
 class DraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """The settings of the front DRA.
+    """The settings of DRA.
 
     Attributes:
         driver: the name of the driver. ResourceClaims that are allocated have it: a new name leaves
@@ -176,6 +171,7 @@ class Config:
         self._backends = backends
         self.file = document.file
         self.at_origin: Callable[[ConfigError], ConfigError] = lambda error: error
+        _refuse_fronts(document)
         self.root = document.decode(RootConfig)
         self.options: dict[str, tuple[Options, ...]] = {}
 
@@ -250,18 +246,17 @@ class Config:
                 resource name is not valid.
         """
         built = []
-        names: dict[ResourceName, tuple[str, Fronts]] = {}
+        names: dict[ResourceName, tuple[str, Api]] = {}
 
         for number, pool in enumerate(self.root.pools):
             backends = []
-            # ResourceClaims give a container its GPU by CDI: the pods beside them get it so too.
-            in_pool = injection if pool.front_set == PLUGIN_ALONE else injection.by_own_cdi
+            # ResourceClaims give a container its GPU by CDI.
+            in_pool = injection if pool.api is Api.DEVICE_PLUGIN else injection.by_own_cdi
             for place, options in enumerate(self.options[pool.name]):
                 try:
                     backend = self._backends[options.backend].configured(options, in_pool)
-                    _check_fronts(backend, pool)
                     for resource in backend.resources:
-                        _reserve_name(resource, backend.name, pool.front_set, names)
+                        _reserve_name(resource, backend.name, pool.api, names)
                 except ValueError as error:
                     path, reason = f"pools[{number}].backends[{place}]", ConfigReason.INVALID_VALUE
                     if isinstance(error, _NameError):
@@ -290,31 +285,34 @@ class _NameError(ValueError):
         self.reason = reason
 
 
-def _check_fronts(backend: Backend, pool: Pool) -> None:
-    """Refuse a backend of which a pool cannot have both fronts."""
-    if len(pool.fronts) > 1 and isinstance(backend, Provisions):
-        raise ValueError(
-            f"{backend.name} creates a device for each share, and has one front; write "
-            f"[{Front.DEVICE_PLUGIN}] or [{Front.DRA}] in `fronts`"
-        )
+def _refuse_fronts(document: Document) -> None:
+    """Refuse the key `fronts`, in whose place a pool has `api`."""
+    pools = document.data.get("pools") if isinstance(document.data, Mapping) else None
+    for number, pool in enumerate(pools if isinstance(pools, list) else ()):
+        if not isinstance(pool, Mapping) or "fronts" not in pool:
+            continue
+        given = pool["fronts"]
+        wanted = given[0] if isinstance(given, list) and len(given) == 1 else given
+        fix = f"write `api: {wanted}`" if wanted in tuple(Api) else _TWO_POOLS
+        problem = f"unknown key `fronts`; {fix}"
+        raise document.error(f"pools[{number}].fronts", problem, ConfigReason.UNKNOWN_KEY)
 
 
 def _reserve_name(
     resource: ResourceName,
     backend: str,
-    fronts: Fronts,
-    names: dict[ResourceName, tuple[str, Fronts]],
+    api: Api,
+    names: dict[ResourceName, tuple[str, Api]],
 ) -> None:
     if problem := name_problem(resource):
         problem = f"{resource!r} is no resource name: {problem}"
         raise _NameError(problem, ConfigReason.INVALID_NAME)
 
-    first, its_fronts = names.setdefault(resource, (backend, fronts))
-    if its_fronts != fronts:
+    first, its_api = names.setdefault(resource, (backend, api))
+    if its_api is not api:
         raise _NameError(
-            f"{resource} is offered by a pool with fronts [{', '.join(sorted(its_fronts))}] "
-            f"already and cannot be offered with [{', '.join(sorted(fronts))}] too; give it "
-            "another `resource`, or both pools the same fronts",
+            f"{resource} is offered by a pool with `api: {its_api}` already and cannot be offered "
+            f"with `api: {api}` too; give it another `resource`, or both pools the same `api`",
             ConfigReason.NAME_TAKEN,
         )
     if first != backend:

@@ -25,7 +25,7 @@ class ConfigReason(StrEnum):
     - given_twice: one thing is given twice, such as a key, a pool's name, or a file.
     - conflict: settings contradict each other, or one needs another that is not given.
     - invalid_name: Kubernetes does not allow the name of a resource.
-    - name_taken: a resource would be offered by two backends, or through different fronts.
+    - name_taken: a resource would be offered by two backends, or by both APIs.
     - no_choice: nothing chooses among several profiles, layouts or nodes.
     - unknown_choice: the profile or layout that is chosen does not exist.
     - not_served: metagpu has no backend for a setting.

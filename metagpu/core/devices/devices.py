@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from metagpu.core.model.claim_sharing import ClaimSharing
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import is_mig, share_suffix, slot_of
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.request_errors import SharingUnavailable, UnknownDevice
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -65,9 +65,9 @@ def pool_name(node: str, gpu: GpuId) -> str:
 def devices_of(state: GpuState) -> tuple[Device, ...]:
     """Return the devices of a GPU, in the order in which the scheduler tries them.
 
-    A GPU of a pool without the front DRA has none.
+    A GPU of a pool with another API has none.
     """
-    return _devices(state.shares) if Front.DRA in state.fronts else ()
+    return _devices(state.shares) if state.api is Api.DRA else ()
 
 
 def monitor_device(gpu: GpuId) -> Device:

@@ -20,7 +20,6 @@ from metagpu.core.devices.devices import (
 )
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import share_suffix
-from metagpu.core.model.offers import Front
 from metagpu.core.model.shares import Share, ShareId, count_containers
 from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -32,7 +31,6 @@ UNHEALTHY: Final = "metagpu.io/unhealthy"
 CORDONED: Final = "metagpu.io/cordoned"
 SUSPENDED: Final = "metagpu.io/suspended"
 HELD: Final = "metagpu.io/held"
-OUT_OF_TURN: Final = "metagpu.io/out-of-turn"
 """The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
 
 _COUNTER_SET: Final = "gpu"
@@ -50,7 +48,7 @@ def slices_of(
     *,
     plain: bool = False,
 ) -> dict[GpuId, tuple[SliceSpec, ...]]:
-    """Return the wanted slices of every GPU whose pool has the front DRA.
+    """Return the wanted slices of every GPU whose pool has DRA.
 
     Args:
         snapshot: everything known.
@@ -75,9 +73,8 @@ def gpu_slices(
     pcie_root: str | None = None,
     *,
     plain: bool = False,
-    tainted: bool = True,
 ) -> tuple[SliceSpec, ...]:
-    """Return the wanted slices of one GPU; none without the front DRA.
+    """Return the wanted slices of one GPU; none where its pool has another API.
 
     Args:
         snapshot: everything known.
@@ -86,8 +83,6 @@ def gpu_slices(
         driver: the name of the DRA driver.
         pcie_root: the PCIe root complex of the GPU, `None` if unknown.
         plain: as for `slices_of`.
-        tainted: whether the cluster knows taints. Without them a capacity alone keeps claims from
-            what pods hold.
     """
     state = snapshot.gpus[gpu]
     devices = devices_of(state)
@@ -95,26 +90,16 @@ def gpu_slices(
         devices = tuple(it for it in devices if it.type == WHOLE_TYPE)
     if not devices:
         return ()
-    closed = tainted and not state.open_to_claims
-    contents = _contents(snapshot, state, devices, pcie_root, closed=closed)
+    contents = _contents(snapshot, state, devices, pcie_root)
     pool = {"name": pool_name(node, gpu), "generation": 1, "resourceSliceCount": len(contents)}
     common = {"driver": driver, "nodeName": node, "pool": pool}
     return tuple({**common, **content} for content in contents)
 
 
 def _contents(
-    snapshot: Snapshot,
-    state: GpuState,
-    devices: Sequence[Device],
-    pcie_root: str | None,
-    *,
-    closed: bool,
+    snapshot: Snapshot, state: GpuState, devices: Sequence[Device], pcie_root: str | None
 ) -> list[Mapping[str, Any]]:
-    """Return the slices' own parts: the counters, then devices.
-
-    While the GPU is closed to claims by a taint, the capacity is that of all shares: pods come and
-    go without a write.
-    """
+    """Return the slices' own parts: the counters, then devices."""
     counters = _counters(devices) if len(devices) > 1 else ()
     busy = _busy_shares(state)
     rendered = []
@@ -122,7 +107,7 @@ def _contents(
         attributes = attributes_of(device, state.gpu, snapshot.versions, pcie_root)
         part: dict[str, Any] = {"name": device.name, "attributes": attributes}
         free = _free_shares(device, snapshot, state, busy)
-        if capacity := _capacity(device, state, 0 if closed else len(free)):
+        if capacity := _capacity(device, state, len(free)):
             part["capacity"] = capacity
         if device.capacity_name is not None:
             part["allowMultipleAllocations"] = True
@@ -165,8 +150,8 @@ def _ones(counters: Sequence[str]) -> dict[str, Any]:
 def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     """Return the shares that the scheduler takes for free and that cannot be granted.
 
-    The scheduler knows the ResourceClaims on devices that are published. It knows neither pods of
-    the device plugin API, nor leases of an earlier configuration, nor cleanups.
+    The scheduler knows the ResourceClaims on devices that are published. It knows neither leases of
+    an earlier configuration, by the device plugin API or for other shares, nor cleanups.
     """
     offered = {share.id: share for share in state.shares}
     known = {
@@ -176,12 +161,10 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     }
     counted = unavailable_shares(state.shares, known)
     others = {i: lease for i, lease in state.leases.items() if i not in known}
-    of_others = set(others)
-    if state.has_both_fronts:
-        of_others |= state.allocated - state.leases.keys()  # those of init containers
-        # Also what a claim excludes today: the scheduler sees its end before the next slice.
-        of_others |= unavailable_shares(state.shares, others) & state.unavailable_shares
-    return (state.unavailable_shares - counted) | of_others
+    init_containers = state.allocated - state.leases.keys()
+    # Also what a claim excludes today: the scheduler sees its end before the next slice.
+    excluded = unavailable_shares(state.shares, others) & state.unavailable_shares
+    return (state.unavailable_shares - counted) | others.keys() | init_containers | excluded
 
 
 def _free_shares(
@@ -233,8 +216,6 @@ def _taints(device: Device, state: GpuState, *, held: bool) -> list[Mapping[str,
         found[SUSPENDED] = device.backend
     if held:
         found[HELD] = state.owner or ""
-    elif not state.open_to_claims:
-        found[OUT_OF_TURN] = str(Front.DEVICE_PLUGIN)
     return [
         {"key": key, **({"value": value} if value else {}), "effect": "NoSchedule"}
         for key, value in found.items()

@@ -10,7 +10,7 @@ import msgspec
 from metagpu.core.config.config import Config
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.offers import PLUGIN_ALONE, Fronts
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Lease, ResourceName, Share
 from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 from metagpu.core.model.snapshot import Snapshot
@@ -141,7 +141,7 @@ class _Side:
 
     def __init__(self, state: ConfiguredLayout) -> None:
         self.backends = state.layout.backends
-        self.fronts = state.layout.fronts
+        self.apis = state.layout.apis
         self.pools = {each.gpu.id: each.pool for each in state.layout.pool_assignments}
         self.rules = {
             pool.name: pool.memory_enforcement
@@ -163,9 +163,9 @@ class _Side:
             if each.gpu.id == gpu
         }
 
-    def answers_as(self, resource: ResourceName) -> tuple[str | None, Fronts]:
-        """Return the backend of a resource, and its fronts."""
-        return self.name(resource), self.fronts.get(resource, PLUGIN_ALONE)
+    def answers_as(self, resource: ResourceName) -> tuple[str | None, Api]:
+        """Return the backend of a resource, and its API."""
+        return self.name(resource), self.apis.get(resource, Api.DEVICE_PLUGIN)
 
     def name(self, resource: ResourceName) -> str | None:
         return self.backends[resource].name if resource in self.backends else None

@@ -25,7 +25,7 @@ from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance
-from metagpu.core.model.offers import Front, Fronts, RequestRule
+from metagpu.core.model.offers import Api, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesOffered
@@ -88,7 +88,7 @@ class Layout(msgspec.Struct, frozen=True):
         backend_assignments: each GPU with each backend of its pool.
         unused_pools: the pools without a GPU, each with the reason.
         misfits: the pools with GPUs that can have none of their shares.
-        fronts: the fronts of each resource, where a pool has the front DRA.
+        apis: the API of each resource, where a pool has DRA.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -97,7 +97,7 @@ class Layout(msgspec.Struct, frozen=True):
     backend_assignments: tuple[BackendAssignment, ...] = ()
     unused_pools: Mapping[str, str] = {}
     misfits: tuple[PoolMisfit, ...] = ()
-    fronts: Mapping[ResourceName, Fronts] = {}
+    apis: Mapping[ResourceName, Api] = {}
 
     @property
     def offer_fact(self) -> SharesOffered:
@@ -110,13 +110,13 @@ class Layout(msgspec.Struct, frozen=True):
             resource: offer_rule(backend, gpus.get(resource, {}).values())
             for resource, backend in self.backends.items()
         }
-        # By DRA alone the scheduler itself counts by GPU: nothing is held back.
+        # By DRA the scheduler itself counts by GPU: nothing is held back.
         rules.update(
             (it, replace(rules[it], requests=RequestRule.ANY))
-            for it, fronts in self.fronts.items()
-            if it in rules and Front.DEVICE_PLUGIN not in fronts
+            for it, api in self.apis.items()
+            if it in rules and api is Api.DRA
         )
-        return SharesOffered(tuple(self.backends), self.shares, rules, self.fronts)
+        return SharesOffered(tuple(self.backends), self.shares, rules, self.apis)
 
     def gpus_in_turns(self, config: Config) -> Sequence[Sequence[GpuId]]:
         """Return the GPUs of each pool whose backends take turns with idle GPUs."""
@@ -205,7 +205,7 @@ def build_layout(
         tuple(backend_assignments),
         _unused_pools([pool for pool, _ in pools], pool_assignments),
         tuple(_misfits(pools, pool_assignments)),
-        _fronts_by_resource(config, pools, pool_assignments, shares),
+        _apis_by_resource(config, pools, pool_assignments, shares),
     )
 
 
@@ -284,29 +284,29 @@ def _answering_backends(
     return found
 
 
-def _fronts_by_resource(
+def _apis_by_resource(
     config: Config,
     pools: Iterable[tuple[Pool, list[Backend]]],
     assignments: Iterable[PoolAssignment],
     shares: Iterable[Share],
-) -> Mapping[ResourceName, Fronts]:
-    """Return the fronts of each resource, nothing where no pool has the front DRA."""
-    fronts = {pool.name: pool.front_set for pool, _ in pools}
-    if not any(Front.DRA in it for it in fronts.values()):
+) -> Mapping[ResourceName, Api]:
+    """Return the API of each resource, nothing where no pool has DRA."""
+    apis = {pool.name: pool.api for pool, _ in pools}
+    if Api.DRA not in apis.values():
         return {}
     named = {
-        resource: pool.front_set
+        resource: pool.api
         for pool, backends in pools
         for backend in backends
         for resource in backend.resources
     }
-    of_gpu = {each.gpu.id: fronts[each.pool] for each in assignments if each.pool is not None}
+    of_gpu = {each.gpu.id: apis[each.pool] for each in assignments if each.pool is not None}
     for share in shares:
         its = of_gpu[share.gpu]
-        if named.setdefault(share.resource, its) != its:
+        if named.setdefault(share.resource, its) is not its:
             problem = (
-                f"{share.resource} would be offered by pools of different fronts; give it another "
-                "`resource`"
+                f"{share.resource} would be offered by pools of both APIs; give it another "
+                "`resource` in one of them"
             )
             raise config.error("", problem, ConfigReason.NAME_TAKEN)
     return named
@@ -316,9 +316,9 @@ def _with_allocation_order(
     pool: Pool, gpu: Gpu, backends: Iterable[Backend], shares: Sequence[Share]
 ) -> Sequence[Share]:
     """Return a GPU's shares, for DRA in the order of their allocation."""
-    if Front.DRA not in pool.fronts:
+    if pool.api is not Api.DRA:
         return shares
-    from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that front
+    from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that API
         in_allocation_order,
     )
 

@@ -1,19 +1,17 @@
-"""Turns of a pool's backends and fronts in offering its GPUs: decisions alone.
+"""Turns of a pool's backends in offering its idle GPUs: decisions alone.
 
 The scheduler counts each resource by itself. An idle GPU that several backends offer counts several
-times, and of the pods that are bound for it in the same moment all but one fail. It counts
-ResourceClaims by GPU, apart from all other pods: a free share that both fronts offer counts twice.
+times, and of the pods that are bound for it in the same moment all but one fail.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import BY_CLAIMS, OfferTurn
+from metagpu.core.model.shares import OfferTurn
 
 _PHASES: Final = 4
 """Of a round. In the last one a single backend has all idle GPUs, for requests of several."""
@@ -29,36 +27,11 @@ class TurnTiming(msgspec.Struct, frozen=True):
             the Node.
         grace: the end of a turn, in which bound pods are still admitted and no others are bound:
             the Node's number is lower already, the kubelet's list is not.
-        claims_grace: the end of a turn of ResourceClaims, from the API server's answer on: those
-            that are allocated are still prepared, and the ResourceSlices say that no others are.
-            The kubelet asks for a claim a second after its pod is bound.
-        longest_write: the longest wait for that answer. The first slices of a daemon wait for the
-            kubelet, 10 s at most.
-        longest_arrival: the longest time by which a turn that ends is prolonged while pods that
-            were bound in it arrive, in pools with both fronts; `arrival_poll` between two looks.
     """
 
     turn: float = 2.0
     longest_turn: float = 6.0
     grace: float = 0.5
-    claims_grace: float = 2.0
-    longest_write: float = 12.0
-    longest_arrival: float = 5.0
-    arrival_poll: float = 0.25
-
-    @property
-    def between_fronts(self) -> "TurnTiming":
-        """The times where a pool has both fronts: each turn writes ResourceSlices too.
-
-        A claim that loses waits for the end of another pod, so its end has more time as well.
-        """
-        return replace(
-            self, turn=3 * self.turn, longest_turn=3 * self.longest_turn, grace=4 * self.grace
-        )
-
-    def grace_of(self, backend: str) -> float:
-        """Return the time that the end of a turn takes."""
-        return self.claims_grace if backend == BY_CLAIMS else self.grace
 
 
 class TurnCandidate(msgspec.Struct, frozen=True):
@@ -66,15 +39,12 @@ class TurnCandidate(msgspec.Struct, frozen=True):
 
     Attributes:
         backends: those that could grant its shares now, in the pool's order.
-        owner: the backend that has the GPU, `None` while it is idle. With both fronts a GPU in use
-            has turns as an idle one, of its backend and of ResourceClaims, and no owner here.
-        shown_to_claims: whether the API server may still let ResourceClaims be allocated of it.
+        owner: the backend that has the GPU, `None` while it is idle.
     """
 
     gpu: GpuId
     backends: tuple[str, ...]
     owner: str | None = None
-    shown_to_claims: bool = False
 
 
 @dataclass(slots=True)
@@ -99,22 +69,13 @@ class TurnSchedule:
     next_at: float = float("inf")
     _quiet_phases: int = 0
     _idle: tuple[GpuId, ...] = ()
-    _shown: frozenset[GpuId] = frozenset()
 
-    def apply(
-        self, gpus: Sequence[TurnCandidate], now: float, arriving: Collection[str] = ()
-    ) -> Mapping[GpuId, OfferTurn]:
+    def apply(self, gpus: Sequence[TurnCandidate], now: float) -> Mapping[GpuId, OfferTurn]:
         """Return the turn of each GPU; of one in use its owner's.
 
         A GPU that no pod can have keeps its turn.
-
-        Args:
-            gpus: those of the pool.
-            now: the event loop's time.
-            arriving: the backends for which pods are bound that have not arrived yet: their turns
-                end a little later.
         """
-        idle, before = [it for it in gpus if it.owner is None and it.backends], self._idle
+        idle = [it for it in gpus if it.owner is None and it.backends]
         self._advance(idle, now)
         self.next_at = self.phase_ends if idle else float("inf")
         wanted, following = _offering(idle, self.phase), _offering(idle, self.phase + 1)
@@ -126,19 +87,11 @@ class TurnSchedule:
                 began = known.since if known and known.backend == it.owner else now
                 turns[it.gpu] = OfferTurn(it.owner, began)
             elif it.gpu in wanted:
-                known = self._ending(it, known, wanted[it.gpu], now)
-                if known is not None and known.withdrawn and it.gpu not in before:
-                    # The pod that had all of it kept the Node's number up to its end.
-                    known = replace(known, until=now + self.timing.grace_of(known.backend))
-                if known is not None and self._waits(it, known, now, arriving):
-                    turns[it.gpu] = known
-                    continue
                 known = _started(it, known, wanted[it.gpu], now)
                 turns[it.gpu] = self._turn(known, wanted[it.gpu], following[it.gpu], now)
             elif known is not None:
                 turns[it.gpu] = known
         self.turns = turns
-        self._shown = frozenset(it.gpu for it in gpus if it.shown_to_claims)
         return turns
 
     def seconds_to_next(self, now: float) -> float:
@@ -159,53 +112,22 @@ class TurnSchedule:
         doubled = (self._quiet_phases - 1) // round_of_all
         self.phase_ends = now + min(timing.longest_turn, timing.turn * 2.0 ** min(doubled, 10))
 
-    def _ending(
-        self, it: TurnCandidate, known: OfferTurn | None, wanted: str, now: float
-    ) -> OfferTurn | None:
-        """Return the last turn of a GPU; before the first one, an earlier daemon's.
-
-        The end of a turn of claims begins with the API server's answer.
-        """
-        closing = known is not None and known.withdrawn and known.backend == BY_CLAIMS
-        begins = known is None and it.shown_to_claims and wanted != BY_CLAIMS
-        answered = it.gpu in self._shown and not it.shown_to_claims
-        if not begins and not (closing and answered):
-            return known
-        since = known.since if known is not None else now
-        until = now + self.timing.claims_grace
-        return OfferTurn(BY_CLAIMS, since, withdrawn=True, next=wanted, until=until)
-
-    def _waits(
-        self, it: TurnCandidate, known: OfferTurn, now: float, arriving: Collection[str]
-    ) -> bool:
-        """Return whether a turn that would be over waits for pods, or for the API server."""
-        timing = self.timing
-        if not known.withdrawn or now < known.until:
-            return False
-        unwritten = known.backend == BY_CLAIMS and it.shown_to_claims
-        longest = max(
-            timing.longest_arrival if known.backend in arriving else 0.0,
-            timing.longest_write if unwritten else 0.0,
-        )
-        if now >= known.until + longest:
-            return False
-        self.next_at = min(self.next_at, now + timing.arrival_poll)
-        return True
-
     def _turn(self, known: OfferTurn, wanted: str, following: str, now: float) -> OfferTurn:
         """Return the turn of an idle GPU: as it is, at its end, or the next one."""
-        timing, grace = self.timing, self.timing.grace_of(known.backend)
+        timing = self.timing
         if known.withdrawn:
             self.next_at = min(self.next_at, known.until)
             return known
         if known.backend == wanted:
-            return OfferTurn(wanted, known.since, next=following, until=self.phase_ends + grace)
+            return OfferTurn(
+                wanted, known.since, next=following, until=self.phase_ends + timing.grace
+            )
 
-        due = known.since + timing.turn - grace
+        due = known.since + timing.turn - timing.grace
         if now < due:
             self.next_at = min(self.next_at, due)
-            return OfferTurn(known.backend, known.since, next=wanted, until=due + grace)
-        until = now + grace
+            return OfferTurn(known.backend, known.since, next=wanted, until=due + timing.grace)
+        until = now + timing.grace
         self.next_at = min(self.next_at, until)
         return OfferTurn(known.backend, known.since, withdrawn=True, next=wanted, until=until)
 

@@ -6,7 +6,7 @@ import anyio
 
 from metagpu.core.layout.offer_turns import TurnCandidate, TurnSchedule, TurnTiming
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import BY_CLAIMS, OfferTurn
+from metagpu.core.model.shares import OfferTurn
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import TurnsChanged
@@ -65,17 +65,11 @@ class TurnRunner:
         self._schedules = {}
         for pool in self._pools():
             states = [snapshot.gpus[gpu] for gpu in pool if gpu in snapshot.gpus]
-            states = [it for it in states if _is_shared(it)]
-            if states:
-                key = tuple(it.gpu.id for it in states)
-                both = any(it.has_both_fronts for it in states)
-                timing = self._timing.between_fronts if both else self._timing
-                schedule = known.get(key)
-                if schedule is None or schedule.timing != timing:
-                    schedule = TurnSchedule(timing)
-                self._schedules[key] = schedule
-                arriving = arriving_backends(snapshot) if both else ()
-                turns |= schedule.apply([candidate_of(it) for it in states], now, arriving)
+            shared = [candidate_of(it) for it in states if len(it.backends) > 1]
+            if shared:
+                key = tuple(it.gpu for it in shared)
+                self._schedules[key] = known.get(key) or TurnSchedule(self._timing)
+                turns |= self._schedules[key].apply(shared, now)
         return turns
 
     async def _watch(self) -> None:
@@ -91,39 +85,13 @@ class TurnRunner:
 
 def candidate_of(state: GpuState) -> TurnCandidate:
     """Return a GPU as the turns see it; without backends while no pod can have it."""
-    if state.has_both_fronts:
-        backends, shown = _with_claims(state), state.shown_to_claims
-        return TurnCandidate(state.gpu.id, backends, shown_to_claims=shown)
     reserved = [backend for backend, it in state.provisioned.items() if it.exclusive]
     owner = state.owner or next(iter(reserved), None)
     open_to = tuple(backend for backend in state.backends if state.open_to(backend))
     return TurnCandidate(state.gpu.id, open_to, owner)
 
 
-def arriving_backends(snapshot: Snapshot) -> frozenset[str]:
-    """Return the backends for which pods are bound and not admitted yet."""
-    pods = snapshot.pods
-    offers = (snapshot.offers[it] for it in snapshot.offers.keys() & pods.arriving.keys())
-    found = {share.backend for offer in offers for share in list(offer.shares.values())[:1]}
-    if any(it.arriving and it.claims for it in pods.by_uid.values()):
-        found.add(BY_CLAIMS)
-    return frozenset(found)
-
-
 def _watched_state(snapshot: Snapshot) -> object:
     return snapshot.offers, [
-        candidate_of(state) for state in snapshot.gpus.values() if _is_shared(state)
+        candidate_of(state) for state in snapshot.gpus.values() if len(state.backends) > 1
     ]
-
-
-def _is_shared(state: GpuState) -> bool:
-    """Return whether several backends offer a GPU, or two fronts."""
-    return len(state.backends) > 1 or state.has_both_fronts
-
-
-def _with_claims(state: GpuState) -> tuple[str, ...]:
-    """Return the backends with free shares of a GPU, then ResourceClaims."""
-    taken = state.refused_shares | state.leases.keys()
-    free = {it.backend for it in state.shares if it.id not in taken}
-    open_to = tuple(it for it in state.backends if it in free and state.open_to(it))
-    return (*open_to, BY_CLAIMS) if open_to else ()

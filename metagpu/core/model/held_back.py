@@ -31,8 +31,6 @@ def with_held_back(snapshot: Snapshot) -> Snapshot:
         if offer.rule.requests is not RequestRule.ANY:
             for gpu in held_back_gpus(offer.rule.requests, counted_parts(snapshot, offer)):
                 held.setdefault(gpu, {})[resource] = offer.ids[gpu]
-        # With both fronts the free shares may have the other front's turn at once.
-        if offer.rule.requests is not RequestRule.ANY or offer.has_both_fronts:
             for gpu, shares in _ending_shares(snapshot, offer).items():
                 ending[gpu] |= shares
 

@@ -6,14 +6,13 @@ are free on each of two GPUs, it would send a request of 40 that no GPU can take
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 
 from metagpu.core.model.gpu import GpuId
 
 
-class Front(StrEnum):
+class Api(StrEnum):
     """The API of Kubernetes by which pods get the shares of a pool.
 
     - device-plugin: extended resources, counted by the kubelet.
@@ -22,11 +21,6 @@ class Front(StrEnum):
 
     DEVICE_PLUGIN = "device-plugin"
     DRA = "dra"
-
-
-Fronts = frozenset[Front]
-"""The fronts of a pool, and so of its resources and of its GPUs."""
-PLUGIN_ALONE: Final[Fronts] = frozenset((Front.DEVICE_PLUGIN,))
 
 
 class OfferPolicy(StrEnum):

@@ -194,15 +194,8 @@ class CordonSource(StrEnum):
     NODE = "annotation of the Node"
 
 
-BY_CLAIMS: Final = "dra"
-"""Stands for all backends of a GPU where ResourceClaims have its turn."""
-
-
 class OfferTurn(msgspec.Struct, frozen=True):
-    """The backend that offers what is free of a GPU now, where several take turns.
-
-    Where a pool has both fronts, a backend stands for itself by the device plugin API, and
-    `BY_CLAIMS` for all of them by DRA.
+    """The backend that offers an idle GPU now, where several take turns.
 
     Attributes:
         since: the event loop's time of its beginning.

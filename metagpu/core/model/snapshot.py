@@ -8,10 +8,9 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import PLUGIN_ALONE, FreePart, Front, Fronts, OfferRule
+from metagpu.core.model.offers import Api, FreePart, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
-    BY_CLAIMS,
     CordonSource,
     Lease,
     OfferTurn,
@@ -33,7 +32,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     Attributes:
         shares: all shares on offer from the GPU, of every resource.
-        fronts: the APIs by which pods get them.
+        api: the API by which pods get them.
         leases: all leases on the GPU, also on shares that are no longer on offer.
         allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
@@ -50,10 +49,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         needs_cleanup: the backends that clean the GPU up when their last lease has ended.
         cleaning: the backends that clean it up now, and since when.
         provisioned: by backend, all that backends have created on the GPU.
-        turn: the backend that offers the GPU while it is idle, `None` where all do. With both
-            fronts, that offers what is free of it.
-        shown_to_claims: whether the API server may have ResourceSlices that let claims be allocated
-            of the free shares: those of an earlier daemon, or of a turn that has just ended.
+        turn: the backend that offers the GPU while it is idle, `None` where all do.
         mig_faults: the MIG devices that are out of service; `faulty_shares` are their shares.
         mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
             the same for every GPU, `None` until the kubelet has reported.
@@ -62,7 +58,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     gpu: Gpu
     verdict: Verdict
     shares: tuple[Share, ...] = ()
-    fronts: Fronts = PLUGIN_ALONE
+    api: Api = Api.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: frozenset[ShareId] = frozenset()
     unavailable_shares: frozenset[ShareId] = frozenset()
@@ -76,7 +72,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
     turn: OfferTurn | None = None
-    shown_to_claims: bool = True
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
     faulty_shares: frozenset[ShareId] = frozenset()
     mig_devices_of_other_plugins: frozenset[str] | None = None
@@ -106,25 +101,9 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         return tuple(dict.fromkeys(share.backend for share in self.shares))
 
     @property
-    def has_both_fronts(self) -> bool:
-        """True if pods get the shares by the device plugin API and by DRA."""
-        return len(self.fronts) > 1
-
-    @property
     def present_turn(self) -> OfferTurn | None:
-        """The turn that decides who offers this GPU, `None` while a backend has it.
-
-        With both fronts the free shares of a backend's GPU have turns too.
-        """
-        if self.turn is None or not (self.owner is None or self.has_both_fronts):
-            return None
-        return self.turn
-
-    @property
-    def open_to_claims(self) -> bool:
-        """True if ResourceClaims may be allocated now: by DRA alone, or at their turn."""
-        turn = self.present_turn
-        return turn is None or (turn.backend == BY_CLAIMS and not turn.withdrawn)
+        """The turn that decides who offers this GPU, `None` while a backend has it."""
+        return self.turn if self.turn is not None and self.owner is None else None
 
     @property
     def orphaned_leases(self) -> tuple[Lease, ...]:
@@ -168,7 +147,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         refused = self.unavailable_shares
         if self.provisioned:  # only created devices are faulty or paused; every list asks for this
             refused = refused | self.faulty_shares | self.paused_shares.keys()
-        if Front.DEVICE_PLUGIN in self.fronts and (claimed := self.shares_of_resource_claims):
+        if self.api is Api.DEVICE_PLUGIN and (claimed := self.shares_of_resource_claims):
             refused = refused | claimed
         if not self.suspended and self.cordon is None:
             return refused
@@ -190,22 +169,21 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def shares_out_of_turn(self) -> frozenset[ShareId]:
-        """The free shares of this GPU that others offer at their turn.
+        """The shares of this idle GPU that other backends offer at their turn.
 
         A share that was offered a moment ago may still be asked for: it is granted.
         """
         if (turn := self.present_turn) is None:
             return frozenset()
         others = (share.id for share in self.shares if share.backend != turn.backend)
-        return frozenset(others).difference(self.allocated, self.leases)
+        return frozenset(others).difference(self.allocated)
 
     @cached_property
     def withdrawn_shares(self) -> frozenset[ShareId]:
         """The shares that are listed Healthy and counted no more: their turn ends."""
         if (turn := self.present_turn) is None or not turn.withdrawn:
             return frozenset()
-        its = (share.id for share in self.shares if share.backend == turn.backend)
-        return frozenset(its).difference(self.leases)
+        return frozenset(share.id for share in self.shares if share.backend == turn.backend)
 
     def device_fault(self, share: ShareId) -> Verdict | None:
         """Return the fault of the MIG device of a share, `None` for a healthy one."""
@@ -266,7 +244,7 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         ids: the ids of the shares on each GPU.
         rule: the rule by which free shares are held back.
-        fronts: the APIs by which pods get the shares.
+        api: the API by which pods get the shares.
     """
 
     resource: ResourceName
@@ -274,12 +252,7 @@ class Offer(msgspec.Struct, frozen=True):
     shares: Mapping[ShareId, Share]
     ids: Mapping[GpuId, frozenset[ShareId]]
     rule: OfferRule = OfferRule()
-    fronts: Fronts = PLUGIN_ALONE
-
-    @property
-    def has_both_fronts(self) -> bool:
-        """True if pods get the shares by the device plugin API and by DRA."""
-        return len(self.fronts) > 1
+    api: Api = Api.DEVICE_PLUGIN
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -313,14 +286,14 @@ class Snapshot(msgspec.Struct, frozen=True):
     kubelet: tuple[int, int, int] | None = None
     readmitted: frozenset[tuple[str, str]] = frozenset()
 
-    def offers_of(self, front: Front) -> Mapping[ResourceName, Offer]:
-        """Return the offers of one front."""
-        return {name: offer for name, offer in self.offers.items() if front in offer.fronts}
+    def offers_of(self, api: Api) -> Mapping[ResourceName, Offer]:
+        """Return the offers by one API."""
+        return {name: offer for name, offer in self.offers.items() if offer.api is api}
 
     def plugin_offer(self, resource: ResourceName) -> Offer | None:
         """Return the offer of a resource by the device plugin API, `None` without one."""
         offer = self.offers.get(resource)
-        return offer if offer is not None and Front.DEVICE_PLUGIN in offer.fronts else None
+        return offer if offer is not None and offer.api is Api.DEVICE_PLUGIN else None
 
 
 def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:

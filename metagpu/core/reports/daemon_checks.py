@@ -85,21 +85,21 @@ def check_node_amounts(status: Status) -> Finding:
 
 def check_resource_claims(status: Status) -> Finding:
     """Check that the kubelet has the DRA driver, and the API server its slices."""
-    front = status.get("dra")
-    if front is None:
-        return OK, "no pool has the front dra"
-    if problem := front["problem"]:
+    dra = status.get("dra")
+    if dra is None:
+        return OK, "no pool has `api: dra`"
+    if problem := dra["problem"]:
         fix = "pods with ResourceClaims wait until the kubelet has the driver; see its log too"
-        return ERROR, f"DRA driver {front['driver']}: {problem}", fix
+        return ERROR, f"DRA driver {dra['driver']}: {problem}", fix
     slices = (status.get("cluster") or {}).get("resourceSlices") or {}
     if (found := _slice_finding(slices)) is not None:
         return found
-    if crowded := front.get("crowded"):
+    if crowded := dra.get("crowded"):
         return WARNING, "; ".join(crowded), "docs/backends/mps.md has the number of clients"
-    if problem := front.get("statusProblem"):
+    if problem := dra.get("statusProblem"):
         fix = "pods are not concerned: `status.devices` of their claims is empty"
         return WARNING, f"the status of ResourceClaims is not written: {problem}", fix
-    return OK, f"the kubelet has the DRA driver {front['driver']}, with {front['claims']} claims"
+    return OK, f"the kubelet has the DRA driver {dra['driver']}, with {dra['claims']} claims"
 
 
 def _slice_finding(slices: Mapping[str, Any]) -> Finding | None:
@@ -113,7 +113,7 @@ def _slice_finding(slices: Mapping[str, Any]) -> Finding | None:
     if contested := slices.get("contested"):
         named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())
         finding = f"the device plugin offers {named} here, so that nobody gets the class's devices"
-        return WARNING, finding, "give the pool of one front another resource name"
+        return WARNING, finding, "give the pool with `api: device-plugin` another resource name"
     if problem := slices.get("classesProblem"):
         fix = "names in `limits` that DeviceClasses have are unknown; see docs/permissions.md"
         return WARNING, f"DeviceClasses: {problem}", fix

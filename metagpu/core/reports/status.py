@@ -12,7 +12,7 @@ from metagpu.core.layout.layout import Layout
 from metagpu.core.model.capacity import describe_capacity, to_dict
 from metagpu.core.model.gpu import MIB, Gpu, GpuId, parse_bus_id
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import Front, largest_request
+from metagpu.core.model.offers import Api, largest_request
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.reasons import describe_held_back, iso_time, unavailable_reason
 from metagpu.core.model.shares import (
@@ -142,7 +142,7 @@ def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
         "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
         "largestRequest": largest_request(offer.rule.requests, parts),
         "requestRule": str(offer.rule.requests),
-        **({"freeDevices": _free_devices(snapshot, offer)} if offer.fronts == {Front.DRA} else {}),
+        **({"freeDevices": _free_devices(snapshot, offer)} if offer.api is Api.DRA else {}),
     }
 
 
@@ -219,8 +219,8 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "recovery": _recovery_report(state.verdict.recovery),
         "backends": list(dict.fromkeys(share.backend for share in state.shares)),
         "owner": state.owner,
-        "fronts": sorted(map(str, state.fronts)),
-        "turn": _turn_report(turn) if (turn := _shown_turn(state)) else None,
+        "api": str(state.api),
+        "turn": _turn_report(state.present_turn) if state.present_turn else None,
         "cleaning": {it: iso_time(_time_of_day(at)) for it, at in state.cleaning.items()},
         "suspended": {backend: _pause_report(pause) for backend, pause in state.suspended.items()},
         "cordon": _pause_report(state.cordon) if state.cordon else None,
@@ -244,12 +244,6 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
         "paused": sorted(set(state.paused_shares.values())),
         "waitsFor": unavailable_reason(state) if state.waiting_shares != frozenset() else None,
     }
-
-
-def _shown_turn(state: GpuState) -> OfferTurn | None:
-    """Return the present turn of a GPU, `None` for one without free shares."""
-    taken = state.refused_shares | state.leases.keys()
-    return state.present_turn if any(it.id not in taken for it in state.shares) else None
 
 
 def _turn_report(it: OfferTurn) -> Mapping[str, str | float | bool]:

@@ -9,7 +9,7 @@ import msgspec
 
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import Fronts, OfferRule
+from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     CordonSource,
@@ -169,13 +169,13 @@ class SharesOffered(msgspec.Struct, frozen=True):
         resources: every resource, also those without a share.
         rules: the rule by which free shares of a resource are held back; nothing is held back of a
             resource without one.
-        fronts: the APIs that serve a resource; of one without them the device plugin API alone.
+        apis: the API of each resource; of one that is missing it is that of device plugins.
     """
 
     resources: tuple[ResourceName, ...]
     shares: tuple[Share, ...]
     rules: Mapping[ResourceName, OfferRule] = msgspec.field(default_factory=dict)
-    fronts: Mapping[ResourceName, Fronts] = msgspec.field(default_factory=dict)
+    apis: Mapping[ResourceName, Api] = msgspec.field(default_factory=dict)
 
 
 class TurnsChanged(msgspec.Struct, frozen=True):
@@ -185,17 +185,6 @@ class TurnsChanged(msgspec.Struct, frozen=True):
     """
 
     turns: Mapping[GpuId, OfferTurn | None]
-
-
-class SlicesPublished(msgspec.Struct, frozen=True):
-    """The API server has the present ResourceSlices of a GPU.
-
-    Attributes:
-        open_to_claims: whether they let ResourceClaims be allocated of its free shares.
-    """
-
-    gpu: GpuId
-    open_to_claims: bool
 
 
 class SharesClaimed(msgspec.Struct, frozen=True):
@@ -435,7 +424,6 @@ Fact = (
     | RegistrationProblemGone
     | SharesOffered
     | TurnsChanged
-    | SlicesPublished
     | SharesClaimed
     | SharesPending
     | ResourceClaimsRead

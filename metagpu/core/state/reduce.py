@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId, Topology
 from metagpu.core.model.held_back import with_held_back
-from metagpu.core.model.offers import PLUGIN_ALONE, Fronts, OfferRule
+from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
@@ -44,7 +44,6 @@ from metagpu.core.state.facts import (
     SharesOffered,
     SharesPending,
     SharesReleased,
-    SlicesPublished,
     TopologyRead,
     TurnsChanged,
     UnreadableGpusFound,
@@ -95,8 +94,6 @@ def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return _shares_offered(snapshot, fact)
         case TurnsChanged():
             return _turns_changed(snapshot, fact)
-        case SlicesPublished():
-            return _slices_published(snapshot, fact)
         case SharesClaimed():
             return apply_claimed(snapshot, fact)
         case SharesPending():
@@ -214,15 +211,15 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
 
     for state in snapshot.gpus.values():
         shares = tuple(share for share in offered if share.gpu == state.gpu.id)
-        fronts = _fronts_of(shares, fact)
+        api = _api_of(shares, fact)
         leases = _with_known_shares(state.leases, shares)
         states.append(
             state
-            if shares == state.shares and fronts == state.fronts
+            if shares == state.shares and api is state.api
             else replace(
                 state,
                 shares=shares,
-                fronts=fronts,
+                api=api,
                 leases=leases,
                 # Leased shares that are not on offer any more still conflict with others.
                 can_conflict=can_conflict(list(dict.fromkeys([*shares, *_held(leases)]))),
@@ -250,18 +247,7 @@ def _turns_changed(snapshot: Snapshot, fact: TurnsChanged) -> tuple[Snapshot, tu
         for gpu, turn in fact.turns.items()
         if (state := snapshot.gpus.get(gpu)) is not None and state.turn != turn
     ]
-    # From now on the API server may have a slice without the taint.
-    states = [replace(it, shown_to_claims=True) if it.open_to_claims else it for it in states]
     return (with_states(snapshot, states), (fact,)) if states else (snapshot, ())
-
-
-def _slices_published(
-    snapshot: Snapshot, fact: SlicesPublished
-) -> tuple[Snapshot, tuple[Fact, ...]]:
-    state = snapshot.gpus.get(fact.gpu)
-    if state is None or state.shown_to_claims == fact.open_to_claims:
-        return snapshot, ()
-    return with_states(snapshot, [replace(state, shown_to_claims=fact.open_to_claims)]), (fact,)
 
 
 def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:
@@ -284,9 +270,10 @@ def _with_known_shares(
     return MappingProxyType({**leases, **recognized}) if recognized else leases
 
 
-def _fronts_of(shares: Iterable[Share], fact: SharesOffered) -> Fronts:
-    """Return the fronts of a GPU: those of its pool, and so of any of its shares."""
-    return next((fact.fronts.get(it.resource, PLUGIN_ALONE) for it in shares), PLUGIN_ALONE)
+def _api_of(shares: Iterable[Share], fact: SharesOffered) -> Api:
+    """Return the API of a GPU: that of its pool, and so of any of its shares."""
+    apis = (fact.apis.get(it.resource, Api.DEVICE_PLUGIN) for it in shares)
+    return next(apis, Api.DEVICE_PLUGIN)
 
 
 def _offer(resource: ResourceName, shares: Iterable[Share], fact: SharesOffered) -> Offer:
@@ -303,5 +290,5 @@ def _offer(resource: ResourceName, shares: Iterable[Share], fact: SharesOffered)
         own,
         ids,
         fact.rules.get(resource, OfferRule()),
-        fact.fronts.get(resource, PLUGIN_ALONE),
+        fact.apis.get(resource, Api.DEVICE_PLUGIN),
     )

@@ -13,7 +13,7 @@ import anyio
 import structlog
 
 from metagpu.core.model.mig import is_mig, slot_of
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import MixedRequestFound
@@ -44,7 +44,7 @@ def _holders_by_variable(snapshot: Snapshot) -> set[Holder]:
     return {
         lease.holder
         for state in snapshot.gpus.values()
-        if Front.DRA not in state.fronts
+        if state.api is Api.DEVICE_PLUGIN
         for lease in state.leases.values()
         if lease.holder is not None and lease.resource_claim is None
     }
@@ -72,8 +72,8 @@ class MixedRequestWatch:
         found: these containers, as they were reported.
 
     Args:
-        hides: returns whether a container sees one of several answers now, in a pool without the
-            front DRA.
+        hides: returns whether a container sees one of several answers now, in a pool of the API of
+            device plugins.
     """
 
     def __init__(

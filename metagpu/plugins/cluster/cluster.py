@@ -17,7 +17,7 @@ from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
@@ -314,8 +314,8 @@ class Cluster:
             group.start_soon(self._publish_slices, client, self._node)
 
     async def _publish_slices(self, client: "KubeClient", node: WatchedObject) -> None:
-        """Publish ResourceSlices once a pool has the front DRA."""
-        async for used in self._registry.watch(lambda now: bool(now.offers_of(Front.DRA))):
+        """Publish ResourceSlices once a pool has DRA."""
+        async for used in self._registry.watch(lambda now: bool(now.offers_of(Api.DRA))):
             if used:
                 break
         await self._wait_registered()

@@ -11,7 +11,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
@@ -44,7 +44,7 @@ def removable_pods(snapshot: Snapshot) -> tuple[KnownPod, ...]:
     none runs from before, the pod requests a resource that metagpu serves, it has a controller and
     mirrors no static pod, and nobody deletes it yet.
     """
-    served = snapshot.offers_of(Front.DEVICE_PLUGIN).keys() - snapshot.competing_plugins.keys()
+    served = snapshot.offers_of(Api.DEVICE_PLUGIN).keys() - snapshot.competing_plugins.keys()
     return tuple(
         pod
         for pod in snapshot.pods.by_uid.values()

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from metagpu.core.model.held_back import with_place_for_arriving
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
@@ -183,7 +183,7 @@ def capacity_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     """Count all shares of each resource that metagpu serves to the kubelet."""
     return {
         resource: len(offer.shares)
-        for resource, offer in snapshot.offers_of(Front.DEVICE_PLUGIN).items()
+        for resource, offer in snapshot.offers_of(Api.DEVICE_PLUGIN).items()
         if resource not in snapshot.competing_plugins
     }
 
@@ -205,7 +205,7 @@ def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
             if (state := snapshot.gpus[gpu]).verdict.healthy
             for uncounted in (state.unhealthy_shares | state.withdrawn_shares,)
         )
-        for resource, offer in snapshot.offers_of(Front.DEVICE_PLUGIN).items()
+        for resource, offer in snapshot.offers_of(Api.DEVICE_PLUGIN).items()
         if resource not in snapshot.competing_plugins
     }
 

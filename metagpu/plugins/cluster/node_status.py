@@ -7,7 +7,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -56,7 +56,7 @@ class NodeStatusWriter:
         if node is None:
             return
         snapshot = self.registry.snapshot
-        dra = bool(snapshot.offers_of(Front.DRA))
+        dra = bool(snapshot.offers_of(Api.DRA))
         taints = remaining_taints(node, capacity_of(snapshot), dra=dra)
         if taints is None:
             return

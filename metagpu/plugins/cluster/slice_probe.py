@@ -22,11 +22,6 @@ def has_needed(paths: Iterable[str]) -> bool:
     return any(path.rpartition(".")[2] in _NEEDED for path in paths)
 
 
-def has_taints(dropped: Iterable[str]) -> bool:
-    """Return whether the API server keeps the taints of devices."""
-    return not any(path.rpartition(".")[2] == "taints" for path in dropped)
-
-
 async def find_still_dropped(
     client: "KubeClient", slices: Iterable[KubeObject], dropped: Sequence[str]
 ) -> tuple[str, ...]:

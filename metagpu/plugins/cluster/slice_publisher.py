@@ -1,7 +1,7 @@
 """The publisher of ResourceSlices: keeps them as the snapshot wants them.
 
 The kubelet deletes the slices of all drivers when it starts, and people may edit them: the
-publisher watches its own slices. Loaded only where a pool has the front DRA.
+publisher watches its own slices. Loaded only where a pool has DRA.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +18,10 @@ from metagpu.core.devices.comparison import comparable, dropped_fields
 from metagpu.core.devices.slices import SliceSpec, gpu_slices
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
-from metagpu.core.state.facts import SlicesPublished
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.device_classes import DeviceClasses
 from metagpu.plugins.cluster.node_object import KubeObject
@@ -35,7 +34,7 @@ from metagpu.plugins.cluster.resource_slices import (
     slice_name,
     slice_object,
 )
-from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed, has_taints
+from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed
 from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
@@ -125,14 +124,14 @@ class SlicePublisher:
         """
         problem = self.reconciler.problem or self.own.problem or self._dropped_problem
         resources = self.classes.of_driver(self.driver())
-        other_front = self.registry.snapshot.offers_of(Front.DEVICE_PLUGIN)
+        by_plugin = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
         return {
             "pools": len(self._published),
             "problem": problem,
             "dropped": self._dropped_problem,
             "extendedResources": resources,
             "classesProblem": self.classes.problem,
-            "contested": {it: name for it, name in resources.items() if it in other_front},
+            "contested": {it: name for it, name in resources.items() if it in by_plugin},
         }
 
     async def reconcile(self) -> float | None:
@@ -143,11 +142,9 @@ class SlicePublisher:
         wanted = await self._wanted(snapshot)
         self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
         waits, refused = list[float | None](), list[ClusterError]()
-        for gpu, specs in sorted(wanted.items(), key=lambda it: self._last_written(it[1])):
+        for specs in sorted(wanted.values(), key=self._last_written):
             try:
-                waits.append(wait := await self._reconcile_pool(specs, node))
-                if wait is None:
-                    self.registry.apply(SlicesPublished(gpu, snapshot.gpus[gpu].open_to_claims))
+                waits.append(await self._reconcile_pool(specs, node))
             except ClusterError as error:
                 if error.status != _INVALID:
                     raise
@@ -173,14 +170,14 @@ class SlicePublisher:
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
 
-        driver, plain, tainted = self.driver(), self._is_plain, has_taints(self.dropped)
+        driver, plain = self.driver(), self._is_plain
         rendered = {}
         for gpu, state in snapshot.gpus.items():
-            parts = (state, snapshot.offers, snapshot.versions, driver, plain, tainted)
+            parts = (state, snapshot.offers, snapshot.versions, driver, plain)
             known = self._rendered.get(gpu)
             if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
                 root, node = self._roots[gpu], self.node.name
-                specs = gpu_slices(snapshot, gpu, node, driver, root, plain=plain, tainted=tainted)
+                specs = gpu_slices(snapshot, gpu, node, driver, root, plain=plain)
                 known = parts, specs
             rendered[gpu] = known
         self._rendered = rendered
@@ -362,5 +359,5 @@ class SlicePublisher:
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     states: Iterable[GpuState] = snapshot.gpus.values()
-    dra = tuple(it for it in states if Front.DRA in it.fronts)
+    dra = tuple(it for it in states if it.api is Api.DRA)
     return dra, snapshot.versions, bool(snapshot.offers), bool(snapshot.unreadable_gpus)

@@ -95,7 +95,7 @@ class AccountFollower:
                     log.error(
                         "kubelet account of claims unreadable",
                         error=self.problem,
-                        effect="no claim is prepared, and a pool with both fronts offers nothing",
+                        effect="no claim is prepared, and nothing is offered",
                     )
                 await anyio.sleep(_UNREADABLE)
             else:
@@ -129,7 +129,7 @@ class AccountFollower:
         suspected = frozenset[ResourceClaimRef]()
         while True:
             await anyio.sleep(self.period)
-            held = (self._leased_claims() | self._states.prepared.keys()) - self._states.reserved
+            held = self._leased_claims() | self._states.prepared.keys()
             if not held:
                 continue
             try:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, shared_device
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
@@ -78,18 +78,18 @@ class ClaimPlanner:
         wanted = device.count_shares(result.consumed(device.capacity_name))
         left = [it for it in device.shares if it.id not in taken]
         kept = [it for it in left if it.id in own][:wanted]
-        free = [it for it in left if it.id not in state.leases]
-        if state.has_both_fronts:
-            free = [it for it in free if it.id not in state.allocated]
+        # Before a reload to this API, init containers may have got some that have no lease.
+        taken_by_others = state.leases.keys() | state.allocated
+        free = [it for it in left if it.id not in taken_by_others]
         open_shares = [it for it in free if it.id not in state.refused_shares]
         if len(kept) + len(open_shares) < wanted:
-            refuse_unavailable((free or device.shares)[:wanted], snapshot, Front.DRA)
+            refuse_unavailable((free or device.shares)[:wanted], snapshot, Api.DRA)
             free_count = len(kept) + len(open_shares)
             raise DeviceOccupied(str(state.gpu), device.name, wanted, free_count)
 
         backend = self._backend(device.resource)
         shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
-        refuse_unavailable(shares, snapshot, Front.DRA)
+        refuse_unavailable(shares, snapshot, Api.DRA)
         if result.sharing is None or not is_shared(result, device):
             backend.check(shares, snapshot)
         elif isinstance(backend, SharesClaims):

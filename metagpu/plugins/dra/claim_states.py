@@ -1,7 +1,7 @@
 """The states of this node's ResourceClaims, and a lock of each.
 
-A claim is reserved once its pod is bound, and prepared once the kubelet has its answer. From then
-on only the kubelet ends it, by its call or by its account.
+A claim is prepared once the kubelet has its answer. From then on only the kubelet ends it, by its
+call or by its account.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,10 +70,9 @@ class FailedClaims:
 
 @dataclass(frozen=True)
 class ClaimStates:
-    """The claims that the front knows. A change of one is made under its lock.
+    """The claims that the driver knows. A change of one is made under its lock.
 
     Attributes:
-        reserved: the claims with leases that the kubelet has not asked for yet.
         prepared: the devices of each prepared claim; after a start, as the kubelet's account has
             them.
         refused: the allocations of claims that could not be prepared; changes of GPUs show when
@@ -81,7 +80,6 @@ class ClaimStates:
         failed: the other claims that could not be prepared, and may be later.
     """
 
-    reserved: set[ResourceClaimRef] = field(default_factory=set)
     prepared: dict[ResourceClaimRef, tuple[PreparedDevice, ...]] = field(default_factory=dict)
     refused: dict[ResourceClaimRef, Allocation] = field(default_factory=dict)
     failed: FailedClaims = field(default_factory=FailedClaims)

@@ -116,7 +116,6 @@ class ClaimPreparer:
                 raise
             states.failed.forget(claim)
             states.prepared[claim] = devices
-            states.reserved.discard(claim)
             return devices
 
     async def _prepare(self, claim: ResourceClaimRef, until: float) -> tuple[PreparedDevice, ...]:
@@ -224,7 +223,6 @@ class ClaimPreparer:
             looked = monitored_gpus(states.prepared.pop(claim, ()))
             states.refused.pop(claim, None)
             states.failed.forget(claim)
-            states.reserved.discard(claim)
             if looked and not all_monitored(states.prepared):
                 await self._ensure_monitored(frozenset())
             await self._files.remove(claim.uid)

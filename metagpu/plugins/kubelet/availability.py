@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from metagpu.core.model import reasons
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.request_errors import (
     GpuPaused,
     GpuUnhealthy,
@@ -45,14 +45,14 @@ def find_shares(resource: ResourceName, ids: Iterable[str], snapshot: Snapshot) 
 
 
 def refuse_unavailable(
-    shares: Sequence[Share], snapshot: Snapshot, front: Front = Front.DEVICE_PLUGIN
+    shares: Sequence[Share], snapshot: Snapshot, api: Api = Api.DEVICE_PLUGIN
 ) -> None:
     """Refuse unavailable shares of one resource; the kubelet may have an older list.
 
     Args:
         shares: those that are asked for.
         snapshot: everything known.
-        front: the API that asks for them.
+        api: the API that asks for them.
 
     Raises:
         RequestError: the message names the share or GPU, and the reason.
@@ -67,7 +67,7 @@ def refuse_unavailable(
             lease = state.leases.get(share.id)
             if lease is not None and lease.unconfirmed:
                 raise ShareTaken(share.id, reasons.unconfirmed_reason(lease))
-            if front is Front.DEVICE_PLUGIN and share.id in state.shares_of_resource_claims:
+            if api is Api.DEVICE_PLUGIN and share.id in state.shares_of_resource_claims:
                 holder = state.leases[share.id].resource_claim
                 raise ShareTaken(share.id, f"the ResourceClaim {holder} holds it")
         if state.faulty_shares or state.unavailable_shares or state.paused_shares:

@@ -9,7 +9,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -67,7 +67,7 @@ async def serve_offers(
         group.start_soon(partial(run_with_restart, watch.run, "watch of registrations"))
 
         async for resources in registry.watch(
-            lambda snapshot: tuple(snapshot.offers_of(Front.DEVICE_PLUGIN))
+            lambda snapshot: tuple(snapshot.offers_of(Api.DEVICE_PLUGIN))
         ):
             for resource in endpoints.keys() - set(resources):
                 del endpoints[resource]

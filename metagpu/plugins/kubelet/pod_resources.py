@@ -15,7 +15,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from msgspec.structs import replace
 
 from metagpu.core.errors import describe_error
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState
@@ -263,7 +263,7 @@ class LeaseFollower:
             return min(max(2 * delay, timing.settle), timing.contended_period)
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
-        contended = any(it.unavailable_shares for it in states if Front.DEVICE_PLUGIN in it.fronts)
+        contended = any(it.unavailable_shares for it in states if it.api is Api.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
         if any(_has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)

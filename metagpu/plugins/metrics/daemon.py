@@ -196,14 +196,14 @@ def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def _claims(
-    front: Mapping[str, Any] | None, prepares: CallStats, cluster: Mapping[str, Any] | None
+    dra: Mapping[str, Any] | None, prepares: CallStats, cluster: Mapping[str, Any] | None
 ) -> Iterator[Sample]:
-    """Yield the samples of the front DRA; its driver stands for a resource."""
-    if front is None:
+    """Yield the samples of the DRA driver; it stands for a resource."""
+    if dra is None:
         return
-    driver = front["driver"]
-    yield Sample(f.RESOURCE_REGISTERED, (driver,), front["registered"])
-    yield Sample(f.PREPARED_CLAIMS, (), front["claims"])
+    driver = dra["driver"]
+    yield Sample(f.RESOURCE_REGISTERED, (driver,), dra["registered"])
+    yield Sample(f.PREPARED_CLAIMS, (), dra["claims"])
     for outcome, count in prepares.outcomes.items():
         yield Sample(f.CALLS, (driver, PREPARE, outcome), count)
     yield from _durations(PREPARE, [prepares])

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import anyio
 
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import KubeletCallStats
 
@@ -52,20 +52,20 @@ def readiness_problems(
 ) -> list[str]:
     """Return the resources that the kubelet lacks, and the DRA driver likewise.
 
-    The report of the front DRA is `None` while the front does not run.
+    The report of the DRA driver is `None` while it does not run.
     """
     if not snapshot.offers:
         return ["no resource is offered yet"]
 
     found = []
-    for resource in snapshot.offers_of(Front.DEVICE_PLUGIN):
+    for resource in snapshot.offers_of(Api.DEVICE_PLUGIN):
         if (other := snapshot.competing_plugins.get(resource)) is not None:
             found.append(f"{resource} is served by another device plugin on {other}")
         elif not kubelet.of_resource(resource).listed:
             found.append(f"{resource} is not registered with the kubelet")
         elif problem := snapshot.registration_problems.get(resource):
             found.append(f"{resource}: {problem}")
-    if snapshot.offers_of(Front.DRA):
+    if snapshot.offers_of(Api.DRA):
         found += _driver_problems(claims)
     return found
 

@@ -64,7 +64,7 @@ class MetricSources(msgspec.Struct, frozen=True):
         driver_limits: the number of memory limits that the driver enforces.
         lease_differences: containers whose leases differ from processes, cgroups or MIG devices.
         cluster: the report of `Cluster`, `None` where no API server is used.
-        claims: the report of the front DRA, `None` where no pool has it.
+        claims: the report of the DRA driver, `None` where no pool has it.
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
 

@@ -127,10 +127,10 @@ version: metagpu/v1
 pools:
   - name: shared
     gpus: {index: 0}
-    fronts: [dra]
+    api: dra
     backends: [{backend: whole}, {backend: fraction}]
   - name: mig
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, profiles: [3g.40gb], enableMig: true}]
 """
 CLAIMS: Final = (

@@ -139,7 +139,7 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
         ("profiles: [1g.5gb], deadline: 1m", "deadline is 60s; allowed: 1s to 15s"),
         ("enableMig: true", r"give either profiles, such as \[1g.5gb\], of which instances are"),
         ("profiles: [1g.5gb], layout: {1g.5gb: 7}", "give either profiles, .* or a layout"),
-        ("profiles: [1g.5gb], resource: a.b/c", "resource is for a layout; instances created on"),
+        ("profiles: [1g.5gb], resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which this"),
         ("profiles: [1g.5gb], replicas: 2", "an instance created on demand belongs to one pod"),
         (
             "profiles: [1g.5gb], failRequestsGreaterThanOne: true",
@@ -154,7 +154,7 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
         ("layout: {1g.5gb: 7}, create: start", "create is for profiles; the instances of a"),
         (
             "layout: {1g.5gb: 3, 2g.10gb: 2}, resource: a.b/c",
-            "resource a.b/c is one name for instances of one size, and layout has 1g.5gb, 2g.10gb;",
+            "resource a.b/c is one name for instances of one size, and is given to 1g.5gb and 2g",
         ),
     ],
 )

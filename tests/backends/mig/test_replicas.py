@@ -85,8 +85,8 @@ def test_the_longest_ids_are_legal() -> None:
     [
         ("replicas: 101", "replicas is 101; allowed: 1 to 100"),
         ("replicas: {1g.5gb: 0}", "replicas is 0; allowed: 1 to 100"),
-        ("replicas: {2g.10gb: 2}", "replicas names 2g.10gb, which is not in layout"),
-        ("resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which is not in layout"),
+        ("replicas: {2g.10gb: 2}", "replicas names 2g.10gb, which this backend does not offer"),
+        ("resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which this backend does not offer"),
     ],
 )
 def test_options_that_make_no_sense(options: str, message: str) -> None:

@@ -165,7 +165,7 @@ def test_ids_of_others_are_none_of_ours(share: str) -> None:
         ),
         (
             "mps: {replicas: {3g.20gb: 2}}",
-            "mps.replicas names 3g.20gb, which is not in layout; layout has 1g.5gb",
+            "mps.replicas names 3g.20gb, which this backend does not offer; it has 1g.5gb",
         ),
         (
             "mps: {}, replicas: 2",

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.staggered_offer import OfferStagger
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import GpuState
@@ -39,9 +39,7 @@ class Node:
         self.idle = True
         offered = offer(*SHARES.values())
         if dra:
-            offered = replace(
-                offered, fronts=dict.fromkeys(offered.resources, frozenset((Front.DRA,)))
-            )
+            offered = replace(offered, apis=dict.fromkeys(offered.resources, Api.DRA))
         self._known = after(GpusFound((GPU,), at=0), offered)
         self._there = set[str]()
         self.report(0)
@@ -115,7 +113,7 @@ def test_freed_slices_are_offered_to_one_profile_after_the_other() -> None:
     assert all(len(more) == len(less) + 1 for less, more in pairwise(seen))
 
 
-def test_with_the_front_dra_freed_slices_are_offered_at_once() -> None:
+def test_with_dra_freed_slices_are_offered_at_once() -> None:
     """The scheduler allocates places one by one: no two pods are sent for the same slices."""
     node = Node(dra=True)
     node.hold("3g.20gb@0")

@@ -294,14 +294,14 @@ async def serving(
     options: str,
     programs: RecordedPrograms,
     gpu_models: str = "t4:1",
-    front: str = "device-plugin",
+    api: str = "device-plugin",
 ) -> AsyncIterator[tuple[BackendRig, list[str]]]:
     """Run the backend while the block lasts; the warnings are complete after it."""
     warnings: list[str] = []
 
     with capture_module_logs(timeslice) as logs:
         async with run_backends(
-            pool(f"replicas: 4{options}").replace("backends:", f"fronts: [{front}], backends:"),
+            pool(f"replicas: 4{options}").replace("backends:", f"api: {api}, backends:"),
             gpu_models=gpu_models,
             programs=programs,
         ) as rig:
@@ -367,7 +367,7 @@ async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
     programs = RecordedPrograms(refusal=ProgramError("no driver"), refuses=1)
     claim = ResourceClaimRef("default", "long", "uid-1")
 
-    async with serving(", timeSlice: default", programs, front="dra") as (rig, _):
+    async with serving(", timeSlice: default", programs, api="dra") as (rig, _):
         [where] = rig.gpus
         shares = rig.state(0).shares
         settings = {share.id: "long" for share in shares}
@@ -388,7 +388,7 @@ async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
 async def test_a_length_of_a_newer_daemon_leaves_the_configured_one() -> None:
     """The claim stays held, and one warning has what it asked for."""
     programs, claim = RecordedPrograms(), ResourceClaimRef("default", "newer", "uid-1")
-    async with serving(", timeSlice: short", programs, front="dra") as (rig, warnings):
+    async with serving(", timeSlice: short", programs, api="dra") as (rig, warnings):
         [where], shares = rig.gpus, rig.state(0).shares
         settings = {share.id: "x" for share in shares}
         rig.registry.apply(SharesClaimed(shares, 1, resource_claim=claim, settings=settings))

@@ -58,7 +58,7 @@ A_POOL = almost(
     backends=st.lists(A_BACKEND, max_size=2),
     gpus=st.just("all")
     | almost(index=TEXTS, uuid=TEXTS, pci=TEXTS, product=TEXTS, minMemory=TEXTS),
-    fronts=st.lists(st.sampled_from(["device-plugin", "dra"]), max_size=2),
+    api=st.sampled_from(["device-plugin", "dra"]),
 )
 DOCUMENTS = almost(
     version=st.just("metagpu/v1"),

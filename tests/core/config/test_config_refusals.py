@@ -34,30 +34,31 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 "metagpu/v1?"
             ),
         ),
-        # fronts
+        # the API
         (
-            backend("{backend: fraction}") + "    fronts: []\n",
-            "3: pools[0]: fronts: write device-plugin or dra, or each of them once",
+            backend("{backend: fraction}") + "    fronts: [dra]\n",
+            "6: pools[0].fronts: unknown key `fronts`; write `api: dra`",
         ),
         (
-            backend("{backend: fraction}") + "    fronts: [dra, dra]\n",
-            "3: pools[0]: fronts: write device-plugin or dra, or each of them once",
-        ),
-        (
-            backend("{backend: mig, profiles: [1g.5gb]}") + "    fronts: [device-plugin, dra]\n",
+            backend("{backend: fraction}") + "    fronts: [device-plugin, dra]\n",
             (
-                "5: pools[0].backends[0]: mig creates a device for each share, and has one front; "
-                "write [device-plugin] or [dra] in `fronts`"
+                "6: pools[0].fronts: unknown key `fronts`; a pool has one API: make two pools, one "
+                "with `api: device-plugin` and one with `api: dra`, each with GPUs of its own, "
+                "such as `gpus: {index: 0-3}` and `gpus: {index: 4-7}`"
             ),
         ),
         (
+            backend("{backend: fraction}") + "    api: both\n",
+            "6: pools[0].api: 'both' is not known here; allowed: device-plugin, dra",
+        ),
+        (
             backend("{backend: fraction}")
-            + "    fronts: [dra]\n"
+            + "    api: dra\n"
             + "  - name: other\n    backends: [{backend: fraction}]\n",
             (
                 "8: pools[1].backends[0].resource: cnvrg.io/metagpu is offered by a pool with "
-                "fronts [dra] already and cannot be offered with [device-plugin] too; give it "
-                "another `resource`, or both pools the same fronts"
+                "`api: dra` already and cannot be offered with `api: device-plugin` too; give it "
+                "another `resource`, or both pools the same `api`"
             ),
         ),
         (
@@ -397,7 +398,7 @@ def test_a_mistake_is_reported_with_line_path_and_what_is_allowed(text: str, mes
         (HEAD, ConfigReason.MISSING),
         (POOL.replace("v1", "v2"), ConfigReason.UNKNOWN_VALUE),
         (POOL + "more: 1\n", ConfigReason.UNKNOWN_KEY),
-        (backend("{backend: fraction}") + "    fronts: []\n", ConfigReason.INVALID_VALUE),
+        (backend("{backend: fraction}") + "    fronts: [dra]\n", ConfigReason.UNKNOWN_KEY),
         (backend("{backend: magic}"), ConfigReason.UNKNOWN_VALUE),
         (backend("{}"), ConfigReason.MISSING),
         (backend("{backend: fraction, resource: gpu}"), ConfigReason.INVALID_NAME),

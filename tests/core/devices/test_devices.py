@@ -16,7 +16,7 @@ FOUR = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: whole}
       - {backend: fraction, sharesPerGpu: 50}
@@ -25,11 +25,11 @@ pools:
 """
 SIZED = """\
 version: metagpu/v1
-pools: [{name: all, fronts: [dra], backends: [{backend: fraction, memoryUnit: 1Gi}]}]
+pools: [{name: all, api: dra, backends: [{backend: fraction, memoryUnit: 1Gi}]}]
 """
 MIG = """\
 version: metagpu/v1
-pools: [{name: all, fronts: [dra], backends: [{backend: mig, profiles: [1g.5gb, 1g.5gb+me]}]}]
+pools: [{name: all, api: dra, backends: [{backend: mig, profiles: [1g.5gb, 1g.5gb+me]}]}]
 """
 
 
@@ -76,7 +76,7 @@ def test_each_mig_placement_is_a_device_with_a_legal_name() -> None:
 
 
 def test_a_pool_of_the_device_plugin_api_has_no_devices() -> None:
-    """The default front publishes nothing."""
+    """The default API publishes nothing."""
     _, snapshot = offered(gpu(0))
 
     assert devices_of(snapshot.gpus[gpu(0).id]) == ()

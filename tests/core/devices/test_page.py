@@ -89,5 +89,5 @@ def test_the_table_of_taints_is_complete() -> None:
     """The keys of taints are those of the table."""
     rows = {CODE.findall(row[0])[0] for row in table("Taint (`NoSchedule`)")}
 
-    keys = slices.UNHEALTHY, slices.CORDONED, slices.SUSPENDED, slices.HELD, slices.OUT_OF_TURN
+    keys = slices.UNHEALTHY, slices.CORDONED, slices.SUSPENDED, slices.HELD
     assert rows == set(keys)

@@ -29,7 +29,7 @@ from tests.rigs.build import after, gpu, offered
 CLAIM = ResourceClaimRef("ns", "half", "uid-1")
 MIXED = """\
 version: metagpu/v1
-pools: [{{name: all, fronts: [dra], backends: [{{backend: fraction}}, {{backend: mig, {}}}]}}]
+pools: [{{name: all, api: dra, backends: [{{backend: fraction}}, {{backend: mig, {}}}]}}]
 """
 QUALIFIED = re.compile(r"([a-z0-9.-]{1,63}/)?[A-Za-z_][A-Za-z0-9_]{0,31}")
 
@@ -249,7 +249,7 @@ def test_resource_claims_change_nothing() -> None:
     assert _published(after(SharesReleased(shares, at=2), since=held)) == _published(_after())
 
 
-def test_pods_of_the_device_plugin_api_take_from_the_devices() -> None:
+def test_pods_of_before_a_reload_take_from_the_devices() -> None:
     """Their shares are missing in the capacity, and other backends' devices are tainted."""
     some = _devices(_after(SharesClaimed(_shares("fraction", 30), at=1)))
     assert (_value(some["fraction"]), _taints(some["fraction"])) == ("20", {})
@@ -273,9 +273,8 @@ def test_a_full_gpu_offers_what_is_consumed() -> None:
 
 
 def test_a_gpu_that_is_full_of_pods_is_tainted() -> None:
-    """Once MPS serves pods of the other front alone, a claim would find no share."""
+    """Once MPS serves pods of before a reload alone, a claim would find no share."""
     text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
-    text = text.replace("fronts: [dra]", "fronts: [device-plugin, dra]")
     first, second, *_ = _shares("mps", 3)
     pods = [SharesClaimed((it,), at=n) for n, it in enumerate((first, second))]
     claim = SharesClaimed((second,), at=1, resource_claim=CLAIM)

@@ -6,7 +6,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.state.facts import GpusFound, SharesClaimed
 from tests.backends.mig.gpus import instance, mig_gpu
 from tests.rigs.build import after, config, gpu, layout_of, offered
@@ -15,7 +15,7 @@ TEXT = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [{}]
+    api: {}
     backends: [{{backend: mig, profiles: [1g.5gb, 3g.20gb, 2g.10gb]}}]
 """
 
@@ -42,21 +42,21 @@ def test_places_come_as_the_planner_would_fill_an_idle_gpu() -> None:
 EXISTING = """\
 version: metagpu/v1
 pools:
-  - {name: a, gpus: {index: 0}, fronts: [dra], backends: [{backend: mig, existing: true}]}
+  - {name: a, gpus: {index: 0}, api: dra, backends: [{backend: mig, existing: true}]}
   - {name: b, backends: [{backend: mig, existing: true}]}
 """
 
 
-def test_the_resources_of_existing_instances_have_the_front_of_their_pool() -> None:
-    """Their names follow from the instances; one name by two fronts is refused."""
+def test_the_resources_of_existing_instances_have_the_api_of_their_pool() -> None:
+    """Their names follow from the instances; one name by both APIs is refused."""
     gpus = (mig_gpu(0), mig_gpu(1))
     made = {gpus[0].id: [instance(gpus[0], "2g.10gb@0")]}
     layout = build_layout(config(EXISTING), gpus, Injection(), made)
     snapshot = after(GpusFound(gpus, at=0), layout.offer_fact)
-    assert snapshot.gpus[gpus[0].id].fronts == {Front.DRA}
+    assert snapshot.gpus[gpus[0].id].api is Api.DRA
 
     made[gpus[1].id] = [instance(gpus[1], "2g.10gb@2")]
-    with pytest.raises(ConfigError, match="would be offered by pools of different fronts"):
+    with pytest.raises(ConfigError, match="would be offered by pools of both APIs"):
         build_layout(config(EXISTING), gpus, Injection(), made)
 
 

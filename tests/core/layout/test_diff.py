@@ -52,9 +52,9 @@ def test_the_same_is_untouched() -> None:
     assert plan.settings == ()
 
 
-def test_another_front_changes_the_resource() -> None:
+def test_another_api_changes_the_resource() -> None:
     """The same shares by claims are another offer: the kubelet's list ends."""
-    by_claims = FRACTIONS.replace("{name: parts,", "{name: parts, fronts: [dra],")
+    by_claims = FRACTIONS.replace("{name: parts,", "{name: parts, api: dra,")
     plan = planned(state(FRACTIONS), state(by_claims))
 
     assert resources(plan) == {METAGPU: ChangeKind.CHANGED}

@@ -12,10 +12,10 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
 from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.offers import Front, RequestRule
+from metagpu.core.model.offers import Api, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.state.facts import GpusFound
-from tests.backends.mig.gpus import mig_gpu
+from tests.backends.mig.gpus import instance, mig_gpu
 from tests.rigs.build import BACKENDS, METAGPU, after, config, gpu, layout_of, pool
 
 T4 = "Tesla T4"
@@ -268,14 +268,14 @@ def test_a_backend_that_serves_makes_up_for_one_that_does_not_fit() -> None:
     assert layout_of(mig_gpu(0, "h100-80gb"), text=text).misfits == ()
 
 
-def test_nothing_of_a_pool_with_the_front_dra_is_held_back_or_taken_in_turns() -> None:
+def test_nothing_of_a_pool_with_dra_is_held_back_or_taken_in_turns() -> None:
     """The scheduler counts by GPU, and counters keep backends apart: every share is on offer."""
     text = """\
 version: metagpu/v1
 pools:
   - name: claims
     gpus: {index: 0}
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: mps, resource: example.com/mps, maxClients: 3}
       - {backend: timeslice, replicas: 2}
@@ -285,10 +285,48 @@ pools:
     offers = after(GpusFound((gpu(0), gpu(1)), at=0), layout.offer_fact)
 
     assert layout.gpus_in_turns(config(text)) == [[gpu(1).id]]
-    assert {name: (set(it.fronts), it.rule.requests) for name, it in offers.offers.items()} == {
-        "example.com/mps": ({Front.DRA}, RequestRule.ANY),
-        "nvidia.com/gpu.shared": ({Front.DRA}, RequestRule.ANY),
-        "nvidia.com/gpu.mps": ({Front.DEVICE_PLUGIN}, RequestRule.ONE_GPU),
+    assert {name: (it.api, it.rule.requests) for name, it in offers.offers.items()} == {
+        "example.com/mps": (Api.DRA, RequestRule.ANY),
+        "nvidia.com/gpu.shared": (Api.DRA, RequestRule.ANY),
+        "nvidia.com/gpu.mps": (Api.DEVICE_PLUGIN, RequestRule.ONE_GPU),
     }
     assert offers.offers[ResourceName("example.com/mps")].rule.max_containers == {gpu(0).id: 3}
-    assert [set(it.fronts) for it in offers.gpus.values()] == [{Front.DRA}, {Front.DEVICE_PLUGIN}]
+    assert [it.api for it in offers.gpus.values()] == [Api.DRA, Api.DEVICE_PLUGIN]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("backend: whole", "resource: example.com/it"),
+        ("backend: fraction", "resource: example.com/it"),
+        ("backend: timeslice, replicas: 2", "resource: example.com/it"),
+        ("backend: mps", "resource: example.com/it"),
+        ("backend: mig, profiles: [2g.10gb]", "resource: example.com/it"),
+        (
+            "backend: mig, profiles: [1g.5gb, 2g.10gb]",
+            "resource: {1g.5gb: example.com/one, 2g.10gb: example.com/it}",
+        ),
+        ("backend: mig, layout: {2g.10gb: 3}", "resource: example.com/it"),
+        ("backend: mig, existing: true", "resource: {2g.10gb: example.com/it}"),
+        ("backend: mig, existing: true", "resource: {1g.5gb: a.b/c, 2g.10gb: example.com/it}"),
+    ],
+)
+def test_a_node_has_each_backend_by_both_apis(options: str, named: str) -> None:
+    """A resource has one API, and every backend takes the other name that the refusal asks for."""
+    text = """\
+version: metagpu/v1
+pools:
+  - {{name: limits, gpus: {{index: 0}}, backends: [{{{options}}}]}}
+  - {{name: claims, api: dra, backends: [{{{options}{named}}}]}}
+"""
+    gpus = (mig_gpu(0), mig_gpu(1)) if "mig" in options else (gpu(0), gpu(1))
+    made = {it.id: [instance(it, "2g.10gb@0")] for it in gpus} if "existing" in options else {}
+    with pytest.raises(ConfigError, match="another `resource`"):
+        build_layout(config(text.format(options=options, named="")), gpus, Injection(), made)
+
+    both = config(text.format(options=options, named=f", {named}"))
+    layout = build_layout(both, gpus, Injection(), made)
+    snapshot = after(GpusFound(gpus, at=0), layout.offer_fact)
+    assert [it.api for it in snapshot.gpus.values()] == [Api.DEVICE_PLUGIN, Api.DRA]
+    assert all(it.shares for it in snapshot.gpus.values())
+    assert snapshot.offers[ResourceName("example.com/it")].api is Api.DRA

@@ -75,7 +75,7 @@ CONTESTED_NAME = {"resourceSlices": {"contested": {"nvidia.com/gpu": "whole.exam
 UNREAD_CLASSES = {"resourceSlices": {"classesProblem": "the API server does not allow it"}}
 CLASSES_DENIED = {**(SOUND.status or {}), "dra": ASKED, "cluster": UNREAD_CLASSES}
 CROWDED = {**(SOUND.status or {}), "dra": {**ASKED, "crowded": ["GPU 0 serves 2 containers"]}}
-TWO_FRONTS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
+TWO_APIS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
 WITHOUT_GATES = {**(SOUND.status or {}), "dra": ASKED, "cluster": DROPPED_FIELDS}
 UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
@@ -193,7 +193,7 @@ def test_a_sound_node_is_ok() -> None:
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
         ("MG306", CheckResult.ERROR, {"status": UNASKED}, "gpu.metagpu.io: the kubelet has not"),
         (
-            *("MG306", CheckResult.WARNING, {"status": TWO_FRONTS}),
+            *("MG306", CheckResult.WARNING, {"status": TWO_APIS}),
             "offers nvidia.com/gpu (DeviceClass whole.example) here",
         ),
         ("MG306", CheckResult.ERROR, {"status": UNPUBLISHED}, "ResourceSlices: the API server"),

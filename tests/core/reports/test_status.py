@@ -46,7 +46,7 @@ HEALTHY = {
     "devices": [],
     "blocked": [],
     "paused": [],
-    "fronts": ["device-plugin"],
+    "api": "device-plugin",
     "waitsFor": None,
     "nvlinkPeers": [],
     "pool": "all",
@@ -141,7 +141,7 @@ def test_devices_of_dra_are_counted_by_type() -> None:
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: fraction, sharesPerGpu: 10}, {backend: whole}]
 """
     layout, snapshot = offered(A, B, text=text)

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.model.offers import Front
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import GpusFound, LeasesObserved, SharesClaimed, SharesReleased
 from metagpu.core.state.registry import Registry
@@ -50,12 +50,12 @@ def test_a_pod_created_again_is_reported_again() -> None:
 def test_a_container_with_all_gpus_by_cdi_is_not_reported(
     by_cdi: tuple[int, ...], claimed: tuple[int, ...], *, reported: bool
 ) -> None:
-    """A pool with the front DRA gives its GPUs by CDI; beside it, a variable may be lost."""
+    """A pool with DRA gives its GPUs by CDI; beside it, a variable may be lost."""
     registry = Registry()
     watch = MixedRequestWatch(registry, lambda: True)
     registry.apply(GpusFound((ONE, OTHER), at=0))
-    fronts = {SHARES[it].resource: frozenset(Front) for it in by_cdi}
-    registry.apply(replace(offer(*SHARES), fronts=fronts))
+    apis = {SHARES[it].resource: Api.DRA for it in by_cdi}
+    registry.apply(replace(offer(*SHARES), apis=apis))
     claims = [SHARES[it] for it in claimed]
     if claims:
         registry.apply(SharesClaimed(tuple(claims), at=1, resource_claim=CLAIM))

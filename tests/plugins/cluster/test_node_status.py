@@ -65,7 +65,7 @@ async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -
 
 
 async def test_startup_taint_goes_from_a_node_of_resource_claims(tmp_path: Path) -> None:
-    """A node whose pools have the front DRA shows no resource, and is ready without one."""
+    """A node whose pools have DRA shows no resource, and is ready without one."""
     server = SimApiServer()
     server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
     async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:

@@ -8,14 +8,13 @@ from typing import Any
 
 import anyio
 
-from metagpu.core.model.shares import BY_CLAIMS, Fault, OfferTurn, ResourceClaimRef
+from metagpu.core.model.shares import Fault, ResourceClaimRef
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
     GpuUncordoned,
     SharesClaimed,
-    TurnsChanged,
 )
 from metagpu.plugins.cluster.leftovers import find_at_api_server
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
@@ -121,25 +120,6 @@ async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None
             await anyio.sleep(0.001)
         await it.server.until(lambda: "metagpu.io/cordoned" in taints(it.server, 1))
         assert len(writes(it.server)) - before <= _most(it.server, began) < 200
-
-
-async def test_the_end_of_a_turn_of_claims_is_noted_with_the_answer(tmp_path: Path) -> None:
-    """Until the API server has the taint, a claim may be allocated."""
-    text = FOUR.replace("[dra]", "[device-plugin, dra]")
-    async with publishing(tmp_path, text) as it:
-
-        def shown() -> bool:
-            return it.registry.snapshot.gpus[UUIDS[0]].shown_to_claims
-
-        it.server.failing.append(("PUT", COLLECTION))
-        it.registry.apply(TurnsChanged({UUIDS[0]: OfferTurn("fraction", 0)}))
-        await it.server.until(lambda: any(i.startswith("PUT") for i in writes(it.server)))
-        assert shown()
-        it.server.failing.clear()
-        await becomes(lambda: not shown())
-        assert "metagpu.io/out-of-turn" in taints(it.server, 0)
-        it.registry.apply(TurnsChanged({UUIDS[0]: OfferTurn(BY_CLAIMS, 0)}))
-        assert shown()
 
 
 def _most(server: SimApiServer, began: float) -> float:
@@ -248,7 +228,7 @@ async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
         assert len(names(server)) == 4
 
 
-async def test_a_pool_of_another_front_takes_its_slices_back(tmp_path: Path) -> None:
+async def test_a_pool_of_another_api_takes_its_slices_back(tmp_path: Path) -> None:
     """After a reload to the device plugin API nothing is published."""
     async with publishing(tmp_path) as it:
         it.offer(pool())
@@ -373,10 +353,10 @@ async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path
         await server.until(lambda: len(slices(server, 0)) == 2)
 
 
-BOTH_FRONTS = """\
+BOTH_APIS = """\
 version: metagpu/v1
 pools:
-  - {name: a, gpus: {index: 0}, fronts: [dra], backends: [{backend: whole}]}
+  - {name: a, gpus: {index: 0}, api: dra, backends: [{backend: whole}]}
   - {name: b, gpus: {index: 1}, backends: [{backend: timeslice, replicas: 4}]}
 """
 
@@ -400,7 +380,7 @@ async def test_extended_resources_are_those_of_device_classes(tmp_path: Path) ->
     _device_class(server, "older", "nvidia.com/gpu", "2026-01-01T00:00:00Z")
     _device_class(server, "nic", "example.com/nic", "2026-01-01T00:00:00Z", driver="nic.example")
     async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer(BOTH_FRONTS)
+        it.offer(BOTH_APIS)
 
         def report() -> tuple[Any, Any]:
             found = it.cluster.report()["resourceSlices"] or {}

@@ -1,4 +1,4 @@
-"""A node for the tests of `plugins/dra`: the front, its shares, claims, and a kubelet's calls.
+"""A node for the tests of `plugins/dra`: the driver, its shares, claims, and a kubelet's calls.
 
 The API server is a dictionary; the sockets are real.
 """
@@ -26,7 +26,7 @@ from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.front import DraFront
+from metagpu.plugins.dra.driver import DraDriver
 from metagpu.plugins.dra.registration import RegistrationTiming
 from metagpu.plugins.kubelet.granting import no_cdi
 from metagpu.plugins.kubelet.grpc_client import call_raw
@@ -40,7 +40,7 @@ CONFIG = """
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends:
       - {backend: fraction, sharesPerGpu: 100}
       - {backend: whole}
@@ -134,7 +134,7 @@ class KubeletCalls:
 
 @dataclass
 class DraNode(KubeletCalls):
-    """The front of one node, and what surrounds it."""
+    """The driver of one node, and what surrounds it."""
 
     registry: Registry = field(default_factory=Registry)
     claims: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -152,11 +152,11 @@ class DraNode(KubeletCalls):
     """Turns of the event loop that its answer takes, and the check of CDI names."""
 
     def __post_init__(self) -> None:
-        self.front = self.new_front()
+        self.dra = self.new_dra()
 
-    def new_front(self) -> DraFront:
-        """Build a front as a daemon does that starts."""
-        return DraFront(
+    def new_dra(self) -> DraDriver:
+        """Build a driver as a daemon does that starts."""
+        return DraDriver(
             registry=self.registry,
             driver=DRIVER,
             node=NODE,
@@ -276,9 +276,9 @@ class DraNode(KubeletCalls):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the front while the block lasts."""
+        """Run the driver while the block lasts."""
         async with anyio.create_task_group() as group:
-            group.start_soon(self.front.run)
+            group.start_soon(self.dra.run)
             await self.wait_registration()
             yield
             group.cancel_scope.cancel()

@@ -25,7 +25,7 @@ MIG = """
 version: metagpu/v1
 pools:
   - name: mig
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, profiles: [1g.5gb]}]
 """
 

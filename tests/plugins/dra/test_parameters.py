@@ -84,7 +84,7 @@ async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) ->
         file.unlink()  # as a reboot does
     node.registry = Registry()
     offer(node)
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         assert settings(node) == {"long", "50-10240"}
         assert (node.edits(claim), set(node.leased(claim))) == (edits, leased)
@@ -107,7 +107,7 @@ async def test_limits_of_a_newer_daemon_take_no_other_claim_with_them(node: DraN
         file.unlink()
     node.registry = Registry()
     offer(node)
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     with structlog.testing.capture_logs() as logs:
         async with node.running():
             assert len(node.leased(new)) == len(node.leased(known)) == 100
@@ -144,7 +144,7 @@ async def test_a_claim_with_more_containers_than_clients_is_reported(node: DraNo
         for count, crowded in ((2, []), (3, [sentence])):
             held = {(claim.uid, it): tuple(pods[:count]) for it in node.leased(claim)}
             node.registry.apply(LeasesObserved({}, anyio.current_time() + count, of_claims=held))
-            assert node.front.report()["crowded"] == crowded
+            assert node.dra.report()["crowded"] == crowded
 
 
 async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraNode) -> None:
@@ -198,7 +198,7 @@ async def test_a_slow_api_server_is_within_the_time_of_a_call(node: DraNode) -> 
         now += LONGEST
         return await read(ref)
 
-    node.front.preparer._read_claim, node.front.preparer._clock = slowly, lambda: now
+    node.dra.preparer._read_claim, node.dra.preparer._clock = slowly, lambda: now
     with anyio.fail_after(30):
         async with node.running():
             assert "mps" in (await node.prepare(claim))[claim.uid].error
@@ -216,7 +216,7 @@ async def test_parameters_that_are_not_followed_fail_the_claim_with_their_path(
         assert "sharing.mpsConfig.percentage: unknown key" in error
         assert node.leased(claim) == []
     node.read_sharing = None
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         error = (await node.prepare(claim))[claim.uid].error
         assert f"it has opaque parameters for {DRIVER}, which has none" in error

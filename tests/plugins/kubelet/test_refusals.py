@@ -28,7 +28,7 @@ from tests.plugins.kubelet.rig import (
 
 async def test_what_a_resource_claim_holds_is_not_granted(tmp_path: Path) -> None:
     """After a reload to the device plugin API the shares of ResourceClaims are out of the list."""
-    text = CONFIG + "    fronts: [dra]\n"
+    text = CONFIG + "    api: dra\n"
     async with node(tmp_path, gpu(0), config=text) as it, it.kubelet.running():
         shares = it.layout.shares[:4]
         claim = ResourceClaimRef("ns", "half", "uid")

@@ -365,11 +365,11 @@ async def test_resource_taken_back_leaves_no_ghost(tmp_path: Path) -> None:
         assert [it.kubelet.lists[resource] for resource in kept] == lists
 
 
-async def test_resource_of_the_front_dra_is_not_registered(tmp_path: Path) -> None:
-    """The endpoint goes with the pool's front, and is back with it: the names are the same."""
+async def test_resource_of_dra_is_not_registered(tmp_path: Path) -> None:
+    """The endpoint goes with the pool's API, and is back with it: the names are the same."""
     async with node(tmp_path) as it, it.kubelet.running():
         await it.until(20, 20)
-        it.offer(CONFIG + "    fronts: [dra]\n")
+        it.offer(CONFIG + "    api: dra\n")
         await it.until(0, 0)
         assert it.sockets() == []
 

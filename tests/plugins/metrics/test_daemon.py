@@ -114,7 +114,7 @@ def measured(
     return valued(daemon_samples(it or sources(), counts or EventCounters(), 0.25))
 
 
-def test_the_front_dra_is_measured_like_a_resource() -> None:
+def test_the_dra_driver_is_measured_like_a_resource() -> None:
     """The driver's registration, its claims, its calls and slices; none without a pool of it."""
     report = {"driver": "gpu.metagpu.io", "registered": False, "claims": 3}
     slices: dict[str, str | None] = {"problem": "slices are forbidden", "dropped": None}

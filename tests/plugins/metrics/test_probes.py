@@ -14,7 +14,7 @@ from metagpu.core.state.facts import (
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
 from tests.rigs.build import METAGPU, after, gpu, offered, pool
 
-DRA = pool("sharesPerGpu: 10").replace("- name: all\n", "- name: all\n    fronts: [dra]\n")
+DRA = pool("sharesPerGpu: 10").replace("- name: all\n", "- name: all\n    api: dra\n")
 
 
 def test_a_daemon_with_running_tasks_is_live() -> None:
@@ -55,7 +55,7 @@ def test_a_registration_problem_is_named() -> None:
 
 
 def test_a_driver_that_the_kubelet_lacks_is_named() -> None:
-    """The kubelet has to have the driver where a pool has the front dra."""
+    """The kubelet has to have the driver where a pool has DRA."""
     _, snapshot = offered(gpu(0), text=DRA)
     record = KubeletCallStats()
     driver = {"driver": "gpu.metagpu.io", "registered": False, "problem": "pod x answers there"}

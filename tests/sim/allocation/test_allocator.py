@@ -38,7 +38,7 @@ CONFIG = """\
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb, 7g.40gb]}]
 """
 

@@ -12,14 +12,14 @@ SHARED = """
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: whole}, {backend: fraction}]
 """
 MIG = """
 version: metagpu/v1
 pools:
   - name: all
-    fronts: [dra]
+    api: dra
     backends: [{backend: mig, profiles: [1g.5gb, 3g.20gb]}]
 """
 

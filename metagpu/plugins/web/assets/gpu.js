@@ -138,7 +138,7 @@ function turnOf(gpu) {
   const turn = gpu.turn;
   if (!turn) return gpu.owner || !gpu.backends?.length || gpu.level === 'error' ? '' : 'idle';
   const next = turn.next && turn.next !== turn.backend ? `, by ${turn.next} in ${Math.round(turn.nextIn)} s` : '';
-  return `${gpu.owner ? 'the free shares are' : 'idle,'} offered by ${turn.backend} now${next}`;
+  return `idle, offered by ${turn.backend} now${next}`;
 }
 
 function freeOf(gpu) {

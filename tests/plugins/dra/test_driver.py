@@ -55,11 +55,11 @@ async def test_the_kubelet_finds_the_driver_and_says_how_its_registration_went(
         assert (info.type, info.name) == ("DRAPlugin", DRIVER)
         assert info.supported_versions[0] == "v1.DRAPlugin"
         assert await anyio.Path(info.endpoint).is_socket()
-        assert not node.front.report()["registered"]
+        assert not node.dra.report()["registered"]
         await node.notify(registered=True)
-        assert node.front.report()["registered"]
+        assert node.dra.report()["registered"]
         await node.notify(registered=False, error="RegisterPlugin error -- no")
-        assert node.front.report()["problem"] == "RegisterPlugin error -- no"
+        assert node.dra.report()["problem"] == "RegisterPlugin error -- no"
 
 
 async def test_a_registration_socket_that_is_removed_is_made_again(node: DraNode) -> None:
@@ -75,36 +75,36 @@ async def test_another_driver_of_the_name_keeps_its_sockets(
 ) -> None:
     """Two drivers of one name would take each other's claims, and daemons each other's sockets."""
     other = DraNode(tmp_path)
-    other.front.registration._endpoint = tmp_path / endpoint
+    other.dra.registration._endpoint = tmp_path / endpoint
     sockets = node.registration, tmp_path / endpoint
     async with anyio.create_task_group() as group:
         async with other.running():
             await other.notify(registered=True)
             before = [it.stat().st_ino for it in sockets]
-            group.start_soon(node.front.run)
-            await until(lambda: endpoint in str(node.front.report()["problem"]))
-            assert f"process {os.getpid()} " in node.front.report()["problem"]
+            group.start_soon(node.dra.run)
+            await until(lambda: endpoint in str(node.dra.report()["problem"]))
+            assert f"process {os.getpid()} " in node.dra.report()["problem"]
             assert [it.stat().st_ino for it in sockets] == before
-            assert other.front.report()["problem"] is None
+            assert other.dra.report()["problem"] is None
         await node.wait_registration()
         group.cancel_scope.cancel()
 
 
 async def test_of_two_daemons_that_start_at_once_one_serves(node: DraNode, tmp_path: Path) -> None:
     """Each removes a socket of the other first; then one of them waits, and says for whom."""
-    fronts = [node.front, DraNode(tmp_path).front]
+    drivers = [node.dra, DraNode(tmp_path).dra]
 
     async def settled() -> bool:
         with suppress(OSError, StreamTerminatedError):
             await node.notify(registered=True)
-        served, other = sorted((it.report() for it in fronts), key=lambda it: not it["registered"])
+        served, other = sorted((it.report() for it in drivers), key=lambda it: not it["registered"])
         return (served["registered"], other["registered"]) == (True, False) and (
             f"process {os.getpid()} serves" in str(other["problem"])
         )
 
     async with anyio.create_task_group() as group:
-        for front in fronts:
-            group.start_soon(front.run)
+        for driver in drivers:
+            group.start_soon(driver.run)
         await polling.until(settled)
         group.cancel_scope.cancel()
 
@@ -120,7 +120,7 @@ async def test_a_program_that_is_no_driver_does_not_keep_the_socket(node: DraNod
     async with serve_grpc(node.registration, method, StreamingCalls()):
         before = node.registration.stat().st_ino
         async with anyio.create_task_group() as group:
-            group.start_soon(node.front.run)
+            group.start_soon(node.dra.run)
             await until(lambda: _inode(node.registration) not in (None, before))
             await node.wait_registration()
             assert (await node.get_info()).name == DRIVER
@@ -187,9 +187,9 @@ async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: Dr
         assert variable(edits[first.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=16384"
         assert variable(edits[second.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=12288"
         expected = f"{gpu(0).id}=4096,{gpu(1).id}=4096"
-        requests = node.front.preparer.requests_of(two.uid)
+        requests = node.dra.preparer.requests_of(two.uid)
         assert [list(requests.values()).count(it) for it in ("a", "b")] == [40, 30]
-        assert node.front.preparer.requests_of(both.uid) == {}
+        assert node.dra.preparer.requests_of(both.uid) == {}
         for device in answers[both.uid].devices:
             assert device.request_names == ["c"]
             assert variable(node.edits(both)[device.cdi_device_ids[-1]], MEMORY) == expected
@@ -221,7 +221,7 @@ async def test_requests_that_come_together_have_one_value_of_each_variable(node:
 
     node.write_account({claim: answers[claim.uid].devices})
     (node.root / "cdi" / f"metagpu.io-claim-{claim.uid}.json").unlink()
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         assert node.edits(claim) == edits
         assert (await node.prepare(claim))[claim.uid] == answers[claim.uid]
@@ -287,7 +287,7 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         await anyio.wait_all_tasks_blocked()
         assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
         assert not (await node.prepare(second))[second.uid].error
-        assert not node.front.preparer.states.refused
+        assert not node.dra.preparer.states.refused
 
 
 async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
@@ -300,14 +300,14 @@ async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
     async def refuse(gpus: frozenset[GpuId]) -> None:
         raise CdiNameMissing(", ".join(gpus), "it has no device node on this machine")
 
-    node.front.preparer._ensure_monitored = refuse
-    node.front.preparer.states.failed.first = 100  # it is tried again after a back-off
+    node.dra.preparer._ensure_monitored = refuse
+    node.dra.preparer.states.failed.first = 100  # it is tried again after a back-off
     async with node.running():
         assert "no device node" in (await node.prepare(claim))[claim.uid].error
         node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
         await anyio.wait_all_tasks_blocked()
         assert node.annotated == []
-        assert not node.front.preparer.states.prepared
+        assert not node.dra.preparer.states.prepared
 
 
 @pytest.mark.parametrize(
@@ -334,9 +334,9 @@ async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
             raise error
         await node.ensure_cdi_names(names)
 
-    node.front.preparer._ensure_cdi_names = fail
-    node.front.preparer.states.failed.first = 100
-    node.front.preparer.states.failed.longest = 1000
+    node.dra.preparer._ensure_cdi_names = fail
+    node.dra.preparer.states.failed.first = 100
+    node.dra.preparer.states.failed.longest = 1000
     async with node.running():
         for times in (1, 2):
             assert str(error) in (await node.prepare(claim))[claim.uid].error
@@ -347,12 +347,12 @@ async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
             await until(partial(_is_annotated, node, times))
         assert node.annotated == ["default/pod-of-a: metagpu.io/prepare-again"] * 2
         assert not (await node.prepare(claim))[claim.uid].error
-        assert not node.front.preparer.states.failed
+        assert not node.dra.preparer.states.failed
 
 
 async def test_a_failed_claim_that_is_unusable_or_refused_has_no_back_off(node: DraNode) -> None:
     """Only the end of another reason is tried for; its pod was annotated before."""
-    failed = node.front.preparer.states.failed
+    failed = node.dra.preparer.states.failed
     failed.first = failed.longest = 100
     odd = node.allocate("odd", node.fraction(gpu(0), 10))
     full = node.allocate("full", node.fraction(gpu(0), 10))
@@ -367,14 +367,14 @@ async def test_a_failed_claim_that_is_unusable_or_refused_has_no_back_off(node: 
         node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
         await node.prepare(odd, full)
         assert not failed
-        assert list(node.front.preparer.states.refused) == [full]
+        assert list(node.dra.preparer.states.refused) == [full]
 
 
 async def test_a_claim_that_is_unprepared_during_its_retry_is_not_tried_again(
     node: DraNode,
 ) -> None:
     """An API server that does not answer then changes nothing."""
-    failed = node.front.preparer.states.failed
+    failed = node.dra.preparer.states.failed
     failed.first = failed.longest = 100
     claim = node.allocate("a", node.fraction(gpu(0), 10))
     async with node.running():
@@ -394,7 +394,7 @@ async def test_a_claim_that_is_unprepared_during_its_retry_is_not_tried_again(
 
 async def test_a_failed_claim_does_not_wait_for_the_answer_about_another(node: DraNode) -> None:
     """A request of the API server may last until its deadline."""
-    failed = node.front.preparer.states.failed
+    failed = node.dra.preparer.states.failed
     failed.first = failed.longest = 100
     first = node.allocate("first", node.fraction(gpu(0), 10))
     second = node.allocate("second", node.fraction(gpu(0), 10))
@@ -409,7 +409,7 @@ async def test_a_failed_claim_does_not_wait_for_the_answer_about_another(node: D
         await node.prepare(first)
         failed.first = failed.longest = 200  # by jitter, 100 at least: it is due after the first
         await node.prepare(second)
-        node.front.preparer._read_claim = read
+        node.dra.preparer._read_claim = read
         polling.skip(200)
         await until(lambda: bool(node.annotated))
     assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
@@ -427,7 +427,7 @@ async def test_a_claim_whose_devices_no_container_has_together_is_not_tried_agai
     claim = node.allocate("a", *results)
     async with node.running():
         assert "MPS serves a container on one GPU" in (await node.prepare(claim))[claim.uid].error
-        assert not node.front.preparer.states.failed
+        assert not node.dra.preparer.states.failed
         assert node.leased(claim) == []
         node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
         node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
@@ -446,7 +446,7 @@ async def test_a_claim_whose_devices_a_backend_forbids_is_tried_after_a_reload(
     claim = node.allocate("a", *results)
     async with node.running():
         assert (await node.prepare(claim))[claim.uid].error
-        assert not node.front.preparer.states.failed
+        assert not node.dra.preparer.states.failed
         node.offer([gpu(0), gpu(1)])
         node.registry.events.publish(LayoutApplied())
         await until(lambda: bool(node.annotated))
@@ -459,7 +459,7 @@ def _is_annotated(node: DraNode, times: int) -> bool:
 
 async def test_a_claim_that_could_not_be_read_is_prepared_once_it_can(node: DraNode) -> None:
     """Also where the API server stays away for a while; one that is gone or odd is left."""
-    failed = node.front.preparer.states.failed
+    failed = node.dra.preparer.states.failed
     failed.first, failed.longest = 100, 1000
     claim = node.allocate("a", node.fraction(gpu(0), 10))
     gone = node.allocate("gone", node.fraction(gpu(0), 10))
@@ -506,7 +506,7 @@ async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
 
 async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> None:
     """Pods and claims are read until the server answers; each pod is annotated once."""
-    node.front.retries._rest = 0.01
+    node.dra.retries._rest = 0.01
     for name in ("a", "b"):
         claim = node.allocate(f"of-{name}", node.fraction(gpu(0), 10))
         node.pending.append(waiting(name, {"resourceClaimName": claim.name}))
@@ -518,7 +518,7 @@ async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> 
             node.unanswered = 1
         return await read(ref)
 
-    node.front.preparer._read_claim = fails_once_for_b
+    node.dra.preparer._read_claim = fails_once_for_b
     async with node.running():
         await node.notify(registered=True)
         await until(lambda: len(node.annotated) == 2)
@@ -542,12 +542,12 @@ async def test_a_claim_may_end_while_the_pods_of_others_are_annotated(node: DraN
         await annotate(namespace, pod, key, value)
         await node.unprepare(second if pod == "pod-of-first" else first)
 
-    node.front.retries._annotate = slowly
+    node.dra.retries._annotate = slowly
     async with node.running():
         node.registry.apply(GpuFaulted(gpu(1).id, "XID 79", at=1))
         await node.prepare(first, second)
         node.registry.apply(GpuRecovered(gpu(1).id, "reset", at=2))
-        await until(lambda: not node.front.preparer.states.refused)
+        await until(lambda: not node.dra.preparer.states.refused)
         await anyio.wait_all_tasks_blocked()
         [annotated] = node.annotated
         assert annotated.endswith(": metagpu.io/prepare-again")
@@ -563,7 +563,7 @@ async def test_an_amount_that_is_none_is_refused(node: DraNode, amount: str) -> 
         error = (await node.prepare(claim))[claim.uid].error
         assert f"consumes {amount} of shares" in error
         assert node.leased(claim) == []
-        assert not node.front.preparer.states.refused
+        assert not node.dra.preparer.states.refused
 
 
 async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> None:
@@ -650,7 +650,7 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) 
         file.unlink()  # as a reboot does
     node.registry = Registry()
     node.offer([gpu(0), gpu(1)])
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     node.claims.clear()
     async with node.running():
         assert set(node.leased(kept)) == leased
@@ -661,7 +661,7 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) 
         assert node.leased(kept) == []
 
 
-async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_front(
+async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_driver(
     node: DraNode,
 ) -> None:
     """Claims that need no file are prepared and unprepared meanwhile."""
@@ -673,7 +673,7 @@ async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_fron
         file.unlink()
     (node.root / "cdi").rmdir()
     (node.root / "cdi").touch()  # no folder: nothing can be written
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         assert len(node.leased(kept)) == 4
 
@@ -687,8 +687,8 @@ async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: Dr
     node.write_account({kept: answer.devices})
     node.registry = Registry()
     node.offer([gpu(1)])
-    node.front = node.new_front()
-    node.front.account.period = 0.01
+    node.dra = node.new_dra()
+    node.dra.account.period = 0.01
     async with node.running():
         assert node.leased(kept) == []
         node.offer([gpu(0), gpu(1)])
@@ -710,10 +710,10 @@ async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> Non
     account.write_text(account.read_text().replace(f'\\"{DRIVER}\\"', '\\"gpu.example.com\\"'))
     node.registry = Registry()
     node.offer([gpu(0), gpu(1)])
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         assert node.leased(kept) == leased
-        assert not node.front.preparer.states.prepared
+        assert not node.dra.preparer.states.prepared
 
 
 async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: DraNode) -> None:
@@ -722,7 +722,7 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
     async with node.running():
         before, leased = await node.prepare(claim), set(node.leased(claim))
     node.write_account({claim: []})
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     async with node.running():
         assert set(node.leased(claim)) == leased
         assert await node.prepare(claim) == before
@@ -731,7 +731,7 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
 async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> None:
     """A kubelet that lost its account unprepares nothing."""
     kept, lost = (node.allocate(name, node.fraction(gpu(0), 1)) for name in ("kept", "lost"))
-    node.front.account.period = 0.01
+    node.dra.account.period = 0.01
     node.write_account({kept: [], lost: []})
     async with node.running():
         await node.prepare(kept, lost)
@@ -752,7 +752,7 @@ async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) 
     node.registry = Registry()
     node.offer([gpu(0), gpu(1)])
     node.registry.apply(SharesClaimed((shares[0],), at=1))
-    node.front = node.new_front()
+    node.dra = node.new_dra()
     with capture_logs() as logs:
         async with node.running():
             assert node.leased(claim) == [shares[1].id]

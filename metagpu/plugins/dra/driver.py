@@ -1,4 +1,4 @@
-"""The front DRA of one node: leases of before, the service, its registration."""
+"""The DRA driver of one node: leases of before, the service, its registration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,6 @@ from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.dra.health import HealthStream
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
-from metagpu.plugins.dra.reservations import ClaimReservations
 from metagpu.plugins.dra.resource_claim import ReadResourceClaim
 from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries, ReadPendingPods
 from metagpu.plugins.dra.service import SERVICE, DraService
@@ -32,7 +31,7 @@ from metagpu.plugins.kubelet.grpc_server import StreamingCalls
 
 
 @dataclass
-class DraFront:
+class DraDriver:
     """Serves the ResourceClaims of a node.
 
     Attributes:
@@ -109,7 +108,6 @@ class DraFront:
             note_restored=partial(self.statuses.note, restored=True),
             period=self.account_period,
         )
-        self.reservations = ClaimReservations(self.registry, self.preparer)
         self.registration = DraRegistration(
             self.driver,
             self.kubelet_root,
@@ -125,7 +123,6 @@ class DraFront:
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)
             group.start_soon(self.statuses.run)
-            group.start_soon(self.reservations.run)
             group.start_soon(self.account.follow)
             await self.registration.run()
 
