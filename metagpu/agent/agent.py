@@ -243,7 +243,7 @@ class Agent:
             self.layout_manager,
             self.config_loader,
             self.context.call_stats,
-            self._offering.leases_observed,
+            self._offering.leases_known,
             self.timing.first_leases,
             self.timing.exchange,
         )

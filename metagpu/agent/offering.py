@@ -36,7 +36,7 @@ class Offering:
             API server.
         gate: holds the kubelet's calls while another daemon takes over.
         claims_read: set once the leases of ResourceClaims have begun.
-        leases_observed: set once the kubelet's leases are read.
+        leases_known: set once the leases that the kubelet gave earlier are known.
         ready: set once a kubelet that starts gets its lists at once, and no other daemon's.
     """
 
@@ -48,7 +48,6 @@ class Offering:
     wait_for_choice: Callable[[], Awaitable[None]] | None
     gate: CallGate = field(default_factory=CallGate)
     claims_read: anyio.Event = field(default_factory=anyio.Event)
-    leases_observed: anyio.Event = field(default_factory=anyio.Event)
     ready: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
@@ -64,6 +63,7 @@ class Offering:
             running=self.running,
             requests_of=self.resource_claims.requests_of,
         )
+        self.leases_known = self.lease_follower.known
 
     async def run(self, takeover: Takeover | None = None) -> None:
         """Offer shares, also of GPUs that are added later; a takeover is waited for."""
@@ -79,10 +79,8 @@ class Offering:
             # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
             await self.claims_read.wait()
         if any(state.can_conflict for state in gpus):
-            # An older pod may hold what the kubelet would give to another pod. A kubelet that is up
-            # lists the leases at once, and a kubelet that is down gives nothing to anybody.
-            with anyio.move_on_after(self.context.timing.first_leases):
-                await self.leases_observed.wait()
+            # An older pod may hold what the kubelet would give to another pod.
+            await self.leases_known.wait()
 
         async with anyio.create_task_group() as group:
             group.start_soon(
@@ -134,7 +132,7 @@ class Offering:
             group.start_soon(self._begin_claims)
             with anyio.move_on_after(self.context.timing.first_leases):
                 await self.claims_read.wait()
-            await self.lease_follower.run(self.leases_observed)
+            await self.lease_follower.run()
 
     async def _begin_claims(self) -> None:
         await self.resource_claims.read_leases()

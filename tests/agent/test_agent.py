@@ -1,7 +1,6 @@
 """The whole agent, from NVML to the kubelet: GPUs that come and go, and leases that last."""
 
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -14,8 +13,6 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import SharesReleased
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.plugins.kubelet import pod_resources
-from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.pod_api.server import PodMgctlServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
@@ -208,40 +205,6 @@ async def test_restarted_daemon_knows_the_holders(tmp_path: Path) -> None:
             await it.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
 
             assert sorted(len(it.state(n).leases) for n in range(2)) == [5, 10]
-
-
-async def test_shares_that_may_conflict_are_offered_once_holders_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restarted daemon gives no whole GPU away while a pod may hold its shares."""
-    mixed = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
-    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
-    early = []
-
-    async with kubelet.running():
-        async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await kubelet.admit(SimPod.single("train", {METAGPU: 5}))
-        before = sum(kubelet.registrations.values())
-
-        async def slow(*arguments: Any) -> Any:  # noqa: ANN401 - as the function's own
-            monkeypatch.setattr(
-                pod_resources, "read_leases", read_leases
-            )  # for the first query alone
-            with anyio.move_on_after(0.3):
-                await kubelet.wait_for(lambda: sum(kubelet.registrations.values()) > before)
-                early.append("registered")
-            return await read_leases(*arguments)
-
-        monkeypatch.setattr(pod_resources, "read_leases", slow)
-        timing = AgentTiming(first_leases=1e9)
-        async with agent_at_work(tmp_path, config=mixed, kubelet=kubelet, timing=timing) as it:
-            await it.until(20, 20)
-
-            assert not early
-            assert any(
-                state.unavailable_shares for state in it.agent.registry.snapshot.gpus.values()
-            )
 
 
 @pytest.mark.parametrize("has_kubelet", [True, False])

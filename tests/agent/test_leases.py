@@ -2,16 +2,25 @@
 
 from pathlib import Path
 
+import anyio
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from msgspec.structs import replace
 
+from metagpu.core.state.facts import LeasesObserved
+from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
+from metagpu.plugins.kubelet import pod_resources
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.timing import TIMING
+from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
+from tests.rigs.waiting import becomes, skip
 
+NODE = "gpu-1"
 WHOLE = "nvidia.com/gpu"
 MIXED = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
 
@@ -53,6 +62,81 @@ async def test_what_the_checkpoint_names_is_held_before_the_kubelet_answers(
             monkeypatch.undo()
             await it.wait_holders()
             assert kubelet.allocatable()[WHOLE] == 1
+
+
+class Lateness:
+    """A kubelet whose PodResources service hangs, and whose checkpoint may be damaged."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kubelet: SimKubelet, tmp_path: Path
+    ) -> None:
+        self.kubelet = kubelet
+        self.checkpoint = tmp_path / "device-plugins" / CHECKPOINT_FILE
+        self.asked = 0
+        self._answers = anyio.Event()
+        self._monkeypatch = monkeypatch
+
+    def hang(self) -> None:
+        """Let no request of PodResources be answered until `answer`."""
+
+        async def wait(socket: Path, asked: float, deadline: float) -> LeasesObserved:
+            self.asked += 1
+            with anyio.fail_after(deadline):
+                await self._answers.wait()
+            return await read_leases(socket, asked, deadline)
+
+        self._monkeypatch.setattr(pod_resources, "read_leases", wait)
+
+    async def wait_asked(self, times: int) -> None:
+        """Wait until the daemon has asked so often."""
+        await becomes(lambda: self.asked >= times)
+
+    def answer(self) -> None:
+        """Answer all requests, those that wait too."""
+        self._answers.set()
+
+    def damage(self, how: str) -> None:
+        """Leave the checkpoint as it is, cut it off, or remove it."""
+        if how == "half":
+            text = self.checkpoint.read_bytes()
+            self.checkpoint.write_bytes(text[: len(text) // 2])
+        elif how == "missing":
+            self.checkpoint.unlink()
+
+
+@pytest.mark.parametrize("how", ["good", "half", "missing"])
+async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What the checkpoint names is held at once; where nothing can be read, what conflicts waits.
+
+    The daemon's longest waits for the kubelet pass meanwhile.
+    """
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    late = Lateness(monkeypatch, kubelet, tmp_path)
+    train = SimPod.single("train", {METAGPU: 5})
+
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            await it.until(2, 2, WHOLE)
+            await kubelet.admit(train)
+            await kubelet.start_container(train, "main")
+        late.hang()
+        late.damage(how)
+        before = kubelet.lists[WHOLE]
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+            if how == "good":
+                await kubelet.wait_for(lambda: kubelet.lists[WHOLE] > before)
+                assert kubelet.allocatable()[WHOLE] == 1
+            else:
+                for times in range(1, 4):
+                    await late.wait_asked(times)
+                    skip(60)
+                assert kubelet.lists[WHOLE] == before
+            late.answer()
+            await it.until(2, 1, WHOLE)
+            await it.wait_holders()
 
 
 async def test_shares_of_an_ended_pod_are_granted_by_a_daemon_that_has_just_started(
@@ -120,3 +204,29 @@ async def test_a_share_that_a_kubelet_forgot_is_free_when_its_pod_is_gone(tmp_pa
         await it.wait_snapshot(lambda now: sum(len(gpu.leases) for gpu in now.gpus.values()) == 1)
         await it.kubelet.delete(other)
         await it.until(2, 2, WHOLE)
+
+
+async def test_a_pod_deleted_while_the_kubelet_restarts_freezes_no_lease(tmp_path: Path) -> None:
+    """The kubelet never lists the pod again, and the API server's complete list lacks it."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    pods = [SimPod.single(name, {METAGPU: 5}) for name in ("gone", "later")]
+    for pod in pods:
+        server.add_pod("default", pod.name, NODE, uid=pod.uid)
+
+    async with server.running():
+        settings = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=ALL_FEATURES)
+        async with agent_at_work(tmp_path, config=MIXED, cluster_settings=settings) as it:
+            await it.until(20, 20)
+            for pod in pods:
+                await it.kubelet.admit(pod)
+                await it.kubelet.start_container(pod, "main")
+            await it.wait_holders()
+
+            await it.kubelet.delete(pods[0])
+            server.delete_pod("default", "gone")
+            await it.kubelet.restart()
+            await it.kubelet.delete(pods[1])
+            server.delete_pod("default", "later")
+
+            await it.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))

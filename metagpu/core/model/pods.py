@@ -35,6 +35,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     """A pod as the API server lists it.
 
     Attributes:
+        uid: the uid by which the kubelet knows the pod: of a static pod not that of its mirror.
         phase: the pod's phase, as `Running`.
         owner: kind and name of its controller, as `ReplicaSet/train-7d9f`; empty without one.
         memory_annotations: its annotations about GPU memory (`core/usage/annotations.py`).
@@ -83,6 +84,7 @@ class PodIndex(msgspec.Struct, frozen=True):
         requested: the shares that all pods request which have not ended.
         arriving: those that pods request which are bound to the node and not admitted yet.
         listed: whether the API server has answered.
+        asked: the event loop's time at which the last complete list was requested.
         preferring: whether any of the pods names the GPUs that it prefers.
     """
 
@@ -92,10 +94,11 @@ class PodIndex(msgspec.Struct, frozen=True):
     requested: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
     listed: bool = False
+    asked: float = float("-inf")
     preferring: bool = False
 
     @classmethod
-    def from_pods(cls, pods: Iterable[KnownPod]) -> "PodIndex":
+    def from_pods(cls, pods: Iterable[KnownPod], asked: float = float("-inf")) -> "PodIndex":
         """Index pods; of two pods of one name, `by_name` has the one that still runs."""
         known = tuple(pods)
         running_last = sorted(known, key=lambda pod: not pod.ended)
@@ -106,6 +109,7 @@ class PodIndex(msgspec.Struct, frozen=True):
             _sum_requests(it for it in known if not it.ended),
             _sum_requests(it for it in known if it.arriving),
             listed=True,
+            asked=asked,
             preferring=any(it.gpu_annotations for it in known),
         )
 
@@ -113,6 +117,24 @@ class PodIndex(msgspec.Struct, frozen=True):
     def annotated(self) -> tuple[KnownPod, ...]:
         """The pods with annotations about GPU memory."""
         return tuple(pod for pod in self.by_uid.values() if pod.memory_annotations)
+
+    def has_ended(self, pod: Holder | str, since: float) -> bool:
+        """Return whether the pod of a holder, or of a uid, has ended.
+
+        The API server says so, or a complete list that was requested later lacks the pod. Without
+        such a list nobody knows.
+
+        Args:
+            pod: a container of the pod, or the pod's uid.
+            since: the event loop's time at which the kubelet was known to have the pod.
+        """
+        known = self.by_uid.get(pod) if isinstance(pod, str) else self.find(pod, None)
+        return since < self.asked if known is None else known.ended
+
+    def may_have_ended(self, pod: Holder | str, since: float) -> bool:
+        """Return whether a complete list of now would show that a pod has ended."""
+        known = self.by_uid.get(pod) if isinstance(pod, str) else self.find(pod, None)
+        return self.listed and known is None and since >= self.asked
 
     def find(self, holder: Holder, uid: str | None) -> KnownPod | None:
         """Find a container's pod: by its uid where that is known, else by its name."""

@@ -130,6 +130,10 @@ class LayoutApplied(msgspec.Struct, frozen=True):
     """A configuration has come into force, perhaps with the same shares as before."""
 
 
+class PodListRequested(msgspec.Struct, frozen=True):
+    """A complete list of the node's pods would show whether pods that hold shares have ended."""
+
+
 class CheckpointRequested(msgspec.Struct, frozen=True):
     """The kubelet should write its checkpoint: each list that it gets makes it do so."""
 
@@ -242,6 +246,7 @@ Event = (
     | MemoryErrorReported
     | LayoutApplied
     | CheckpointRequested
+    | PodListRequested
     | PodEnded
     | AnnotationRejected
     | PreferenceMissed

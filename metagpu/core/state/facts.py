@@ -300,9 +300,14 @@ class LeasesHandedOver(msgspec.Struct, frozen=True):
 
 
 class PodsListed(msgspec.Struct, frozen=True):
-    """The API server's complete list of this node's pods."""
+    """The API server's complete list of this node's pods, kept up to date since.
+
+    Attributes:
+        asked: the event loop's time at which the list was requested.
+    """
 
     pods: tuple[KnownPod, ...]
+    asked: float = float("-inf")
 
 
 class GpuCordoned(msgspec.Struct, frozen=True):

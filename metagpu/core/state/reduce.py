@@ -185,14 +185,16 @@ def _topology_read(snapshot: Snapshot, fact: TopologyRead) -> tuple[Snapshot, tu
 def _pods_listed(snapshot: Snapshot, fact: PodsListed) -> tuple[Snapshot, tuple[Event, ...]]:
     before, after = snapshot.pods.by_uid, {pod.uid: pod for pod in fact.pods}
     if snapshot.pods.listed and after == before:
-        return snapshot, ()
+        if fact.asked <= snapshot.pods.asked:
+            return snapshot, ()
+        return replace(snapshot, pods=replace(snapshot.pods, asked=fact.asked)), ()
 
     ended = [
         PodEnded(pod)
         for uid, pod in before.items()
         if not pod.ended and (uid not in after or after[uid].ended)
     ]
-    pods = PodIndex.from_pods(fact.pods)
+    pods = PodIndex.from_pods(fact.pods, fact.asked)
     readmitted = snapshot.readmitted & pods.terminating
     return replace(snapshot, pods=pods, readmitted=readmitted), (fact, *ended)
 

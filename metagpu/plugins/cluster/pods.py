@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu_preference import gpu_annotations
 from metagpu.core.model.pods import KnownPod, Rejection
 from metagpu.core.model.quantities import whole_number
+from metagpu.core.state.events import PodListRequested
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
@@ -57,6 +58,10 @@ class DeletedPod(msgspec.Struct, frozen=True):
         return min((time for time in times if time > now), default=math.inf)
 
 
+LIST_PERIOD: Final = 2.0
+"""Seconds between two complete lists that are requested because pods may have ended."""
+
+
 class PodInformer(Informer):
     """Reports the Pods of a node, of all namespaces, to the registry."""
 
@@ -71,6 +76,7 @@ class PodInformer(Informer):
         """Follow the Pods until cancelled, and report when those that are deleted may end."""
         async with anyio.create_task_group() as group:
             group.start_soon(super().run)
+            group.start_soon(self._list_on_request)
             while True:
                 self._changed = anyio.Event()
                 now = anyio.current_time()
@@ -79,6 +85,13 @@ class PodInformer(Informer):
                     await self._changed.wait()
                     continue
                 self._publish()
+
+    async def _list_on_request(self) -> None:
+        """List all Pods where that shows whether the pods of leases have ended."""
+        with self._registry.events.subscribe(PodListRequested) as requests:
+            async for _ in requests:
+                await anyio.sleep_until(self.asked + LIST_PERIOD)
+                self.list_again()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in the complete list of Pods."""
@@ -118,7 +131,7 @@ class PodInformer(Informer):
             replace(pod, terminating=True) if uid in ending else pod
             for uid, pod in self._pods.items()
         )
-        self._registry.apply(PodsListed(tuple(pods)))
+        self._registry.apply(PodsListed(tuple(pods), self.asked))
 
 
 def known_pod(item: KubeObject) -> KnownPod:
@@ -128,7 +141,7 @@ def known_pod(item: KubeObject) -> KnownPod:
     owner = owners[0] if owners else {}
 
     return KnownPod(
-        uid=str(metadata["uid"]),
+        uid=_kubelets_uid(metadata),
         namespace=str(metadata["namespace"]),
         name=str(metadata["name"]),
         phase=str((item.get("status") or {}).get("phase") or ""),
@@ -144,6 +157,11 @@ def known_pod(item: KubeObject) -> KnownPod:
         gpu_annotations=gpu_annotations(metadata.get("annotations") or {}),
         containers=_container_requests(item.get("spec") or {}),
     )
+
+
+def _kubelets_uid(metadata: KubeObject) -> str:
+    """Return the uid by which the kubelet knows a Pod: that of a static pod its mirror names."""
+    return str((metadata.get("annotations") or {}).get(MIRROR) or metadata["uid"])
 
 
 def _container_requests(spec: KubeObject) -> Mapping[str, Mapping[str, int]]:

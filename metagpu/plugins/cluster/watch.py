@@ -32,15 +32,19 @@ class Informer(ABC):
     Attributes:
         path: the path of the collection.
         problem: the error that keeps the informer from receiving events, empty without one.
+        asked: the event loop's time at which the last complete list was requested.
     """
 
     def __init__(self, client: "KubeClient", path: str, selector: str, about: str) -> None:
         self.path = path
         self.problem = ""
+        self.asked = -math.inf
         self._client = client
         self._query = {"fieldSelector": selector} if selector else {}
         self._about = about
         self._logged = LogOnce()
+        self._watching = anyio.CancelScope()
+        self._list_is_due = False
 
     async def run(self) -> None:
         """Follow the objects until cancelled; on errors the last known state stays."""
@@ -51,9 +55,10 @@ class Informer(ABC):
             began = math.inf
             try:
                 version = await self._list()
-                while True:
+                while not self._list_is_due:
                     began = anyio.current_time()
-                    version = await self._watch(version)
+                    with anyio.CancelScope() as self._watching:
+                        version = await self._watch(version)
                     backoff.reset()
                     if anyio.current_time() - began < min_watch:
                         await anyio.sleep(min_watch)
@@ -64,6 +69,11 @@ class Informer(ABC):
                 if anyio.current_time() - began >= STABLE:
                     backoff.reset()
                 await anyio.sleep(backoff.next(error.retry_after))
+
+    def list_again(self) -> None:
+        """Request the complete list again: what it lacks is gone, which no late watch shows."""
+        self._list_is_due = True
+        self._watching.cancel()
 
     @abstractmethod
     def on_list(self, items: Sequence[KubeObject]) -> None:
@@ -78,8 +88,10 @@ class Informer(ABC):
         """Take in the deletion of an object."""
 
     async def _list(self) -> str:
+        self._list_is_due, asked = False, anyio.current_time()
         answer = await self._client.call("GET", self.path, query=self._query)
         self._record_success()
+        self.asked = asked
         self.on_list(answer.get("items") or ())
         return str(answer["metadata"]["resourceVersion"])
 

@@ -20,7 +20,7 @@ from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.runtime.rate_limit import LogOnce
-from metagpu.core.state.events import CheckpointRequested, PodEnded
+from metagpu.core.state.events import CheckpointRequested, PodEnded, PodListRequested
 from metagpu.core.state.facts import (
     KubeletStarted,
     LeasesObserved,
@@ -28,7 +28,7 @@ from metagpu.core.state.facts import (
     SharesOffered,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet.checkpoint import read_allocated_ids
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE, read_allocated_ids
 from metagpu.plugins.kubelet.claim_holders import RequestsOf, holders_by_request, no_requests
 from metagpu.plugins.kubelet.kubelet_files import Identity, KubeletFiles, find_files
 from metagpu.plugins.kubelet.pod_list import read_leases
@@ -48,6 +48,9 @@ async def see_none(_: Collection[Holder]) -> Collection[Holder]:
 
 class LeaseFollower:
     """Keeps the registry's leases as the kubelet's list and its checkpoint tell.
+
+    Attributes:
+        known: set once the leases are known that a kubelet gave before this daemon started.
 
     Args:
         registry: receives the facts.
@@ -87,11 +90,12 @@ class LeaseFollower:
         """Whether the last question had no answer."""
         self._files = KubeletFiles()
         self._failures = LogOnce()
+        self.known = anyio.Event()
         self._triggered = anyio.Event()
         self._pod_ended = anyio.Event()
 
-    async def run(self, polled: anyio.Event | None = None) -> None:
-        """Look at the kubelet until cancelled; set `polled` after the first look.
+    async def run(self) -> None:
+        """Look at the kubelet until cancelled.
 
         The kubelet is asked at once; soon after every grant, change of the offer or start of a
         kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
@@ -115,9 +119,6 @@ class LeaseFollower:
                 while True:
                     self._triggered, self._pod_ended = anyio.Event(), anyio.Event()
                     await self.look()
-                    if polled is not None:
-                        polled.set()
-
                     delay = await self._wait(self._next_delay(delay))
 
     async def _wait(self, delay: float) -> float:
@@ -170,17 +171,54 @@ class LeaseFollower:
 
         Without an answer, the checkpoint of a kubelet that may not know its pods still counts.
         """
-        self._files = await self._identify()
+        await self._meet_kubelet()
         kubelet = self._files.kubelet
+        if not self._readiness.ready:
+            await self._begin_leases()
+
+        asked = self._clock()
+        answer = await self._ask(asked)
+        allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
+        running = await self._see_running()
+        if (await self._identify()).kubelet != kubelet:
+            answer = None  # it may be the last kubelet's, and the file the next one's
+            allocated = None
+        if answer is None and self._readiness.ready:
+            return
+
+        fact = self._readiness.judge(
+            answer,
+            asked,
+            allocated,
+            self._registry.snapshot,
+            running=running,
+            kubelet=kubelet[1],
+            starts=self._starts(kubelet),
+        )
+        self._registry.apply(fact)
+        self._note_known(known=fact.kubelet_ready or allocated is not None)
+        if self._readiness.needs_pods(self._registry.snapshot):
+            self._registry.events.publish(PodListRequested())
+        if self._readiness.ready:
+            self._believed = kubelet
+        if answer is not None:
+            self._request_checkpoint(answer)
+            self._log_unconfirmed()
+
+    async def _meet_kubelet(self) -> None:
+        """Look at the kubelet's files: nothing that an earlier one said counts for a new one."""
+        self._files = await self._identify()
+        kubelet, known = self._files.kubelet, self._registry.snapshot.kubelet
         if kubelet != self._kubelet:
             self._kubelet = kubelet
             self._readiness.restart()
-        known = self._registry.snapshot.kubelet
         if kubelet[1] is not None and (known is None or kubelet[1][2] > known[2]):
             # Before it is asked: what it says now is not of an earlier kubelet.
             self._registry.apply(KubeletStarted(kubelet[1]))
 
-        asked, answer = self._clock(), None
+    async def _ask(self, asked: float) -> LeasesObserved | None:
+        """Return the kubelet's list of holders, `None` after any error: leases stay then."""
+        answer = None
         try:
             answer = await read_leases(self._socket, asked, self._timing.poll_deadline)
             snapshot = self._registry.snapshot
@@ -191,32 +229,38 @@ class LeaseFollower:
             # A timeout has no text of its own.
             if self._failures.is_new(self._socket, reason := describe_error(error)):
                 _log_failure(error, self._socket, reason)
-
         self._silent = answer is None
-        allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
-        running = await self._see_running()
-        if (await self._identify()).kubelet != kubelet:
-            answer = None  # it may be the last kubelet's, and the file the next one's
-            allocated = None
-        if answer is None and self._readiness.ready:
-            return
+        return answer
 
-        snapshot = self._registry.snapshot
-        fact = self._readiness.judge(
-            answer,
-            asked,
-            allocated,
-            snapshot,
-            running=running,
-            kubelet=kubelet[1],
-            starts=self._starts(kubelet),
-        )
-        self._registry.apply(fact)
-        if self._readiness.ready:
-            self._believed = kubelet
-        if answer is not None:
-            self._request_checkpoint(answer)
-            self._log_unconfirmed()
+    async def _begin_leases(self) -> None:
+        """Begin the leases that the checkpoint names: the kubelet's answer may come late, or never.
+
+        Without a file and without a kubelet nothing of ours is given to anybody.
+        """
+        files, now = self._files, self._clock()
+        allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
+        if (await self._identify()).kubelet != files.kubelet:
+            return  # the next look is soon
+        if allocated is not None:
+            self._registry.apply(self._readiness.begin(allocated, now, files.kubelet[1]))
+        absent = files.checkpoint is None and files.kubelet[1] is None
+        if allocated is not None or absent:
+            self._note_known(known=True)
+
+    def _note_known(self, *, known: bool) -> None:
+        """Note whether the leases of earlier are known; once they are, they stay so."""
+        if known:
+            self.known.set()
+            if self._failures.clear("unknown"):
+                log.info("leases known")
+        elif not self.known.is_set() and self._failures.is_new("unknown", ""):
+            log.warning(
+                "leases unknown",
+                reason="neither the kubelet's checkpoint nor its list of pods can be read",
+                effect="nothing is offered that may conflict with what pods hold",
+                socket=str(self._socket),
+                checkpoint=str(self._directory / CHECKPOINT_FILE),
+            )
 
     async def _see_running(self) -> Collection[Holder]:
         holders = unconfirmed_holders(self._registry.snapshot)
@@ -305,9 +349,10 @@ def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
 
 def _has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
     """Return whether a pod that has ended holds shares: its lease ends soon."""
-    holders = {it.holder for it in state.leases.values() if it.holder is not None}
-    found = (pods.find(holder, None) for holder in holders)
-    return any(pod.ended for pod in found if pod is not None)
+    return any(
+        it.holder is not None and pods.has_ended(it.holder, it.since)
+        for it in state.leases.values()
+    )
 
 
 def _holds_shares(event: PodEnded, registry: Registry) -> bool:

@@ -52,12 +52,34 @@ class KubeletReadiness(msgspec.Struct):
     doubted: int = 0
     logged: bool = False
     _named: dict[tuple[ShareId, float], _Naming] = msgspec.field(default_factory=dict)
+    _first_named: dict[str, float] = msgspec.field(default_factory=dict)
+    """When a checkpoint first named each pod of the latest one, by uid."""
     _ran: frozenset[Holder] = frozenset()
 
     def restart(self) -> None:
         """Note that another kubelet runs: nothing that the last one said counts for it."""
         self.ready, self.since, self.doubted, self.logged = False, None, 0, False
         self._named.clear()
+
+    def begin(
+        self, allocated: AllocatedIds, at: float, kubelet: tuple[int, int, int] | None
+    ) -> LeasesObserved:
+        """Return what a checkpoint says about leases before the kubelet has answered.
+
+        It ends none: a kubelet that has just started may write before it knows its pods.
+        """
+        self._note_pods(allocated, at)
+        return LeasesObserved(
+            {},
+            at,
+            kubelet_ready=False,
+            allocated=allocated.resources,
+            begins=True,
+            confirms=_confirms(allocated, kubelet),
+        )
+
+    def _note_pods(self, allocated: AllocatedIds, at: float) -> None:
+        self._first_named = {uid: self._first_named.get(uid, at) for uid in allocated.pods}
 
     def judge(
         self,
@@ -81,7 +103,9 @@ class KubeletReadiness(msgspec.Struct):
             kubelet: the identity of the kubelet's socket, which it makes when it starts.
             starts: whether the kubelet lists pods before it has made that socket.
         """
-        confirms = bool(allocated and kubelet and allocated.written_at > kubelet[2])
+        confirms = _confirms(allocated, kubelet)
+        if allocated is not None:
+            self._note_pods(allocated, at)
         begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
 
         if answer is None:
@@ -97,7 +121,7 @@ class KubeletReadiness(msgspec.Struct):
             confirms=confirms,
             released=released,
             running=_running_ids(allocated, snapshot),
-            ended=_ended_ids(allocated, answer, snapshot),
+            ended=self._ended_ids(allocated, answer, snapshot),
             stopped=self._stopped(running, snapshot),
         )
 
@@ -119,9 +143,12 @@ class KubeletReadiness(msgspec.Struct):
         if allocated is None:
             return frozenset()
         named, version = dict[tuple[ShareId, float], _Naming](), allocated.version
-        pods = snapshot.pods.by_uid
-        ended = {uid for uid in allocated.pods if uid in pods and pods[uid].ended}
-        lasting = {i for uid, ids in allocated.pods.items() if uid not in ended for i in ids}
+        lasting = {
+            i
+            for uid, ids in allocated.pods.items()
+            if not snapshot.pods.has_ended(uid, self._first_named[uid])
+            for i in ids
+        }
 
         for lease in _leases(snapshot):
             share, key = lease.share.id, (lease.share.id, lease.since)
@@ -157,8 +184,7 @@ class KubeletReadiness(msgspec.Struct):
             # names the pod of the last admission after its end too.
             ids = allocated.resources if allocated else {}
             doubtful = not answer.holders and any(
-                it.holder and it.share.id in ids and not _has_ended(it.holder, snapshot)
-                for it in gone
+                it.holder and it.share.id in ids and not _has_ended(it, snapshot) for it in gone
             )
             self.doubted = self.doubted + 1 if doubtful else 0
             return not doubtful or self.doubted >= _REPETITIONS
@@ -166,26 +192,65 @@ class KubeletReadiness(msgspec.Struct):
         if self.since is None or any(it.unanswered for it in _leases(snapshot)):
             self.since = answer.at  # pods are admitted one by one, and one waits
         knows_api_pods = any(not name.endswith(f"-{self.node}") for _, name in answer.pods)
-        unseen = [
-            it.holder
+        unseen = {
+            f"{it.holder.namespace}/{it.holder.pod}"
             for it in gone
             if it.holder
             and it.share.id not in released
             and (it.holder.namespace, it.holder.pod) not in answer.pods
-            and not _has_ended(it.holder, snapshot)
-        ]
-        missing = _missing(answer, allocated, snapshot)
+            and not _has_ended(it, snapshot)
+        }
+        missing = {_name(uid, snapshot) for uid in self._missing(answer, allocated, snapshot)}
         lasted = answer.at - self.since >= self.timing.readiness
         self.ready = not (missing or unseen or starts) or (knows_api_pods and lasted)
         if not self.ready and not self.logged:
             self.logged = True
             log.warning(
                 "kubelet not ready",
-                missing_pods=len(missing) or len(unseen),
+                missing_pods=", ".join(sorted(missing | unseen)),
                 reason="it does not list all pods that hold shares, or that its checkpoint names",
                 effect="no lease ends",
             )
         return self.ready
+
+    def _missing(
+        self, answer: LeasesObserved, allocated: AllocatedIds | None, snapshot: Snapshot
+    ) -> list[str]:
+        """Return the uids of pods of the checkpoint that the answer does not have.
+
+        The ids that a pod's init containers hold are never listed, but the others are.
+        """
+        return [
+            uid
+            for uid, ids in (allocated.pods.items() if allocated else ())
+            if ids.isdisjoint(answer.holders)
+            and any(gpu_of(it) in snapshot.gpus or it.startswith(MIG_PREFIX) for it in ids)
+            and not snapshot.pods.has_ended(uid, self._first_named[uid])
+        ]
+
+    def _ended_ids(
+        self, allocated: AllocatedIds | None, answer: LeasesObserved, snapshot: Snapshot
+    ) -> frozenset[ShareId]:
+        """Return the ids that the checkpoint names for pods that have ended alone.
+
+        A pod that the kubelet lists has not ended, unless the API server says so.
+        """
+        lasting = set[ShareId]()
+        for uid, ids in allocated.pods.items() if allocated else ():
+            is_listed = uid not in snapshot.pods.by_uid and not ids.isdisjoint(answer.holders)
+            if is_listed or not snapshot.pods.has_ended(uid, self._first_named[uid]):
+                lasting |= ids
+        return frozenset(allocated.resources.keys() - lasting if allocated else ())
+
+    def needs_pods(self, snapshot: Snapshot) -> bool:
+        """Return whether a complete list of pods would show that some have ended.
+
+        They are pods of leases or of the latest checkpoint that the API server's list lacks.
+        """
+        pods = snapshot.pods
+        return any(pods.may_have_ended(uid, at) for uid, at in self._first_named.items()) or any(
+            pods.may_have_ended(it.holder, it.since) for it in _leases(snapshot) if it.holder
+        )
 
     def _stopped(self, running: Collection[Holder], snapshot: Snapshot) -> frozenset[Holder]:
         """Return holders that ran and run no more, or whose pods have ended.
@@ -194,7 +259,11 @@ class KubeletReadiness(msgspec.Struct):
         """
         unconfirmed = unconfirmed_holders(snapshot)
         self._ran = (self._ran | frozenset(running)) & unconfirmed
-        ended = {it for it in unconfirmed if _has_ended(it, snapshot)}
+        ended = {
+            it.holder
+            for it in _leases(snapshot)
+            if it.holder in unconfirmed and _has_ended(it, snapshot)
+        }
         return (self._ran - frozenset(running)) | ended
 
 
@@ -203,35 +272,26 @@ def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
     return frozenset(it.holder for it in _leases(snapshot) if it.holder and it.unconfirmed)
 
 
+def _confirms(allocated: AllocatedIds | None, kubelet: tuple[int, int, int] | None) -> bool:
+    """Return whether the present kubelet wrote a checkpoint."""
+    return bool(allocated and kubelet and allocated.written_at > kubelet[2])
+
+
 def _leases(snapshot: Snapshot) -> Iterator[Lease]:
     """Yield the leases of the device plugin API: the kubelet's list ends no others."""
     for state in snapshot.gpus.values():
         yield from (it for it in state.leases.values() if it.resource_claim is None)
 
 
-def _missing(
-    answer: LeasesObserved, allocated: AllocatedIds | None, snapshot: Snapshot
-) -> list[str]:
-    """Return the uids of pods of the checkpoint that the answer does not have.
-
-    The ids that a pod's init containers hold are never listed, but the others are.
-    """
-    if allocated is None:
-        return []
-    known = snapshot.pods.by_uid
-    return [
-        uid
-        for uid, ids in allocated.pods.items()
-        if ids.isdisjoint(answer.holders)
-        and any(gpu_of(it) in snapshot.gpus or it.startswith(MIG_PREFIX) for it in ids)
-        and not (uid in known and known[uid].ended)
-    ]
+def _has_ended(lease: Lease, snapshot: Snapshot) -> bool:
+    """Return whether the pod of a lease is known to have ended."""
+    return lease.holder is not None and snapshot.pods.has_ended(lease.holder, lease.since)
 
 
-def _has_ended(holder: Holder, snapshot: Snapshot) -> bool:
-    """Return whether the API server reports that a holder's pod has ended."""
-    pod = snapshot.pods.find(holder, None)
-    return pod is not None and pod.ended
+def _name(uid: str, snapshot: Snapshot) -> str:
+    """Return namespace and name of a pod, its uid where the API server does not list the pod."""
+    pod = snapshot.pods.by_uid.get(uid)
+    return str(pod) if pod is not None else f"uid {uid}"
 
 
 def _running_ids(allocated: AllocatedIds | None, snapshot: Snapshot) -> frozenset[ShareId]:
@@ -241,20 +301,3 @@ def _running_ids(allocated: AllocatedIds | None, snapshot: Snapshot) -> frozense
     return frozenset(
         share for uid, ids in pods.items() if uid in known and not known[uid].ended for share in ids
     )
-
-
-def _ended_ids(
-    allocated: AllocatedIds | None, answer: LeasesObserved, snapshot: Snapshot
-) -> frozenset[ShareId]:
-    """Return the ids that the checkpoint names for pods that have ended alone.
-
-    A pod that the API server does not list has ended, unless the kubelet lists it: a static pod
-    has another uid there.
-    """
-    known, lasting = snapshot.pods, set[ShareId]()
-    for uid, ids in allocated.pods.items() if allocated else ():
-        pod = known.by_uid.get(uid)
-        gone = known.listed and ids.isdisjoint(answer.holders) if pod is None else pod.ended
-        if not gone:
-            lasting |= ids
-    return frozenset(allocated.resources.keys() - lasting if allocated else ())

@@ -12,11 +12,13 @@ from metagpu.core.state.facts import (
     PodsListed,
     SharesClaimed,
 )
+from metagpu.plugins.kubelet import restart_guard
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds
 from metagpu.plugins.kubelet.pod_list import parse_leases
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness
 from metagpu.plugins.kubelet.timing import TIMING
 from tests.rigs.build import after, gpu, layout_of
+from tests.rigs.logs import capture_module_logs
 
 GPU = gpu(0)
 LAYOUT = layout_of(GPU)
@@ -218,15 +220,43 @@ def test_the_checkpoint_may_name_a_pod_that_has_ended(
     pods: list[KnownPod] | None, ended: set[ShareId]
 ) -> None:
     """The API server says that it has; without one every pod of the checkpoint counts."""
-    snapshot = HELD if pods is None else after(PodsListed(tuple(pods)), since=HELD)
+    snapshot = HELD if pods is None else after(PodsListed(tuple(pods), asked=3), since=HELD)
     named = file(200, SHARE.id, OTHER.id)
 
     assert judged(ready(), 3, answer(3), named, snapshot).ended == ended
 
 
+def test_a_pod_that_a_complete_list_lacks_has_ended() -> None:
+    """A pod deleted while the kubelet was down is in no list: nobody waits for it."""
+    gone = after(KubeletStarted(KUBELET), PodsListed((), asked=3), since=HELD)
+
+    assert judged(KubeletReadiness("node-1"), 4, answer(4), file(50), gone).kubelet_ready
+
+
+def test_a_list_requested_before_a_pod_came_shows_nothing_of_its_end() -> None:
+    """The pods of leases are asked for again: a late watch may lack a pod that runs."""
+    judge = KubeletReadiness("node-1")
+    early = after(KubeletStarted(KUBELET), PodsListed((), asked=0.5), since=HELD)
+    assert not judged(judge, 4, answer(4), file(50), early).kubelet_ready
+    assert judge.needs_pods(early)
+
+    listed = after(PodsListed((KnownPod("uid", "team", "alice", "Running"),), asked=5), since=early)
+    assert not judged(judge, 6, answer(6), file(50), listed).kubelet_ready
+    assert not judge.needs_pods(listed)
+
+
+def test_the_log_names_the_pods_that_a_kubelet_does_not_list() -> None:
+    """An operator reads which pods the leases of the node wait for."""
+    running = after(PodsListed((KnownPod("other", "team", "bob", "Running"),)), since=HELD)
+    with capture_module_logs(restart_guard) as logs:
+        judged(KubeletReadiness("node-1"), 4, answer(4), file(50, OTHER.id, uid="other"), running)
+
+    assert [it["missing_pods"] for it in logs] == ["team/alice, team/bob"]
+
+
 def test_a_static_pod_has_not_ended_while_the_kubelet_lists_it() -> None:
     """The API server has it under another uid."""
-    snapshot = after(PodsListed(()), since=HELD)
+    snapshot = after(PodsListed((), asked=3), since=HELD)
     named = file(200, SHARE.id, OTHER.id)
 
     assert judged(ready(), 3, answer(3, SHARE.id), named, snapshot).ended == set()
