@@ -42,18 +42,19 @@ def build_cluster(
         return None
     from metagpu.host.device_nodes import read_pcie_root  # noqa: PLC0415 - as said
     from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
+    from metagpu.plugins.cluster.connection import ClusterContext  # noqa: PLC0415 - as said
 
-    return Cluster(
+    cluster_context = ClusterContext(
         context.cluster_settings,
         context.registry,
-        config_loader.follow_cluster,
-        {name: sharing_strategy_of(kind) for name, kind in context.backends.items()},
-        run_command,
+        follow=config_loader.follow_cluster,
+        strategies={name: sharing_strategy_of(kind) for name, kind in context.backends.items()},
         call_stats=context.call_stats,
         dra_driver=lambda: context.config.root.dra.driver,
         pcie_root=pcie_root or read_pcie_root,
         wait_registered=wait_registered,
     )
+    return Cluster(cluster_context, run_command)
 
 
 def build_exporter(

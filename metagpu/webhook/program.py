@@ -126,7 +126,7 @@ class Webhook:
         async with open_client(settings.kubeconfig, self._run_command, timing.cluster) as client:
             self._nodes = nodes = NodeOffers(client)
             recorder = EventRecorder(
-                client, gethostname(), per_subject=PER_POD, overall=TokenBucket(BURST, RATE)
+                gethostname(), timing.cluster, per_subject=PER_POD, overall=TokenBucket(BURST, RATE)
             )
             impossible = ImpossibleRequests(recorder.record)
             answers = Translator(nodes, settings.translation)
@@ -147,7 +147,7 @@ class Webhook:
                 self.server.run,
             ]
             if settings.events:
-                tasks.append(partial(run_with_restart, recorder.reconciler.run, "events"))
+                tasks.append(partial(run_with_restart, partial(recorder.run, client), "events"))
             if settings.metrics is not None:
                 self.exporter = WebhookExporter(
                     settings.metrics, self._stats, self._gauges, self.problems, timing

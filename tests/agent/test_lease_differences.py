@@ -16,7 +16,7 @@ from metagpu.core.reports.diagnosis import CheckResult
 from metagpu.core.usage import absent_containers
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer

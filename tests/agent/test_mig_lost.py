@@ -8,7 +8,7 @@ import pytest
 
 from metagpu.core.usage import lost_devices
 from metagpu.core.usage.timing import UsageTiming
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.apiserver.server import SimApiServer

@@ -1,30 +1,41 @@
 """Requests and watches of the API server; loaded only where one is used.
 
 Objects stay plain data: for each watched Node, the models of kubernetes_asyncio cost thirty times
-as much.
+as much. The library's own client would copy each body and header part by part; its connection would
+look for a proxy and for passwords in ~/.netrc before each request, in a thread each. So credentials
+are the library's, and connections aiohttp's own.
 """
 
+import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import anyio
 import msgspec
 import yaml
+from anyio import to_thread
 
+from metagpu import __version__
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.connection import JSON, ApiConnection, connect
 from metagpu.plugins.cluster.credentials import load_credentials
-from metagpu.plugins.cluster.library import ConfigException
+from metagpu.plugins.cluster.library import ConfigException, Configuration
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.node_object import KubeObject
 
+JSON: Final = "application/json"
+_KEPT: Final = 60.0
+"""Seconds that an unused connection stays open; Kubernetes' own servers close it after 90."""
+_BUFFER: Final = 2**21
+"""Bytes; a line of a watch, which is an object, has twice as many at most."""
 REQUEST_TIMEOUT: Final = 10.0
 """Seconds for a request and its answer."""
 RETRY_AFTER_LIMIT: Final = 300.0
@@ -36,6 +47,100 @@ _UNAUTHORIZED: Final = 401
 _FORBIDDEN: Final = 403
 _ERRORS: Final = 400
 _TEXT_LIMIT: Final = 300
+
+
+class ApiConnection:
+    """Connections to one address with one set of credentials.
+
+    Attributes:
+        host: the address.
+    """
+
+    def __init__(
+        self, configuration: Configuration, tls: ssl.SSLContext, proxy: str | None
+    ) -> None:
+        self.host = str(configuration.host)
+        self._configuration = configuration
+        self._proxy = proxy
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls, keepalive_timeout=_KEPT),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept": JSON, "User-Agent": f"metagpu/{__version__}"},
+            read_bufsize=_BUFFER,
+        )
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own, which knows phases
+        *,
+        query: Mapping[str, str],
+        body: "KubeObject | None",
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """Send a request; the caller closes the answer.
+
+        Raises:
+            aiohttp.ClientError: the API server cannot be reached.
+            OSError: as before.
+            TimeoutError: it does not answer in time.
+        """
+        credentials = (await self._configuration.auth_settings()).values()
+        return await self._session.request(
+            method,
+            f"{self.host}{path}?{urlencode(query)}" if query else f"{self.host}{path}",
+            data=None if body is None else msgspec.json.encode(body),
+            headers={**headers, **{it["key"]: it["value"] for it in credentials}},
+            timeout=timeout,
+            proxy=self._proxy,
+            server_hostname=self._configuration.tls_server_name,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+
+async def connect(configuration: Configuration) -> ApiConnection:
+    """Return a connection, which is made at the first request.
+
+    Raises:
+        OSError: the certificates cannot be read.
+    """
+    tls = await to_thread.run_sync(tls_context, configuration)
+    proxy = await to_thread.run_sync(_proxy, configuration)
+    return ApiConnection(configuration, tls, proxy)
+
+
+def tls_context(configuration: Configuration) -> ssl.SSLContext:
+    """Return what judges the API server's certificate, and has ours. Blocks.
+
+    Raises:
+        OSError: a file cannot be read, or is no certificate.
+    """
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if configuration.disable_strict_ssl_verification:
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
+
+
+def _proxy(configuration: Configuration) -> str | None:
+    """Return the proxy that the kubeconfig names, or the environment. Blocks.
+
+    On some systems the name of the host is looked up.
+    """
+    if configuration.proxy:
+        return str(configuration.proxy)
+    address = urlsplit(str(configuration.host))
+    if address.hostname is None or proxy_bypass(address.hostname):
+        return None
+    return getproxies().get(address.scheme)
 
 
 class KubeClient:

@@ -102,6 +102,11 @@ class CompetingPodWatch:
                     self.on_found(pod)
             reported = set(self.found)
 
+    def name_competitor(self, resource: str) -> str:
+        """Name the competing plugins that may serve a resource."""
+        names = [str(it) for it in self.found if it.contested([resource])]
+        return " or ".join(names) or "another device plugin"
+
     def report(self, offered: Sequence[str]) -> list[dict[str, Any]]:
         """Return the competing pods as plain data."""
         return [

@@ -38,34 +38,24 @@ class ConfigFollower:
         registry: publishes rejected configurations.
         follow: applies the cluster's choice.
         record_event: records Events of the node.
-        trigger: a function that runs when the node's labels may have to change.
         decided: set once the cluster's first choice is applied.
-        node: the Node, `None` before the API server's side runs.
-        config_map: the profiles, `None` without profiles in the cluster.
+        problem: why the choice of now cannot be followed, empty without a problem.
     """
 
     settings: ClusterSettings
     registry: Registry
     follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]]
     record_event: RecordNodeEvent
-    trigger: Callable[[], None]
     decided: anyio.Event = field(default_factory=anyio.Event)
-    node: WatchedObject | None = None
-    config_map: WatchedObject | None = None
+    problem: str = ""
     _followed: ClusterChoice | None = None
     _outcome: ConfigOutcome = field(default_factory=ConfigOutcome)
-    _missing: str = ""
     _logged: LogOnce = field(default_factory=LogOnce)
 
     @property
     def followed(self) -> ClusterChoice | None:
         """The choice that was applied last, `None` before the first."""
         return self._followed
-
-    @property
-    def problem(self) -> str:
-        """The reason why the ConfigMap cannot be followed, empty without one."""
-        return (self.config_map.problem or self._missing) if self.config_map is not None else ""
 
     def mig_state(self) -> str | None:
         """Return the answer to mig-manager's label, `None` for no answer."""
@@ -93,15 +83,18 @@ class ConfigFollower:
                 after=f"{self.settings.choice_timeout:g}s",
             )
 
-    async def reconcile(self) -> None:
-        """Apply the choice of the node's labels and the ConfigMap, if it has changed.
+    async def reconcile(self, node: WatchedObject, held: WatchedObject | None) -> bool:
+        """Apply the choice of labels and ConfigMap; return whether it has changed.
+
+        Args:
+            node: the Node.
+            held: the ConfigMap with the profiles, `None` without profiles in the cluster.
 
         Raises:
             ClusterError: there is no such Node.
         """
-        node, held = self.node, self.config_map
-        if node is None or not node.known or (held is not None and not held.known):
-            return
+        if not node.known or (held is not None and not held.known):
+            return False
         if node.object is None:
             raise ClusterError(f"there is no Node {self.settings.node}; see --node-name")
 
@@ -109,24 +102,25 @@ class ConfigFollower:
         had_profiles = self._followed is not None and bool(self._followed.profiles)
         if held is not None and held.object is None and had_profiles:
             self._reject(f"{place} is gone")
-            return
+            return False
 
         labels = node.object["metadata"].get("labels") or {}
         content = held.object or {} if held is not None else None
         wanted = read_choice(labels, content, place)
-        if wanted != self._followed:
+        changed = wanted != self._followed
+        if changed:
             self._outcome = await self.follow(wanted)
             self._followed = wanted
             self._record_outcome(wanted)
-            self.trigger()
-        self._missing = ""
+        self.problem = ""
         self._logged.clear(self)
         self.decided.set()
+        return changed
 
     def _reject(self, reason: str) -> None:
-        self._missing = f"{reason}; the last good configuration stays"
-        if self._logged.is_new(self, self._missing):
-            log.error("configuration rejected", error=self._missing)
+        self.problem = f"{reason}; the last good configuration stays"
+        if self._logged.is_new(self, self.problem):
+            log.error("configuration rejected", error=self.problem)
             self.registry.events.publish(ConfigRejected(reason, time.time()))
 
     def _record_outcome(self, wanted: ClusterChoice) -> None:

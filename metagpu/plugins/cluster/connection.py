@@ -1,121 +1,322 @@
-"""A connection to the API server: aiohttp's, with the library's credentials.
+"""The parts that live as long as one connection to the API server."""
 
-The library's own client would copy each body and header part by part. Its connection would look for
-a proxy and for passwords in ~/.netrc before each request, in a thread each.
-"""
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import ssl
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
-from urllib.parse import urlencode, urlsplit
-from urllib.request import getproxies, proxy_bypass
-
-import aiohttp
-import msgspec
+import anyio
+import structlog
 from anyio import to_thread
 
-from metagpu import __version__
+from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
+from metagpu.core.errors import ClusterError
+from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.offers import Api
+from metagpu.core.model.shares import ResourceName
+from metagpu.core.runtime.tasks import Work
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.competing_pods import CompetingPodWatch
+from metagpu.plugins.cluster.config_follower import ConfigFollower
+from metagpu.plugins.cluster.cordon_follower import NodeCordonFollower
+from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
+from metagpu.plugins.cluster.event_feeds import (
+    GpuEventFeed,
+    NodeEvents,
+    record_node_events,
+    record_pod_events,
+    record_refusals,
+)
+from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_recorder import EventRecorder
+from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
+from metagpu.plugins.cluster.janitor import Janitor
+from metagpu.plugins.cluster.label_sync import LabelSync
+from metagpu.plugins.cluster.node_comparison import NodeComparison
+from metagpu.plugins.cluster.node_feature import NodeFeature
+from metagpu.plugins.cluster.node_object import NODES
+from metagpu.plugins.cluster.node_patch import NodePatcher
+from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
+from metagpu.plugins.cluster.pods import PodInformer
+from metagpu.plugins.cluster.reconciler import Reconciler
+from metagpu.plugins.cluster.refusals import RefusalMatcher
+from metagpu.plugins.cluster.settings import JANITORS, ClusterSettings, Feature
+from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
-    from metagpu.plugins.cluster.library import Configuration
-    from metagpu.plugins.cluster.node_object import KubeObject
+    from types import ModuleType
 
-JSON: Final = "application/json"
-_KEPT: Final = 60.0
-"""Seconds that an unused connection stays open; Kubernetes' own servers close it after 90."""
-_BUFFER: Final = 2**21
-"""Bytes; a line of a watch, which is an object, has twice as many at most."""
+    from metagpu.plugins.cluster.client import KubeClient
+    from metagpu.plugins.cluster.slice_publisher import SlicePublisher
+
+log = structlog.get_logger()
 
 
-class ApiConnection:
-    """Connections to one address with one set of credentials.
+@dataclass(frozen=True, eq=False)
+class ClusterContext:
+    """The node, as the API server's side of it needs it.
 
     Attributes:
-        host: the address.
+        follow: applies the configuration that the cluster chooses.
+        strategies: the sharing strategy of each backend, by its name.
+        call_stats: has the lists that the kubelet reads now.
+        dra_driver: returns the name of the DRA driver.
+        pcie_root: returns the PCIe root complex of a GPU.
+        wait_registered: waits until the kubelet has the DRA driver, before the first slice.
     """
 
-    def __init__(
-        self, configuration: "Configuration", tls: ssl.SSLContext, proxy: str | None
-    ) -> None:
-        self.host = str(configuration.host)
-        self._configuration = configuration
-        self._proxy = proxy
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, keepalive_timeout=_KEPT),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept": JSON, "User-Agent": f"metagpu/{__version__}"},
-            read_bufsize=_BUFFER,
+    settings: ClusterSettings
+    registry: Registry
+    follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]]
+    strategies: Strategies
+    call_stats: KubeletCallStats
+    dra_driver: Callable[[], str]
+    pcie_root: Callable[[Gpu], str | None]
+    wait_registered: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class LastingParts:
+    """The parts that outlive a connection: no Event is repeated by the next one.
+
+    Attributes:
+        config_follower: follows the configuration that the cluster chooses.
+        upgrade_follower: withdraws the shares during driver upgrades, `None` where not asked.
+        pod_events: records the Events of pods, `None` where not asked. Pods that misbehave must not
+            use up the limits of the node's Events.
+    """
+
+    config_follower: ConfigFollower
+    upgrade_follower: DriverUpgradeFollower | None
+    cordons: NodeCordonFollower
+    competing_pods: CompetingPodWatch
+    node_events: NodeEvents
+    pod_events: EventRecorder | None
+    gpu_events: GpuEventFeed
+    refusals: RefusalMatcher
+
+
+class NodeConnection:
+    """The informers and reconcilers of all features in use, while one client is open.
+
+    Attributes:
+        node: this node's Node.
+        config_map: the profiles, `None` without profiles in the cluster.
+        pods: the node's Pods, `None` where not asked.
+        janitor: deletes rejected pods, `None` where not asked.
+        slices: publishes ResourceSlices, from the first pool that needs them on.
+    """
+
+    slices: "SlicePublisher | None" = None
+
+    def __init__(self, client: "KubeClient", context: ClusterContext, parts: LastingParts) -> None:
+        settings, registry, timing = context.settings, context.registry, context.settings.timing
+        features = settings.features
+        self._client, self._context, self._parts = client, context, parts
+        self.node = WatchedObject(client, NODES, settings.node, self._take_in_node)
+        self.config_map: WatchedObject | None = None
+        if settings.config_map is not None:
+            namespace, name = settings.config_map
+            path = f"/api/v1/namespaces/{namespace}/configmaps"
+            self.config_map = WatchedObject(client, path, name, self.trigger)
+        self.pods = (
+            PodInformer(client, settings.node, registry) if Feature.PODS in features else None
         )
+        self.comparison = NodeComparison(self.node, registry, timing, self._record_difference)
+        patcher = NodePatcher(client, self.node)
+        self._status = NodeStatusWriter(patcher, registry, context.call_stats, timing)
+        self._label_sync = LabelSync(
+            patcher,
+            registry,
+            parts.config_follower.mig_state,
+            context.strategies,
+            NodeFeature(client, self.node, settings.namespace),
+            shows_free=Feature.FREE_LABELS in features,
+            by_nfd=Feature.NODE_FEATURE in features,
+        )
+        self.janitor = (
+            Janitor(
+                client,
+                registry,
+                parts.pod_events.record,
+                settings.node,
+                dry_run=Feature.JANITOR_DRY_RUN in features,
+            )
+            if parts.pod_events is not None and features & JANITORS
+            else None
+        )
+        self._reconcilers = [it for it in self._of_features() if it[0] in features]
+        self._unnamed = list(self._of_no_feature())
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's own, which knows phases
-        *,
-        query: Mapping[str, str],
-        body: "KubeObject | None",
-        headers: Mapping[str, str],
-    ) -> aiohttp.ClientResponse:
-        """Send a request; the caller closes the answer.
+    async def run(self) -> None:
+        """Run all features in use until cancelled."""
+        parts, features = self._parts, self._context.settings.features
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.node.run)
+            if self.config_map is not None:
+                group.start_soon(self.config_map.run)
+            if self.pods is not None:
+                group.start_soon(self.pods.run)
+            if Feature.COMPETING_PLUGINS in features:
+                group.start_soon(parts.competing_pods.run)
+            for reconciler in (*(it for _, it in self._reconcilers), *self._unnamed):
+                group.start_soon(reconciler.run)
+            group.start_soon(self._trigger_amounts)
+            group.start_soon(self._trigger_others)
+            if Feature.FREE_LABELS in features:
+                group.start_soon(self._trigger_free_labels)
+            for task in self._event_tasks():
+                group.start_soon(task)
+            if self.janitor is not None:
+                group.start_soon(self.janitor.watch)
+            group.start_soon(self._publish_slices)
 
-        Raises:
-            aiohttp.ClientError: the API server cannot be reached.
-            OSError: as before.
-            TimeoutError: it does not answer in time.
+    async def remove(self) -> None:
+        """Remove labels and conditions, as far as the API server allows."""
+        for remove in (self._label_sync.remove, self._status.remove_conditions):
+            try:
+                await remove()
+            except ClusterError as error:
+                log.warning("label or condition removal failed", error=str(error))
+
+    def trigger(self) -> None:
+        """Let all reconcilers run soon."""
+        if self.slices is not None:
+            self.slices.reconciler.trigger()
+        for reconciler in (*(it for _, it in self._reconcilers), *self._unnamed):
+            reconciler.trigger()
+
+    def problems(self) -> Mapping[Feature, str]:
+        """Return the problem of each feature in use that has one."""
+        parts, found = self._parts, dict[Feature, str]()
+        for feature, reconciler in self._reconcilers:
+            found[feature] = found.get(feature) or reconciler.problem
+        if self.config_map is not None:
+            problem = self.config_map.problem or parts.config_follower.problem
+            found[Feature.CONFIG] = found.get(Feature.CONFIG) or problem
+        found[Feature.EVENTS] = parts.node_events.recorder.problem
+        if parts.pod_events is not None:
+            found[Feature.POD_EVENTS] = parts.pod_events.problem
+        found[Feature.NODE_FEATURE] = self._label_sync.node_feature.problem
+        if self.pods is not None:
+            found[Feature.PODS] = self.pods.problem
+        return found
+
+    def report(self) -> Mapping[str, Any]:
+        """Return the state of the connection, and of what it writes."""
+        return {
+            "connected": self.node.known and not self.node.problem,
+            "problem": self.node.problem,
+            **self._label_sync.report(),
+            "resourceSlices": self.slices.report() if self.slices else None,
+            "nodeDifferences": dict(self.comparison.differences),
+        }
+
+    def _of_features(self) -> Iterator[tuple[Feature, Reconciler]]:
+        timing, status = self._context.settings.timing, self._status
+        work = {
+            Feature.CONFIG: self._follow_config,
+            Feature.TAINT: status.remove_taint,
+            Feature.CONDITION: status.reconcile_conditions,
+            Feature.CORDON: self._follow_cordons,
+        }
+        for feature, reconcile in work.items():
+            yield feature, Reconciler(feature, reconcile, timing)
+        labels = self._label_sync
+        interval = timing.free_labels_interval if labels.shows_free else None
+        yield Feature.LABELS, Reconciler("labels", labels.reconcile, timing, interval)
+        yield (
+            Feature.ALLOCATABLE,
+            Reconciler("allocatable", status.lower_allocatable, timing, timing.lower_interval),
+        )
+        yield (
+            Feature.ALLOCATABLE,
+            # It waits by itself, and what came back meanwhile waits for its next run.
+            Reconciler("allocatable, raised", status.restore_allocatable, timing, 0.0),
+        )
+        if self.janitor is not None:
+            yield self.janitor.feature, self.janitor.reconciler
+
+    def _of_no_feature(self) -> Iterator[Reconciler]:
+        timing = self._context.settings.timing
+        yield Reconciler("comparison with the Node", self.comparison.reconcile, timing)
+        if self._parts.upgrade_follower is not None:
+            yield Reconciler("driver upgrade", self._follow_upgrade, timing)
+
+    def _event_tasks(self) -> Iterator[Work]:
+        parts, registry, client = self._parts, self._context.registry, self._client
+        features, node = self._context.settings.features, self._context.settings.node
+        if Feature.EVENTS in features:
+            yield lambda: parts.node_events.recorder.run(client)
+            yield lambda: record_node_events(
+                registry, parts.node_events, parts.competing_pods.name_competitor
+            )
+        if (recorder := parts.pod_events) is not None:
+            yield lambda: recorder.run(client)
+            yield lambda: record_pod_events(registry, recorder)
+            yield lambda: parts.gpu_events.run(recorder)
+            yield lambda: record_refusals(registry, recorder, parts.refusals, node)
+
+    async def _follow_config(self) -> None:
+        if await self._parts.config_follower.reconcile(self.node, self.config_map):
+            self.trigger()
+
+    async def _follow_cordons(self) -> None:
+        self._parts.cordons.follow(self.node.object)
+
+    async def _follow_upgrade(self) -> None:
+        if self._parts.upgrade_follower is not None:
+            self._parts.upgrade_follower.follow(self.node.object)
+
+    async def _publish_slices(self) -> None:
+        """Publish ResourceSlices once a pool has DRA."""
+        context = self._context
+        async for used in context.registry.watch(lambda now: bool(now.offers_of(Api.DRA))):
+            if used:
+                break
+        await context.wait_registered()
+        library = await to_thread.run_sync(_load_publisher)
+        self.slices = library.SlicePublisher(
+            *(self._client, self.node, context.registry, context.dra_driver, context.pcie_root),
+            note_dropped=self._record_dropped,
+        )
+        await self.slices.run()
+
+    def _take_in_node(self) -> None:
+        self._parts.node_events.take_in(self.node.object)
+        self.trigger()
+
+    async def _trigger_amounts(self) -> None:
+        """Trigger the Node's amounts at each change, at once.
+
+        Until the Node has a number that falls, the scheduler binds pods that find nothing.
         """
-        credentials = (await self._configuration.auth_settings()).values()
-        return await self._session.request(
-            method,
-            f"{self.host}{path}?{urlencode(query)}" if query else f"{self.host}{path}",
-            data=None if body is None else msgspec.json.encode(body),
-            headers={**headers, **{it["key"]: it["value"] for it in credentials}},
-            timeout=timeout,
-            proxy=self._proxy,
-            server_hostname=self._configuration.tls_server_name,
-        )
+        amounts = [it for feature, it in self._reconcilers if feature is Feature.ALLOCATABLE]
+        async for _ in self._context.registry.watch(watched_state):
+            for reconciler in amounts:
+                reconciler.trigger()
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
+    async def _trigger_others(self) -> None:
+        async for _ in self._context.registry.watch(watched_state):
+            await anyio.sleep(self._context.settings.timing.others_delay)
+            self.trigger()
 
+    async def _trigger_free_labels(self) -> None:
+        (labels,) = (it for feature, it in self._reconcilers if feature is Feature.LABELS)
+        async for _ in self._context.registry.watch(free_labels):
+            labels.trigger()
 
-async def connect(configuration: "Configuration") -> ApiConnection:
-    """Return a connection, which is made at the first request.
+    def _record_difference(self, resource: ResourceName, problem: str) -> None:
+        reason = EventReason.NODE_AMOUNT_DIFFERS
+        self._parts.node_events.record(reason, f"{resource}: {problem}", "Register", warning=True)
 
-    Raises:
-        OSError: the certificates cannot be read.
-    """
-    tls = await to_thread.run_sync(tls_context, configuration)
-    proxy = await to_thread.run_sync(_proxy, configuration)
-    return ApiConnection(configuration, tls, proxy)
+    def _record_dropped(self, problem: str) -> None:
+        reason = EventReason.RESOURCE_SLICE_FIELDS_DROPPED
+        self._parts.node_events.record(reason, problem, "Publish", warning=True)
 
 
-def tls_context(configuration: "Configuration") -> ssl.SSLContext:
-    """Return what judges the API server's certificate, and has ours. Blocks.
+def _load_publisher() -> "ModuleType":
+    """Load the publisher of ResourceSlices, with its computation of devices."""
+    from metagpu.plugins.cluster import slice_publisher  # noqa: PLC0415 - behind the switch
 
-    Raises:
-        OSError: a file cannot be read, or is no certificate.
-    """
-    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
-    if not configuration.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if configuration.disable_strict_ssl_verification:
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    return context
-
-
-def _proxy(configuration: "Configuration") -> str | None:
-    """Return the proxy that the kubeconfig names, or the environment. Blocks.
-
-    On some systems the name of the host is looked up.
-    """
-    if configuration.proxy:
-        return str(configuration.proxy)
-    address = urlsplit(str(configuration.host))
-    if address.hostname is None or proxy_bypass(address.hostname):
-        return None
-    return getproxies().get(address.scheme)
+    return slice_publisher

@@ -16,8 +16,8 @@ from metagpu.core.reports.status import find_gpu
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.settings import CORDON_PREFIX
-from metagpu.plugins.cluster.watch import WatchedObject
 
 _LONGEST_REASON: Final = 200
 
@@ -47,31 +47,29 @@ class NodeCordonFollower:
 
     Attributes:
         decided: set once the annotations are known, and the GPUs follow them.
-        node: the Node, `None` before the API server's side runs.
     """
 
     registry: Registry
     clock: Callable[[], float] = time.time
     decided: anyio.Event = field(default_factory=anyio.Event)
-    node: WatchedObject | None = None
     _logged: LogOnce = field(default_factory=LogOnce)
 
-    async def reconcile(self) -> None:
-        """Cordon GPUs, or end their cordons, as the annotations say."""
-        if self.node is None or self.node.object is None:
+    def follow(self, node: KubeObject | None) -> None:
+        """Cordon GPUs, or end their cordons, as the Node's annotations say."""
+        if node is None:
             return  # what was known last holds while the API server is away
         snapshot = self.registry.snapshot
-        annotations = self.node.object["metadata"].get("annotations") or {}
+        annotations = node["metadata"].get("annotations") or {}
         cordoned, problems = cordons_by(annotations, snapshot)
         for gpu in snapshot.gpus:
-            self._follow(gpu, cordoned.get(gpu))
+            self._set(gpu, cordoned.get(gpu))
         for key, problem in problems.items():
             if snapshot.gpus and self._logged.is_new(key, problem):
                 log.warning("cordon ignored", annotation=key, error=problem)
         if snapshot.gpus:
             self.decided.set()
 
-    def _follow(self, gpu: GpuId, reason: str | None) -> None:
+    def _set(self, gpu: GpuId, reason: str | None) -> None:
         now, source = self.clock(), CordonSource.NODE
         if reason is None:
             if self.registry.apply(GpuUncordoned(gpu, now, source)):

@@ -19,7 +19,7 @@ from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import RecordNodeEvent
 from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.plugins.cluster.node_object import KubeObject
 
 STATE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"
 """The label by which the operator takes a node through an upgrade."""
@@ -97,7 +97,6 @@ class DriverUpgradeFollower:
     Attributes:
         record_event: records Events of the node.
         decided: set once the labels are known, and the GPUs follow them.
-        node: the Node, `None` before the API server's side runs.
         state: the label and value of the present upgrade, empty without one.
     """
 
@@ -105,14 +104,13 @@ class DriverUpgradeFollower:
     record_event: RecordNodeEvent
     clock: Callable[[], float] = time.time
     decided: anyio.Event = field(default_factory=anyio.Event)
-    node: WatchedObject | None = None
     state: str = ""
 
-    async def reconcile(self) -> None:
+    def follow(self, node: KubeObject | None) -> None:
         """Cordon the GPUs, or end their cordon, as the Node's labels say."""
-        if self.node is None or self.node.object is None:
+        if node is None:
             return  # what was known last holds while the API server is away
-        before, labels = self.state, self.node.object["metadata"].get("labels") or {}
+        before, labels = self.state, node["metadata"].get("labels") or {}
         self.state = upgrade_state(labels)
         self._apply()
         if self.state != before:

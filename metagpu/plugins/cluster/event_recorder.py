@@ -24,6 +24,7 @@ from metagpu.plugins.cluster.event_reasons import EventReason
 from metagpu.plugins.cluster.label_syntax import name_part
 from metagpu.plugins.cluster.node_patch import CONFLICT, MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
+from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
@@ -136,6 +137,7 @@ class EventRecorder:
     """Writes Events to the API server: new ones at once, repetitions as a count.
 
     Attributes:
+        instance: the writer's name, for people.
         clock: returns the event loop's time, by which Events are counted and limited.
         time_of_day: returns the time that Events carry.
         name: the name of the feature that records these Events.
@@ -144,8 +146,8 @@ class EventRecorder:
         dropped: Events that were dropped because there were too many.
     """
 
-    client: "KubeClient"
     instance: str
+    timing: ClusterTiming
     clock: Callable[[], float] = anyio.current_time
     time_of_day: Callable[[], float] = time.time
     name: str = "events"
@@ -159,14 +161,27 @@ class EventRecorder:
     )
 
     _logged: LogOnce = field(default_factory=LogOnce)
+    _client: "KubeClient | None" = None
 
     def __post_init__(self) -> None:
-        self.reconciler = Reconciler(self.name, self._send, self.client.timing)
+        self._reconciler = Reconciler(self.name, self._send, self.timing)
 
-    def connect(self, client: "KubeClient") -> None:
-        """Go on with another client: what was written and what waits stays known."""
-        self.client = client
-        self.reconciler.trigger()
+    @property
+    def problem(self) -> str:
+        """The error of the last request, empty after a success."""
+        return self._reconciler.problem
+
+    @property
+    def client(self) -> "KubeClient":
+        """The client that writes now."""
+        assert self._client is not None  # noqa: S101 - nothing is written before `run`
+        return self._client
+
+    async def run(self, client: "KubeClient") -> None:
+        """Write what waits by this client until cancelled; what was written stays known."""
+        self._client = client
+        self._reconciler.trigger()
+        await self._reconciler.run()
 
     def record(self, data: EventData) -> None:
         """Queue data for an Event; never waits."""
@@ -174,7 +189,7 @@ class EventRecorder:
         self._queue.append(replace(data, name=name))
         if len(self._queue) > QUEUE_LIMIT:
             self._drop_one()
-        self.reconciler.trigger()
+        self._reconciler.trigger()
 
     async def _send(self) -> None:
         """Send the queue; a failure is retried.
@@ -233,7 +248,7 @@ class EventRecorder:
         if data.once_for is not None or not series.name:
             return
         series.count += 1
-        if now - series.written >= self.client.timing.count_interval:
+        if now - series.written >= self.timing.count_interval:
             try:
                 await self._update_count(data, series, now)
             except ClusterError as error:

@@ -11,6 +11,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceName
 from metagpu.plugins.cluster.node_feature import GROUP, NodeFeature
 from metagpu.plugins.cluster.node_object import (
+    NODES,
     PROBLEM_CONDITION,
     RESET_CONDITION,
     TAINTS,
@@ -25,7 +26,6 @@ from metagpu.plugins.cluster.watch import WatchedObject
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
-NODES: Final = "/api/v1/nodes"
 _ABSENT: Final = frozenset((403, 404))
 """Answers about objects where there are none of ours: no such kind, or no right to ask."""
 _COUNTED: Final = (

@@ -12,6 +12,8 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.cluster.gpu_labels import NVIDIA_PREFIX
 
+NODES: Final = "/api/v1/nodes"
+"""The path of all Nodes at the API server."""
 FIELD_MANAGER: Final = "metagpu"
 """The field manager of everything that metagpu applies."""
 TAINT: Final = "metagpu.io/starting"

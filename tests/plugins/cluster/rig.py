@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.model.shares import ResourceName
@@ -16,6 +17,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.client import KubeClient, open_client
 from metagpu.plugins.cluster.cluster import Cluster
+from metagpu.plugins.cluster.connection import ClusterContext, NodeConnection
 from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.rigs.build import STRATEGIES, gpu, layout_of
@@ -54,6 +56,12 @@ class Scene:
     choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
     driver: str = "gpu.metagpu.io"
+
+    @property
+    def connection(self) -> NodeConnection:
+        """The connection of now; there is one once the client is loaded."""
+        assert self.cluster.connection is not None
+        return self.cluster.connection
 
     def offer(self, text: str = "", count: int = 2) -> None:
         """Add GPUs to the node, and offer their shares, which the kubelet lists at once."""
@@ -104,12 +112,13 @@ async def cluster_at_work(
             timing=timing,
         )
         stats = KubeletCallStats()
-        cluster = Cluster(
-            *(settings, registry, follow, STRATEGIES, run_command),
-            call_stats=stats,
+        context = ClusterContext(
+            *(settings, registry, follow, STRATEGIES, stats),
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
+            wait_registered=anyio.lowlevel.checkpoint,
         )
+        cluster = Cluster(context, run_command)
         scene = Scene(server, registry, cluster, stats)
         async with anyio.create_task_group() as group:
             group.start_soon(scene.cluster.run)

@@ -12,8 +12,8 @@ from metagpu.core.state.facts import (
     InstanceFaulted,
     InstanceRecovered,
 )
-from metagpu.plugins.cluster import cluster, node_status, reconciler
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster import cluster, connection, node_status, reconciler
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, cluster_at_work
@@ -66,7 +66,7 @@ async def test_fault_of_ours_ends_nothing_else(
             raise KeyError("unforeseen")
         return node_status.watched_state(snapshot)
 
-    monkeypatch.setattr(cluster, "watched_state", broken)
+    monkeypatch.setattr(connection, "watched_state", broken)
     with capture_module_logs(cluster) as lines:
         async with cluster_at_work(
             tmp_path, Feature.LABELS, timing=ClusterTiming(restart_delay=0.01)
@@ -96,15 +96,12 @@ async def test_health_changes_are_events(tmp_path: Path) -> None:
 
 
 async def test_connection_and_dropped_events_are_reported(tmp_path: Path) -> None:
-    """The connection starts as down; the count of dropped Events outlives a restart."""
+    """The connection starts as down; dropped Events are counted."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         assert not it.cluster.report()["connected"]
         await becomes(lambda: it.cluster.report()["connected"])
 
-        recorder = it.cluster._recorder
-        assert recorder is not None
-        recorder.dropped = 3
-        it.cluster._build_reconcilers(recorder.client)
+        it.cluster.parts.node_events.recorder.dropped = 3
         assert it.cluster.report()["eventsDropped"] == 3
         assert it.cluster.report()["podEventsDropped"] == 0
 

@@ -24,7 +24,7 @@ async def test_label_and_config_map_choose_the_configuration(tmp_path: Path) -> 
     async with cluster_at_work(
         tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
     ) as it:
-        await becomes(it.cluster.config_follower.decided.is_set)
+        await becomes(it.cluster.parts.config_follower.decided.is_set)
         assert it.choices[0].profile is None
 
         server.label(NODE, {"metagpu.io/config": "b"})
@@ -146,7 +146,7 @@ async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
     with capture_module_logs(config_follower) as lines:
         async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
             with anyio.fail_after(30):
-                await it.cluster.config_follower.wait_for_choice()
+                await it.cluster.parts.config_follower.wait_for_choice()
 
     assert lines[0]["event"] == "cluster choice timed out; going on without it"
 
@@ -156,7 +156,7 @@ async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
     server = SimApiServer()
 
     async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
-        await becomes(it.cluster.config_follower.decided.is_set)
+        await becomes(it.cluster.parts.config_follower.decided.is_set)
         server.store.delete(("nodes", "", NODE))
         await becomes(lambda: it.cluster.report()["features"]["config"])
 

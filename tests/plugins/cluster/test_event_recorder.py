@@ -43,8 +43,8 @@ async def recording(
 ) -> AsyncIterator[EventRecorder]:
     """Run a recorder that writes to a server until the block ends."""
     async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
-        recorder = EventRecorder(client, "metagpu-x", clock, clock)
-        group.start_soon(recorder.reconciler.run)
+        recorder = EventRecorder("metagpu-x", QUICK, clock, clock)
+        group.start_soon(recorder.run, client)
         yield recorder
         group.cancel_scope.cancel()
 
@@ -128,6 +128,7 @@ async def test_an_event_whose_answer_was_lost_is_written_once(tmp_path: Path) ->
     """The second request has the name of the first, and counts as its answer."""
     server = SimApiServer()
     async with recording(server, tmp_path, Clock()) as recorder:
+        await becomes(lambda: recorder._client)
         call, lost = recorder.client.call, [ClusterError("the connection broke")]
 
         async def lossy(*args: Any, **options: Any) -> Mapping[str, Any]:  # noqa: ANN401 - as of `call`
@@ -142,7 +143,7 @@ async def test_an_event_whose_answer_was_lost_is_written_once(tmp_path: Path) ->
 
     assert [each["note"] for each in server.events()] == ["GPU 0: hot"]
     assert [each.method for each in server.requests] == ["POST", "POST"]
-    assert not recorder.reconciler.problem
+    assert not recorder.problem
 
 
 async def test_flood_is_limited_and_counted(tmp_path: Path) -> None:
@@ -280,7 +281,7 @@ async def test_a_namespace_that_takes_no_events_holds_up_no_other(tmp_path: Path
             )
         await server.until(lambda: [each["note"] for each in server.events()] == ["team"])
         with anyio.fail_after(30):
-            while "/namespaces/ending/" not in recorder.reconciler.problem:  # noqa: ASYNC110 - no event
+            while "/namespaces/ending/" not in recorder.problem:  # noqa: ASYNC110 - no event
                 await anyio.sleep(0.005)
 
         server.denied.clear()

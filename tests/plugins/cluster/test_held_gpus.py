@@ -32,11 +32,11 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesReleased,
 )
-from metagpu.plugins.cluster import cluster, event_recorder
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster import cluster, connection, event_recorder
 from metagpu.plugins.cluster.driver_upgrade import holding_pods
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from tests.plugins.cluster.rig import cluster_at_work
 from tests.rigs.build import after, gpu, layout_of
@@ -256,7 +256,7 @@ async def test_a_new_connection_repeats_no_event(
             raise KeyError("unforeseen")
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(cluster, "record_pod_events", fail_once)
+    monkeypatch.setattr(connection, "record_pod_events", fail_once)
     timing = ClusterTiming(restart_delay=0.01, reconcile_interval=0.0, count_interval=0.0)
     with capture_module_logs(cluster) as lines:
         async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:

@@ -185,7 +185,7 @@ async def test_a_pod_that_has_changed_is_not_deleted_by_what_was_read(tmp_path: 
 
     async with at_work(tmp_path, server, delay=1e6) as it:
         await becomes(lambda: removable_pods(it.registry.snapshot))
-        janitor = it.cluster._janitor
+        janitor = it.connection.janitor
         assert janitor is not None
         server.add_pod("team", "web-0", NODE, uid="new", owner=OWNER, requests={METAGPU: 5})
         [pod] = removable_pods(snapshot_of(replace(REJECTED, uid="old", name="web-0")))
@@ -203,7 +203,7 @@ async def test_pods_stay_for_a_while(tmp_path: Path) -> None:
 
     async with at_work(tmp_path, server, delay=1e6) as it:
         await becomes(lambda: removable_pods(it.registry.snapshot))
-        janitor = it.cluster._janitor
+        janitor = it.connection.janitor
         assert janitor is not None
         wait = await janitor.reconcile()
         assert wait is not None
@@ -224,7 +224,7 @@ async def test_deletions_have_a_rate(tmp_path: Path) -> None:
 
     async with at_work(tmp_path, server, delay=1e6) as it:
         await becomes(lambda: len(removable_pods(it.registry.snapshot)) == module.BURST + 5)
-        janitor = it.cluster._janitor
+        janitor = it.connection.janitor
         assert janitor is not None
         assert await janitor.reconcile() is not None  # it has seen all of them
         now = janitor.clock() + 1e6
@@ -260,7 +260,7 @@ async def test_a_pod_whose_deletion_is_refused_holds_up_no_other(tmp_path: Path)
 
     async with at_work(tmp_path, server) as it:
         await becomes(lambda: it.cluster.report()["features"]["janitor"])
-        janitor = it.cluster._janitor
+        janitor = it.connection.janitor
         assert janitor is not None
         janitor._rate = TokenBucket(2, 1 / 0.01)
         add(server, "train-1")
@@ -276,7 +276,7 @@ async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> No
 
     async with at_work(tmp_path, server, delay=1e6, backoff=60.0) as it:
         await becomes(lambda: len(removable_pods(it.registry.snapshot)) == 5)
-        janitor = it.cluster._janitor
+        janitor = it.connection.janitor
         assert janitor is not None
         await becomes(lambda: len(janitor._first_seen) == 5)
         # Whatever triggers the daemon's own run meanwhile: there is one at a time, and it fails.

@@ -36,8 +36,7 @@ async def test_a_number_that_the_kubelet_may_follow_is_no_difference(tmp_path: P
     """A difference begins again whenever our own number changes."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
         await becomes(lambda: it.cluster.report()["connected"])
-        comparison = it.cluster._comparison
-        assert comparison is not None
+        comparison = it.connection.comparison
 
         def wait(listed: int, now: float) -> float:
             (found,) = comparison._track({METAGPU: listed}, {METAGPU: 0}, now).values()
@@ -72,15 +71,14 @@ async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(
     arriving = KnownPod("c", "team", "c", "Pending", requests={METAGPU: 16}, arriving=True)
 
     async with cluster_at_work(tmp_path, Feature.EVENTS, server=server) as it:
-        await becomes(lambda: it.cluster._comparison)
+        await becomes(lambda: it.cluster.connection)
         it.registry.apply(PodsListed((leaving, arriving)))
         it.offer()
         shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
         held = {share.id: Holder("team", "a", "main") for share in shares[:2]}
         held |= {share.id: Holder("team", "b", "main") for share in (*shares[2:6], *shares[10:14])}
         it.registry.apply(LeasesObserved(held, at=1))
-        comparison = it.cluster._comparison
-        assert comparison is not None
+        comparison = it.connection.comparison
 
         async def differs(amount: int) -> bool:
             server.report(NODE, {METAGPU: 20}, {METAGPU: amount})

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from metagpu.core.state.facts import SharesClaimed, SharesOffered, SharesReleased
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work

@@ -24,7 +24,7 @@ from metagpu.core.state.facts import (
     TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
@@ -140,8 +140,7 @@ async def test_an_amount_that_falls_is_written_before_all_else(tmp_path: Path) -
         it.offer()
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
         await server.until(lambda: server.node(NODE)["status"].get("conditions"))
-        watched = it.cluster._node
-        assert watched is not None
+        watched = it.connection.node
         await becomes(lambda: (watched.object or {})["status"].get("conditions"))
         await anyio.wait_all_tasks_blocked()  # the Node's change has triggered all
         before = len(server.requests)

@@ -18,7 +18,7 @@ from metagpu.core.state.events import (
 )
 from metagpu.core.state.facts import GpuFaulted, GpusFound, PodsListed
 from metagpu.plugins.cluster import event_recorder as events
-from metagpu.plugins.cluster.cluster import NODES
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.pod_events import pod_event_of
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
