@@ -8,8 +8,7 @@ from typing import Final
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
-from metagpu.kubectl.agent_pods import KUBELET_FOLDER, PORT, SELECTOR
-from metagpu.kubectl.viewer import USAGE
+from metagpu.kubectl.viewer import KUBELET_FOLDER, PORT, SELECTOR, USAGE
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
 

@@ -22,13 +22,28 @@ from metagpu.cli.loading import quick_loading
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
-from metagpu.kubectl import items
 from metagpu.kubectl.errors import NoKubeconfig
-from metagpu.kubectl.output import silent_nodes
-from metagpu.kubectl.repeated import RepeatedQuestions
-from metagpu.kubectl.tables import draw_items, draw_top
-from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress
+from metagpu.kubectl.tables import KINDS, Item, answers_of_pods, draw_items, draw_top, in_namespace
+from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress, RepeatedQuestions
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
+
+_NAMED: Final = 5
+"""Nodes that a line names; all are in `-o json`."""
+
+
+def silent_nodes(answers: Sequence[NodeAnswer]) -> Sequence[str]:
+    """Return the nodes that gave no answer, a line for all of one problem."""
+    same: dict[str, list[str]] = {}
+    for it in answers:
+        if it.report is None:
+            same.setdefault(it.problem, []).append(it.node)
+    return [f"{_named(nodes)}: {problem}" for problem, nodes in same.items()]
+
+
+def _named(nodes: Sequence[str]) -> str:
+    more = len(nodes) - _NAMED
+    return ", ".join(nodes[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
 
 _DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
 
@@ -99,13 +114,13 @@ def _drain_gpu(args: argparse.Namespace) -> int:
 
 
 def _web(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.web import web
+    from metagpu.kubectl.web import serve_cluster
 
     namespaces = [args.namespace]
     if not args.namespace and not args.all_namespaces:
         namespaces.append(namespace_of(args))
     try:
-        return _run(args, lambda viewer: web(args, viewer, namespaces))
+        return _run(args, lambda viewer: serve_cluster(args, viewer, namespaces))
     except KeyboardInterrupt:
         return 0  # the end of every page
 
@@ -117,7 +132,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _translate(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.claim_reader import read_extended_resources
+    from metagpu.kubectl.claims import read_extended_resources
     from metagpu.kubectl.translation import print_translation, read_nodes
 
     if args.nodes is not None:
@@ -160,11 +175,11 @@ class Rows:
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
 
-    def read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
+    def read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer]]:
         """Return the rows that the arguments select, and the answers of all nodes."""
         return self._runner.run(self._read())
 
-    async def _read(self) -> tuple[Sequence[items.Item], Sequence[NodeAnswer]]:
+    async def _read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer]]:
         args, viewer = self._args, self._viewer
         agents = await viewer.agents()
         of_nodes = args.kind in ("nodes", "gpus")
@@ -174,22 +189,22 @@ class Rows:
             agents = [it for it in agents if it.node in names]
 
         answers = await self._questions.ask(agents)
-        rows: Sequence[items.Item]
+        rows: Sequence[Item]
         if of_nodes or not args.selector:
-            rows = list(items.KINDS[args.kind](answers))
+            rows = list(KINDS[args.kind](answers))
         else:
             rows = await self._rows_of_pods(viewer, answers)
         if self._namespace:
-            rows = items.in_namespace(rows, self._namespace)
+            rows = in_namespace(rows, self._namespace)
         return sort_items(rows, args.sort_by) if args.sort_by else rows, answers
 
     async def _rows_of_pods(
         self, viewer: ClusterViewer, answers: Sequence[NodeAnswer]
-    ) -> Sequence[items.Item]:
+    ) -> Sequence[Item]:
         where = f"/namespaces/{self._namespace}" if self._namespace else ""
         chosen = await viewer.items(f"/api/v1{where}/pods", labelSelector=self._args.selector)
         pods = {(it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen}
-        return list(items.KINDS[self._args.kind](items.answers_of_pods(answers, pods)))
+        return list(KINDS[self._args.kind](answers_of_pods(answers, pods)))
 
 
 @contextmanager
@@ -268,7 +283,7 @@ def namespace_of(args: argparse.Namespace) -> str:
 
 def _encode(
     args: argparse.Namespace,
-    rows: Sequence[items.Item],
+    rows: Sequence[Item],
     answers: Sequence[NodeAnswer],
     *,
     compact: bool = False,
@@ -278,7 +293,7 @@ def _encode(
 
 
 def _show_live(
-    rows: Rows, draw_rows: Callable[[Sequence[items.Item]], Iterable[TextTable | Cell]]
+    rows: Rows, draw_rows: Callable[[Sequence[Item]], Iterable[TextTable | Cell]]
 ) -> int:
     """Draw rows again and again, and the silent nodes; into a pipe, draw once."""
     answers: Sequence[NodeAnswer] = ()

@@ -9,9 +9,8 @@ import anyio
 from metagpu.cli.live import print_text
 from metagpu.core.errors import NotCordoned, UnknownGpu
 from metagpu.core.runtime.rate_limit import Backoff
-from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.errors import CordonFailed, NoAnswer, NodeNotServed
-from metagpu.kubectl.viewer import STATUS, ClusterViewer
+from metagpu.kubectl.viewer import STATUS, AgentPod, ClusterViewer
 from metagpu.plugins.cluster.settings import CORDON_PREFIX
 
 

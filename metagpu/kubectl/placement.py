@@ -13,7 +13,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.claim_reader import read_claims
+from metagpu.kubectl.claims import read_claims
 from metagpu.kubectl.errors import UnknownPod
 from metagpu.kubectl.judgement import (
     Judgement,

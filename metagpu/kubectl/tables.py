@@ -1,13 +1,188 @@
-"""Tables of `get` and `top`: the columns of each kind, with bars for `top`."""
+"""Tables of `get` and `top`: rows of each kind from the reports of nodes, columns, and bars.
 
-from collections.abc import Callable, Mapping, Sequence
+Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from metagpu.display.table import Cell, TextTable
+from metagpu.kubectl.viewer import NodeAnswer
 
 Item = Mapping[str, Any]
+Report = Mapping[str, Any]
+
+
+def node_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
+    """Yield a row for each node that answered."""
+    for node, report in _reports(answers):
+        gpus = report["gpus"]
+        held, capacity = _shares_of(gpus)
+        yield {
+            "node": node,
+            "gpus": len(gpus),
+            "healthy": sum(gpu["healthy"] for gpu in gpus),
+            "cordoned": sum(gpu["cordon"] is not None for gpu in gpus),
+            "heldGpus": round(sum(_held_part(gpu) for gpu in gpus), 2),
+            "held": held,
+            "capacity": capacity,
+            "utilization": _mean(gpu["utilization"] for gpu in gpus),
+            "usedMiB": _sum(gpu["usedMiB"] for gpu in gpus),
+            "usableMiB": _sum(gpu["usableMiB"] for gpu in gpus),
+            "pods": len({(it["namespace"], it["pod"]) for it in report["containers"]}),
+            "unauthorized": report["unauthorized"],
+            "problems": [_gpu_problem(gpu) for gpu in gpus if _gpu_problem(gpu)],
+            "version": report["version"],
+        }
+
+
+def gpu_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
+    """Yield a row for each GPU."""
+    for node, report in _reports(answers):
+        pods: Counter[str] = Counter()
+        for container in report["containers"]:
+            pods.update({part["uuid"] for part in container["gpus"]})
+        for gpu in report["gpus"]:
+            held, capacity = _shares_of([gpu])
+            yield {
+                "node": node,
+                "gpu": gpu["index"],
+                "uuid": gpu["uuid"],
+                "product": gpu["product"].removeprefix("NVIDIA "),
+                "heldGpus": round(_held_part(gpu), 2),
+                "held": held,
+                "capacity": capacity,
+                "utilization": gpu["utilization"],
+                "usedMiB": gpu["usedMiB"],
+                "usableMiB": gpu["usableMiB"],
+                "containers": pods[gpu["uuid"]],
+                "healthy": gpu["healthy"],
+                "cordoned": gpu["cordon"] is not None,
+                "problem": _gpu_problem(gpu),
+                "policy": gpu["policy"],
+            }
+
+
+def pod_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
+    """Yield a row for each container and each GPU of which it holds shares."""
+    for node, report in _reports(answers):
+        for container in report["containers"]:
+            for part in container["gpus"]:
+                yield {
+                    "namespace": container["namespace"],
+                    "pod": container["pod"],
+                    "container": container["container"],
+                    "node": node,
+                    "gpu": part["index"],
+                    "uuid": part["uuid"],
+                    "resource": part["resource"],
+                    "shares": part["shares"],
+                    "capacity": part["capacity"],
+                    "utilization": part["utilization"],
+                    "usedMiB": part["usedMiB"],
+                    "shareMiB": part["shareMiB"],
+                    "limitMiB": part["limitMiB"],
+                    "overLimit": part["overLimit"],
+                    "processes": part["processes"],
+                    "guard": part["guard"],
+                    "owner": container["podOwner"],
+                    "phase": container["podPhase"],
+                    "podUid": container["podUid"],
+                }
+
+
+def namespace_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
+    """Yield a row for each namespace whose containers hold shares."""
+    by_name: dict[str, list[Item]] = {}
+    for item in pod_items(answers):
+        by_name.setdefault(item["namespace"], []).append(item)
+    for name, items in sorted(by_name.items()):
+        shares: Counter[str] = Counter()
+        for item in items:
+            shares[item["resource"]] += item["shares"]
+        yield {
+            "namespace": name,
+            "pods": len({(it["node"], it["pod"]) for it in items}),
+            "heldGpus": round(sum(it["shares"] / max(it["capacity"], 1) for it in items), 2),
+            "shares": dict(shares),
+            "utilization": _sum(it["utilization"] for it in items),
+            "usedMiB": _sum(it["usedMiB"] for it in items),
+            "shareMiB": _sum(it["shareMiB"] for it in items),
+            "overLimit": sum(it["overLimit"] for it in items),
+            "nodes": len({it["node"] for it in items}),
+        }
+
+
+KINDS: Final[Mapping[str, Callable[[Iterable[NodeAnswer]], Iterator[Item]]]] = {
+    "nodes": node_items,
+    "gpus": gpu_items,
+    "pods": pod_items,
+    "namespaces": namespace_items,
+}
+"""The objects of `get` and `top`."""
+
+
+def in_namespace(items: Iterable[Item], namespace: str) -> Sequence[Item]:
+    """Return the rows of a namespace; of all where it is empty."""
+    return [it for it in items if not namespace or it["namespace"] == namespace]
+
+
+def answers_of_pods(
+    answers: Iterable[NodeAnswer], pods: Collection[tuple[str, str]]
+) -> Iterator[NodeAnswer]:
+    """Yield answers with the containers of some pods alone, by namespace and name."""
+    for answer in answers:
+        if answer.report is not None:
+            chosen = [
+                it for it in answer.report["containers"] if (it["namespace"], it["pod"]) in pods
+            ]
+            yield NodeAnswer(answer.node, {**answer.report, "containers": chosen})
+
+
+def _reports(answers: Iterable[NodeAnswer]) -> Iterator[tuple[str, Report]]:
+    return ((it.node, it.report) for it in answers if it.report is not None)
+
+
+def _shares_of(gpus: Iterable[Report]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return the held shares and all shares of GPUs, by resource."""
+    held: Counter[str] = Counter()
+    capacity: Counter[str] = Counter()
+    for gpu in gpus:
+        for offer in gpu["shares"]:
+            held[offer["resource"]] += offer["held"]
+            capacity[offer["resource"]] += offer["capacity"]
+    return dict(held), dict(capacity)
+
+
+def _held_part(gpu: Report) -> float:
+    """Return the part of a GPU that is held, from 0 to 1, by one of its backends."""
+    return max((it["held"] / max(it["capacity"], 1) for it in gpu["shares"]), default=0.0)
+
+
+def _gpu_problem(gpu: Report) -> str:
+    if not gpu["healthy"]:
+        return f"GPU {gpu['index']} is out of service: {gpu['reason']}"
+    if gpu["cordon"] is not None:
+        return f"GPU {gpu['index']} is cordoned: {gpu['cordon']}"
+    if gpu["failure"]:
+        return f"GPU {gpu['index']} could not be read: {gpu['failure']}"
+    faults = "; ".join(f"{device}: {reason}" for device, reason in gpu["faults"].items())
+    return f"GPU {gpu['index']}: {faults}" if faults else ""
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    """Return the sum of what is known, `None` where nothing is."""
+    known = [it for it in values if it is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Iterable[int | None]) -> int | None:
+    known = [it for it in values if it is not None]
+    return round(sum(known) / len(known)) if known else None
+
 
 _BUSY: Final = 90
 """Percent from which a bar is red."""

@@ -1,5 +1,6 @@
-"""Questions to the API server, and through it to the daemon of each node."""
+"""Questions to the API server, and through it to the daemon of each node, found by its pod."""
 
+import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -9,10 +10,83 @@ import anyio
 import msgspec
 
 from metagpu.core.errors import ClusterError, MetagpuError
-from metagpu.kubectl.agent_pods import SELECTOR, AgentPod, choose_agents
-from metagpu.kubectl.errors import NotInstalled
+from metagpu.kubectl.errors import NotInstalled, SeveralNamespaces
 from metagpu.kubectl.reports import StatusForm, UsageForm
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
+
+Object = Mapping[str, Any]
+
+SELECTOR: Final = "app.kubernetes.io/name=metagpu"
+"""The label of the daemons' pods. Every user of a namespace may write it to a pod."""
+PORT: Final = "status-api"
+"""The name of the containers' port."""
+KUBELET_FOLDER: Final = "/var/lib/kubelet/device-plugins"
+"""The folder that every daemon mounts from its node: a constant of the kubelet's API."""
+
+
+class AgentPod(msgspec.Struct, frozen=True):
+    """The pod of a daemon; `port` is that of its status, 0 without one."""
+
+    node: str
+    namespace: str
+    name: str
+    port: int
+    ready: bool
+
+
+def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
+    """Return one daemon of each node: the ready one where an exchange has two.
+
+    Raises:
+        MetagpuError: several namespaces have daemons.
+    """
+    found: dict[str, AgentPod] = {}
+    namespaces = set()
+    for pod in pods:
+        node = pod["spec"].get("nodeName")
+        if not node or pod["metadata"].get("deletionTimestamp") or not _is_daemon(pod):
+            continue
+        conditions = (pod.get("status") or {}).get("conditions") or ()
+        agent = AgentPod(
+            node,
+            pod["metadata"]["namespace"],
+            pod["metadata"]["name"],
+            _status_port(pod),
+            any(it["type"] == "Ready" and it["status"] == "True" for it in conditions),
+        )
+        namespaces.add(agent.namespace)
+        if node not in found or agent.ready:
+            found[node] = agent
+    if len(namespaces) > 1:
+        names = ", ".join(sorted(namespaces))
+        raise SeveralNamespaces(
+            f"the namespaces {names} have daemons of metagpu each; name the one to trust by "
+            "--agent-namespace"
+        )
+    return sorted(found.values(), key=lambda it: it.node)
+
+
+def _is_daemon(pod: Object) -> bool:
+    """Return whether a pod is of a DaemonSet and has the kubelet's folder of its node.
+
+    Labels, accounts and ports of a pod are its author's choice. That folder is not: Pod Security
+    refuses it to tenants, and a pod that has it can do all on its node that a daemon can.
+    """
+    owners = pod["metadata"].get("ownerReferences") or ()
+    volumes = pod["spec"].get("volumes") or ()
+    paths = [(it.get("hostPath") or {}).get("path", "") for it in volumes]
+    return any(it.get("controller") and it.get("kind") == "DaemonSet" for it in owners) and any(
+        it.rstrip("/") == KUBELET_FOLDER for it in paths
+    )
+
+
+def _status_port(pod: Object) -> int:
+    for container in pod["spec"].get("containers") or ():
+        for port in container.get("ports") or ():
+            if port.get("name") == PORT:
+                return int(port["containerPort"])
+    return 0
+
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
@@ -28,10 +102,10 @@ _TOKEN_RENEWAL: Final = 450.0
 """Seconds after which a token is replaced; both by the clock of this machine."""
 _FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
+_LEAST: Final = 5.0
+"""Seconds at least for a question in the background, which goes on during looks alone."""
 _SHOW_AFTER: Final = 0.4
 """Seconds before progress is shown."""
-
-Object = Mapping[str, Any]
 
 
 class NodeAnswer(msgspec.Struct, frozen=True):
@@ -248,3 +322,44 @@ class Progress:
         end = "" if text else "\r"
         print(f"\r{text:{self._shown}}", end=end, file=sys.stderr, flush=True)  # noqa: T201
         self._shown = max(self._shown, len(text))
+
+
+class RepeatedQuestions:
+    """Asks for the usage of nodes again and again, silent ones in the background.
+
+    The first look waits for all nodes. All looks are of one event loop; it may rest between them.
+    """
+
+    def __init__(self, viewer: ClusterViewer) -> None:
+        self._viewer = viewer
+        self._silent: dict[str, NodeAnswer] = {}
+        self._questions: dict[str, asyncio.Task[NodeAnswer]] = {}
+
+    async def ask(self, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+        """Return the answers by the node's name: of silent nodes, the last.
+
+        Raises:
+            ClusterError: the API server does not answer.
+        """
+        by_node = {it.node: it for it in agents}
+        self._silent = {node: it for node, it in self._silent.items() if node in by_node}
+        for node in self._questions.keys() - by_node.keys():
+            self._questions.pop(node).cancel()
+        for node in self._silent.keys() - self._questions.keys():
+            self._questions[node] = asyncio.create_task(self._ask_late(by_node[node]))
+
+        others = [it for node, it in by_node.items() if node not in self._silent]
+        answers = list(await self._viewer.ask(USAGE, others))
+        for node, last in self._silent.items():
+            done = self._questions[node].done()
+            answers.append(self._questions.pop(node).result() if done else last)
+        self._silent = {it.node: it for it in answers if it.report is None}
+        return sorted(answers, key=lambda it: it.node)
+
+    async def _ask_late(self, agent: AgentPod) -> NodeAnswer:
+        try:
+            deadline = max(self._viewer.deadline, _LEAST)
+            [answer] = await self._viewer.ask(USAGE, [agent], deadline)
+        except MetagpuError as error:
+            return NodeAnswer(agent.node, problem=str(error))
+        return answer

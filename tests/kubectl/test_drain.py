@@ -13,11 +13,9 @@ import pytest
 from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl import drain
-from metagpu.kubectl.agent_pods import AgentPod
 from metagpu.kubectl.cordons import cordon_gpu
-from metagpu.kubectl.drain import GpuDrain
-from metagpu.kubectl.holders import UNNAMED, Holding, holdings_of, judge_pod
-from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer
+from metagpu.kubectl.drain import UNNAMED, GpuDrain, Holding, holdings_of, judge_pod
+from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer
 from metagpu.sim.apiserver.evictions import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE

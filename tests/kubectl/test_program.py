@@ -20,8 +20,8 @@ from metagpu.cli import live
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.facts import SharesClaimed
 from metagpu.display.table import CLEAR_SCREEN
-from metagpu.kubectl.agent_pods import KUBELET_FOLDER
 from metagpu.kubectl.program import main
+from metagpu.kubectl.viewer import KUBELET_FOLDER
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod

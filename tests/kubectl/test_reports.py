@@ -11,12 +11,11 @@ import pytest
 from metagpu.core.reports.doctor import diagnose_status
 from metagpu.display.status import show_explanation
 from metagpu.kubectl.claims import ReadClaims
-from metagpu.kubectl.holders import holdings_of
-from metagpu.kubectl.items import KINDS
+from metagpu.kubectl.drain import holdings_of
 from metagpu.kubectl.judgement import judge_all
 from metagpu.kubectl.obstacles import ClusterNode
 from metagpu.kubectl.reports import StatusForm, UsageForm
-from metagpu.kubectl.tables import draw_items, draw_top
+from metagpu.kubectl.tables import KINDS, draw_items, draw_top
 from metagpu.kubectl.viewer import NodeAnswer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import serving

@@ -12,15 +12,14 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.kubectl import cluster_view
+from metagpu.kubectl import web
 from metagpu.kubectl.arguments import parser
 from metagpu.kubectl.claims import ReadClaims
-from metagpu.kubectl.cluster_view import ClusterView
+from metagpu.kubectl.judgement import waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.program import main
 from metagpu.kubectl.viewer import ClusterViewer
-from metagpu.kubectl.waiting import waiting_pods
-from metagpu.kubectl.web import web
+from metagpu.kubectl.web import ClusterView, serve_cluster
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
@@ -223,7 +222,7 @@ async def test_daemons_that_may_not_be_listed_again_still_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Daemons that were found are asked, while one line says that no others are looked for."""
-    monkeypatch.setattr(cluster_view, "OBJECTS_AGE", 0.0)
+    monkeypatch.setattr(web, "OBJECTS_AGE", 0.0)
     async with cluster(tmp_path, capsys) as it:
         view = ClusterView(ClusterViewer(it.scene.client), namespaces=["default"], interval=0)
         assert await view.check() == ""
@@ -242,7 +241,7 @@ async def page(it: Cluster, *arguments: str) -> AsyncIterator[int]:
     args = await to_thread.run_sync(lambda: parser().parse_args(words))
     it.capsys.readouterr()
     async with anyio.create_task_group() as group:
-        group.start_soon(web, args, ClusterViewer(it.scene.client), [""])
+        group.start_soon(serve_cluster, args, ClusterViewer(it.scene.client), [""])
         with anyio.fail_after(30):
             out = ""  # the agent beside may still log
             while not (line := PAGE_LINE.search(out)):

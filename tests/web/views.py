@@ -9,8 +9,8 @@ from typing import Any
 
 from metagpu.core.model.remarks import Remark, RemarkReason
 from metagpu.kubectl.claims import ReadClaims
+from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode
-from metagpu.kubectl.waiting import claims_of, waiting_pods
 from metagpu.plugins.web.pod import node_of_pod
 
 METAGPU = "cnvrg.io/metagpu"
