@@ -19,7 +19,7 @@ import yaml
 from msgspec.structs import fields
 
 from metagpu.backends.fraction.backend import FractionOptions
-from metagpu.backends.mig.geometry import profile_resource
+from metagpu.backends.mig.profiles import profile_resource
 from metagpu.sim.machine.mig_profiles import MIG_PROFILES
 from tests.backends.mig.gpus import mig_gpu
 

@@ -9,7 +9,7 @@ import yaml
 from msgspec.structs import fields
 
 from metagpu.backends.fraction.backend import FractionOptions
-from metagpu.backends.mig.geometry import profile_resource
+from metagpu.backends.mig.profiles import profile_resource
 from metagpu.backends.mps.backend import MpsOptions
 from metagpu.backends.timeslice.backend import TimesliceOptions
 from metagpu.backends.whole.backend import WholeOptions

@@ -61,8 +61,7 @@ from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.http.address import ListenAddress
-from metagpu.plugins.pod_api.folder import PodFolder
-from metagpu.plugins.pod_api.server import PodMgctlServer, no_events
+from metagpu.plugins.pod_api.server import PodFolder, PodMgctlServer, no_events
 
 log = structlog.get_logger()
 

@@ -28,7 +28,7 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.device_nodes import DeviceNodes
 from metagpu.plugins.kubelet.messages import check_list_size
-from metagpu.plugins.pod_api.folder import PodFolder
+from metagpu.plugins.pod_api.server import PodFolder
 
 log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.control import (
     PROGRAM,
+    SHARED_MEMORY,
     MpsControl,
     MpsDirectories,
     control_daemon_spec,

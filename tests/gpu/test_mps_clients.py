@@ -13,17 +13,15 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.backends.common.mps_daemon.client_limits import (
-    SERVER_MEMORY,
-    SHARED_MEMORY,
-    grant_to_client,
-    usable_memory,
-)
 from metagpu.backends.common.mps_daemon.control import (
     PROGRAM,
+    SERVER_MEMORY,
+    SHARED_MEMORY,
     MpsControl,
     MpsDirectories,
     control_daemon_spec,
+    grant_to_client,
+    usable_memory,
 )
 from metagpu.core.errors import ProgramError, ProgramMissing
 from metagpu.core.grants.grant import Grant

@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.control import (
+    SHARED_MEMORY,
     MpsControl,
     MpsDirectories,
     control_daemon_spec,

@@ -7,34 +7,29 @@ from typing import ClassVar, Final
 import structlog
 from msgspec.structs import replace
 
-from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
-from metagpu.backends.common.mps_daemon.privileges import PRIVILEGES
-from metagpu.backends.mig.capacity import free_capacity
-from metagpu.backends.mig.geometry import geometry_of, slot_of_instance
-from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
-from metagpu.backends.mig.layout import choose_least_shared
-from metagpu.backends.mig.leftovers import find_instances
-from metagpu.backends.mig.metrics import KINDS, capacity_metrics, instance_metrics
+from metagpu.backends.common.mps_daemon.decisions import PRIVILEGES, MpsDaemonTiming
+from metagpu.backends.mig.capacity import KINDS, capacity_metrics, free_capacity, instance_metrics
+from metagpu.backends.mig.inventory import InstanceSettings, MigTiming, find_instances
 from metagpu.backends.mig.mode import (
     MigModeDisabler,
     MigModeEnabler,
     MigModePolicy,
     expected_problem,
 )
-from metagpu.backends.mig.mps_clients import check_units, choose_units, grant_units
-from metagpu.backends.mig.options import CreateAt, MigOptions
-from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
-from metagpu.backends.mig.planner import UnplaceableLayout
-from metagpu.backends.mig.possible_shares import (
+from metagpu.backends.mig.options import (
+    CreateAt,
+    MigOptions,
     layout_problem,
     misfit_reason,
     no_shares_reason,
     placed_profiles,
     possible_shares,
 )
-from metagpu.backends.mig.profiles import PlacedProfile
+from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
+from metagpu.backends.mig.planner import UnplaceableLayout, choose_least_shared
+from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, slot_of_instance
 from metagpu.backends.mig.reconciler import MigReconciler
-from metagpu.backends.mig.sharing import MigMpsOptions
+from metagpu.backends.mig.sharing import MigMpsOptions, check_units, choose_units, grant_units
 from metagpu.core.contracts.backend import GpuContext, Options
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,

@@ -1,17 +1,18 @@
-"""The free capacity of GPUs with instances on demand, and helpful moves. Pure.
+"""Free capacity of GPUs with instances on demand, moves that help, metrics. Pure.
 
 A GPU that gives nothing now, for any reason, has no free capacity, and is no target of a move.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from metagpu.backends.mig.geometry import geometry_of
 from metagpu.backends.mig.planner import GpuOccupancy, InstanceMove, find_moves
-from metagpu.backends.mig.profiles import PlacedProfile, ProfileGeometry
+from metagpu.backends.mig.profiles import MigGeometry, PlacedProfile, ProfileGeometry, geometry_of
+from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.capacity import DefragMove, FreeCapacity
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.mig import slot_of
+from metagpu.core.model.mig import profile_of, slot_of
 from metagpu.core.model.shares import Holder, ProvisionedState
 from metagpu.core.model.snapshot import GpuState
 
@@ -98,3 +99,81 @@ def _holder(move: InstanceMove, states: Sequence[GpuState]) -> Holder | None:
 
 def _size(profile: ProfileGeometry) -> tuple[int, int]:
     return profile.memory_slices, profile.compute_slices
+
+
+INSTANCES: Final = MetricKind(
+    "mig_instances",
+    "MIG instances of metagpu: held by a container, warm (idle, kept for the next container), "
+    "released (not held, and not known to be idle yet), or faulty (out of service).",
+    ("profile", "state"),
+)
+FREE: Final = MetricKind(
+    "mig_free_slices",
+    "Memory slices that nothing occupies; where instances are created on demand.",
+)
+LARGEST: Final = MetricKind(
+    "mig_largest_placeable_slices",
+    "Memory slices of the largest instance that could be created now, 0 if none could.",
+)
+FRAGMENTATION: Final = MetricKind(
+    "mig_fragmentation_ratio",
+    "Part of the largest instance possible with as many adjacent free slices that is lost to "
+    "fragmentation: 0 when that instance fits, 1 when no instance fits.",
+)
+KINDS: Final = (INSTANCES, FREE, LARGEST, FRAGMENTATION)
+
+_HELD: Final = "held"
+
+
+def instance_metrics(state: GpuState, backend: str) -> Iterator[BackendMetric]:
+    """Count the instances of a GPU, by profile and state.
+
+    A GPU has seven at most: zeros, for each profile and state, would be many more series.
+    """
+    for labels, count in Counter(_instances(state, backend).values()).items():
+        yield BackendMetric(INSTANCES, state.gpu.id, count, labels)
+
+
+def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
+    """Return the profile and state of each MIG device; one held replica holds it."""
+    found: dict[str, tuple[str, str]] = {}
+
+    for share, it in state.provisioned.get(backend, ProvisionedState()).devices.items():
+        held = share in state.leases
+        if held or it.device not in found:
+            at = _HELD if held else "warm" if it.idle else "released"
+            at = "faulty" if it.device in state.mig_faults else at
+            found[it.device] = profile_of(share), at
+    return found
+
+
+def capacity_metrics(
+    state: GpuState, names: frozenset[str], backend: str
+) -> Iterator[BackendMetric]:
+    """Return the free capacity of a GPU with instances on demand, as `capacity` does.
+
+    A GPU that gives nothing now, for any reason, has no placeable instances.
+    """
+    geometry, whole = (geometry_of(state.gpu.mig_profiles, it) for it in (names, None))
+    slots = set(state.provisioned.get(backend, ProvisionedState()).blocked)
+    slots.update(slot for lease in state.leases.values() for slot in lease.share.footprint)
+    gpu, occupied, free = state.gpu.id, geometry.mask(slots), whole.free_slices(whole.mask(slots))
+    gives = state.open_to(backend)
+
+    yield BackendMetric(FREE, gpu, free)
+    yield BackendMetric(LARGEST, gpu, _largest(geometry, occupied) if gives else 0)
+    yield BackendMetric(FRAGMENTATION, gpu, fragmentation(geometry, occupied, free))
+
+
+def fragmentation(geometry: MigGeometry, occupied: int, free: int) -> float:
+    """Return the part of the largest possible instance that is lost to fragmentation.
+
+    Free slices too few for every profile are no loss: no instance ever fits in so few.
+    """
+    could = max((p.memory_slices for p in geometry.profiles if p.memory_slices <= free), default=0)
+    return 1 - _largest(geometry, occupied) / could if could else 0.0
+
+
+def _largest(geometry: MigGeometry, occupied: int) -> int:
+    largest = geometry.largest(occupied)
+    return largest.memory_slices if largest else 0

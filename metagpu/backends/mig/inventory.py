@@ -5,21 +5,33 @@ A slot, such as `2g.10gb@4`, names an instance; a uuid identifies it for good.
 Ownership (docs/decisions/0018): metagpu owns the instances that it created, that a pod holds under
 a share of metagpu, or that existed at the start, could be of an earlier agent, and stayed unused
 for `MigTiming.grace`. All others are foreign: metagpu leaves them alone and does not offer their
-slots.
+slots. Leftovers of an earlier agent need no such wait, which is for pods that were admitted while
+no agent ran: there the kubelet has listed its pods, and nobody grants any more.
 
 Methods take the GPU's state, since leases and faults change without the inventory.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
-from metagpu.backends.mig.geometry import geometry_of, share_id, slot_of_instance
-from metagpu.backends.mig.profiles import PlacedProfile, ProfileGeometry
+from metagpu.backends.common.mps_daemon.control import SHARED_MEMORY
+from metagpu.backends.mig.profiles import (
+    PlacedProfile,
+    ProfileGeometry,
+    geometry_of,
+    share_id,
+    slot_of_instance,
+)
 from metagpu.backends.mig.sharing import UNSHARED
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
+from metagpu.core.errors import DriverError
+from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance, slot_of
 from metagpu.core.model.shares import Lease, ProvisionedState, ProvisionFailure, ShareId
 from metagpu.core.model.snapshot import GpuState
@@ -353,3 +365,45 @@ def identity(instance: MigInstance) -> str:
 
 def _is_in_admission(lease: Lease) -> bool:
     return lease.holder is None and not lease.from_checkpoint
+
+
+async def find_instances(
+    node: AbandonedNode, gpu: Gpu, settings: InstanceSettings, backend: str
+) -> Sequence[Leftover]:
+    """Find the instances of a GPU that are metagpu's; those in use stay."""
+    if settings.keeps_existing:
+        return ()
+    state, mig = node.snapshot.gpus[gpu.id], node.driver.mig
+    timing = replace(settings.timing, grace=0.0)
+    inventory = InstanceInventory(replace(settings, layout=None, timing=timing), backend)
+    try:
+        inventory.update_instances(state, await mig.instances(gpu.id), time.monotonic())
+        if not inventory.unleased(state) and not inventory.owned:
+            return ()
+        processes = await node.driver.processes(gpu.id)
+    except DriverError as error:
+        return [Leftover("MIG instances", f"GPU {gpu}", stays=str(error))]
+
+    pids: dict[int | None, list[int]] = {}
+    for process in processes:
+        pids.setdefault(process.gpu_instance, []).append(process.pid)
+    ours = inventory.unleased(state) + [it for it in inventory.present if inventory.is_owned(it)]
+    inventory.update_processes(state, pids, time.monotonic())
+    return [
+        Leftover(
+            "MIG instance",
+            f"{slot} of GPU {gpu}",
+            partial(mig.destroy, gpu.id, inventory.present[slot].number),
+            _reason_to_stay(node, inventory, slot),
+        )
+        for slot in sorted(set(ours))
+        if slot in inventory.unclaimed or inventory.is_owned(slot)
+    ]
+
+
+def _reason_to_stay(node: AbandonedNode, inventory: InstanceInventory, slot: str) -> str:
+    """Return who uses an instance, or may; empty if nobody does."""
+    processes: Mapping[str, str] = inventory.processes
+    if slot in processes:
+        return f"used by {processes[slot]}"
+    return "" if slot in inventory.idle else node.used_by or "it may be in use"

@@ -11,7 +11,7 @@ from anyio import to_thread
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.reasons import iso_time
 from metagpu.core.usage.report import without_processes
-from metagpu.plugins.pod_api.client import ask_daemon
+from metagpu.plugins.pod_api.frames import ask_daemon
 from metagpu.plugins.web.changes import Object, PolledView, digest_of
 
 if TYPE_CHECKING:

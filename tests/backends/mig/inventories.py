@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from metagpu.backends.mig.inventory import InstanceInventory, InstanceSettings
-from metagpu.backends.mig.provisioned_state import provisioned_state
+from metagpu.backends.mig.layout_inventory import provisioned_state
 from metagpu.core.model.shares import Holder, ProvisionedState, Share
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.state.facts import Fact, GpusFound, LeasesObserved

@@ -1,10 +1,10 @@
 """The inventory under a fixed layout: missing instances, removals, and what blocks the layout."""
 
 from metagpu.backends.mig.backend import MigBackend
-from metagpu.backends.mig.geometry import share_id
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming
 from metagpu.backends.mig.layout_inventory import LayoutInventory
 from metagpu.backends.mig.options import MigOptions
+from metagpu.backends.mig.profiles import share_id
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState, ShareId

@@ -9,7 +9,7 @@ import pytest
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
+from metagpu.backends.common.mps_daemon.control import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
-from metagpu.backends.mig.staggered_offer import OfferStagger
+from metagpu.backends.mig.reconciler import OfferStagger
 from metagpu.core.model.offers import Api
 from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState

@@ -8,7 +8,7 @@ import pytest
 from anyio import to_thread
 
 from metagpu.backends.common.mps_daemon import supervisor
-from metagpu.backends.mps import gpu_owner
+from metagpu.backends.mps import backend
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered
@@ -50,7 +50,7 @@ async def test_an_operators_own_mode_stays(tmp_path: Path) -> None:
 
 async def test_without_permission_shares_are_served(tmp_path: Path) -> None:
     """A mode that cannot be set is logged, and costs no share."""
-    with capture_module_logs(gpu_owner) as logs:
+    with capture_module_logs(backend) as logs:
         async with mps(tmp_path) as it:
             await it.ready()
             it.care.node.root = False

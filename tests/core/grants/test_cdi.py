@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.backends.mig.geometry import geometry_of, share_id
+from metagpu.backends.mig.profiles import geometry_of, share_id
 from metagpu.core.grants import cdi
 from metagpu.core.grants.cdi import (
     ContainerEdits,

@@ -14,9 +14,9 @@ import pytest
 from metagpu.core.contracts.host import Peer
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.host.processes import read_peer
-from metagpu.plugins.pod_api.relay import callers, relay
+from metagpu.plugins.pod_api.relay import open_calls, relay
 from metagpu.plugins.pod_api.relay.open_calls import EVENT_READ, EVENT_WRITE, Call, OpenCalls
-from metagpu.plugins.pod_api.relay.turns import Pace, Turns
+from metagpu.plugins.pod_api.relay.relay import Pace, Turns
 
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])"
 UNKNOWN_OPTION = 9999
@@ -36,7 +36,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parametrize both ways of opening a caller's pidfd."""
     if request.param != "this kernel":
-        monkeypatch.setattr(callers, "_SO_PEERPIDFD", UNKNOWN_OPTION)
+        monkeypatch.setattr(open_calls, "_SO_PEERPIDFD", UNKNOWN_OPTION)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -45,8 +45,8 @@ def test_the_caller_is_a_process(tmp_path: Path, listener: socket.socket) -> Non
     with closing(socket.socket(socket.AF_UNIX)) as caller:
         caller.connect(str(tmp_path / "s"))
         with closing(listener.accept()[0]) as accepted:
-            pid = callers.pid_of(accepted)
-            pidfd = callers.open_pidfd(accepted, pid)
+            pid = open_calls.pid_of(accepted)
+            pidfd = open_calls.open_pidfd(accepted, pid)
 
     about = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
     os.close(pidfd)
@@ -60,9 +60,9 @@ def test_an_ended_caller_is_unknown(tmp_path: Path, listener: socket.socket) -> 
     subprocess.run([sys.executable, "-c", CONNECT, tmp_path / "s"], check=True)  # noqa: S603
 
     with closing(listener.accept()[0]) as accepted:
-        pid = callers.pid_of(accepted)
+        pid = open_calls.pid_of(accepted)
         try:
-            pidfd = callers.open_pidfd(accepted, pid)
+            pidfd = open_calls.open_pidfd(accepted, pid)
         except ProcessLookupError:
             return
         assert read_peer(Path("/proc"), Peer(pid, pidfd)) is None
@@ -89,8 +89,8 @@ def test_turns_are_by_pod(tmp_path: Path, text: str, pod: bytes) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_text(text, encoding="ascii")
 
-    assert callers.group_of(str(tmp_path), 7) == pod
-    assert callers.group_of(str(tmp_path), 8) == b""
+    assert open_calls.group_of(str(tmp_path), 7) == pod
+    assert open_calls.group_of(str(tmp_path), 8) == b""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs folders of another user")
@@ -105,7 +105,7 @@ def test_a_users_cgroups_are_no_groups(tmp_path: Path) -> None:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cgroup").write_text(text.format(pod), encoding="ascii")
 
-    groups = [callers.group_of(str(tmp_path), it, str(tmp_path / "cgroup")) for it in (0, 1)]
+    groups = [open_calls.group_of(str(tmp_path), it, str(tmp_path / "cgroup")) for it in (0, 1)]
     assert groups == [pods[0].encode(), b""]
 
 

@@ -29,8 +29,8 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
 from metagpu.host.programs import run_child
-from metagpu.plugins.pod_api.folder import install_mgctl
 from metagpu.plugins.pod_api.frames import HEAD, REQUEST_LIMIT, PodRequest
+from metagpu.plugins.pod_api.server import install_mgctl
 from metagpu.plugins.pod_api.socket import (
     DEFAULT_LIMITS,
     CallerConnection,

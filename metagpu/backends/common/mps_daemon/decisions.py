@@ -1,10 +1,13 @@
-"""Decisions about an MPS control daemon, from an observation and the time. Pure."""
+"""Decisions about an MPS control daemon, and the privileges that it needs. Pure."""
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
 import msgspec
 from msgspec.structs import replace
+
+from metagpu.core.model.privileges import Privilege
 
 MAX_FAILED_PROBES: Final = 3
 """Probes in a row that fail before a control daemon counts as hanging."""
@@ -167,3 +170,12 @@ def _delay(ends: int, timing: MpsDaemonTiming) -> float:
     """
     doublings = min(ends, 30)  # the count grows for ever, the delay does not
     return min(timing.first_delay * float(1 << doublings), timing.longest_delay)
+
+
+PRIVILEGES: Final[Mapping[Privilege, str]] = {
+    Privilege.SYS_PTRACE: "MPS: the mounts and cgroups of the host's first process",
+    Privilege.SYS_CHROOT: "MPS: the host's mounts, a driver container's root",
+    Privilege.DAC_OVERRIDE: "MPS: a cgroup for each control daemon",
+    Privilege.FOWNER: "MPS: the removal of what containers left in its folders",
+}
+"""By what each is needed for. Docs: permissions.md."""

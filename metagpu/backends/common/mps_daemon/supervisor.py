@@ -1,16 +1,17 @@
-"""The supervisor of one MPS control daemon: carries out the decisions about it."""
+"""The supervisor of one MPS control daemon, and the removal of those left behind."""
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, Protocol
 
 import anyio
 import structlog
 from anyio import to_thread
 
-from metagpu.backends.common.mps_daemon.client_limits import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.control import (
     PROGRAM,
+    SHARED_MEMORY,
     MpsControl,
     MpsDirectories,
     control_daemon_spec,
@@ -24,10 +25,12 @@ from metagpu.backends.common.mps_daemon.decisions import (
     decide,
     decide_after_failed_start,
 )
-from metagpu.core.contracts.driver import GpuProcess
+from metagpu.core.contracts.driver import ComputeMode, GpuProcess
+from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.contracts.programs import DaemonProcess, Daemons
 from metagpu.core.errors import DriverError, ProgramError, ProgramMissing
 from metagpu.core.model.driver_roots import MOUNT_HOST
+from metagpu.core.model.gpu import GpuId
 
 LEAVE_DEADLINE: Final = 10.0
 """Seconds that a backend gives its supervisor at the end, to quit the control daemon."""
@@ -340,3 +343,71 @@ def _start_problem(error: ProgramError) -> str:
             f"container, or name the driver's root with --driver-root ({error})"
         )
     return f"the MPS control daemon could not be started: {error}"
+
+
+class _Abandoned:
+    """The host of a control daemon that no backend manages any more."""
+
+    leased = False
+
+    def __init__(self, daemons: Daemons) -> None:
+        self.daemons = daemons
+
+    def suspend(self, reason: str) -> None:
+        """Offer nothing, as before."""
+
+    def resume(self) -> None:
+        """Offer nothing, as before."""
+
+    async def processes(self) -> Sequence[GpuProcess]:
+        """Return no process: only clients use the daemon."""
+        return ()
+
+
+async def find_control_daemons(node: AbandonedNode) -> Sequence[Leftover]:
+    """Find the control daemon and the folders of each device below the run folder."""
+    found = await to_thread.run_sync(_list_directories, node.run_dir)
+    return [await _find(node, directories, mode) for directories, mode in found]
+
+
+def _list_directories(run_dir: Path) -> list[tuple[MpsDirectories, str | None]]:
+    """List the directories of control daemons, each with the compute mode to restore."""
+    found = (MpsDirectories(home) for home in sorted((run_dir / "mps").glob("*")))
+    return [(it, it.read_compute_mode()) for it in found]
+
+
+async def _find(node: AbandonedNode, directories: MpsDirectories, mode: str | None) -> Leftover:
+    device = directories.home.name
+    supervisor = DaemonSupervisor(
+        _Abandoned(node.daemons), device, directories, MpsDaemonTiming(), name=device
+    )
+    process = await supervisor.find()
+
+    async def remove() -> None:
+        await supervisor.remove()
+        if mode is not None and GpuId(device) in node.snapshot.gpus:
+            before = ComputeMode.__members__.get(mode, ComputeMode.DEFAULT)
+            await node.driver.set_compute_mode(GpuId(device), before)
+
+    if process is None:
+        return Leftover("MPS folder", str(directories.home), remove)
+    stays = await _reason_to_stay(node, device, supervisor)
+    where = f"{device}, process {process.pid}"
+    return Leftover("MPS control daemon", where, remove, stays, forced=True)
+
+
+async def _reason_to_stay(node: AbandonedNode, device: str, supervisor: DaemonSupervisor) -> str:
+    """Return who uses a control daemon, or may; empty if nobody does.
+
+    The device of a pod under MPS is a GPU, or a MIG device of any GPU.
+    """
+    try:
+        clients = await supervisor.clients()
+    except ProgramError as error:
+        return f"it does not list its clients: {error}"
+    if clients:
+        return f"it has clients: {format_pids(clients)}"
+    state = node.snapshot.gpus.get(GpuId(device))
+    if state is not None and not state.leases and node.holders is not None:
+        return ""
+    return node.used_by

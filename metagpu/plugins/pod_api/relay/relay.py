@@ -1,5 +1,6 @@
-"""The relay's loop: callers are accepted, handed to the daemon, and closed."""
+"""The relay as a process: callers are accepted, get their turn, and are closed."""
 
+import ctypes
 import os
 import resource
 import selectors
@@ -10,9 +11,97 @@ from collections import deque
 from contextlib import suppress
 from time import monotonic, sleep
 
-from metagpu.plugins.pod_api.relay.callers import group_of, open_pidfd, pid_of, try_send
-from metagpu.plugins.pod_api.relay.open_calls import EVENT_READ, Call, OpenCalls
-from metagpu.plugins.pod_api.relay.turns import Pace, Turns
+from metagpu.plugins.pod_api.relay.open_calls import (
+    EVENT_READ,
+    Call,
+    OpenCalls,
+    group_of,
+    open_pidfd,
+    pid_of,
+    try_send,
+)
+
+WAITING_OF_GROUP = 16
+"""Calls of one group that wait for their turn; more are refused."""
+
+
+class Pace:
+    """At most `burst` at once, and `rate` a second."""
+
+    def __init__(self, burst: float, rate: float) -> None:
+        self._ahead, self._each = (burst - 1) / rate, 1 / rate
+        self._next = 0.0
+
+    def wait(self, now: float) -> float:
+        """Return the seconds until the next one may go."""
+        return max(0.0, self._next - now)
+
+    def take(self, now: float) -> None:
+        """Count one that goes now."""
+        self._next = max(self._next, now - self._ahead) + self._each
+
+
+class Turns:
+    """The callers that wait, by group, and the calls under way.
+
+    One caller of each group goes, and then the next of each.
+
+    Args:
+        pace: of all calls.
+        most: calls under way at once.
+        most_of_group: calls of one group under way at once; its others wait for their ends.
+    """
+
+    def __init__(self, pace: Pace, most: int, most_of_group: int) -> None:
+        self._pace = pace
+        self._most, self._most_of_group = most, most_of_group
+        self._waiting: dict[bytes, deque[socket.socket]] = {}
+        self._under_way: dict[bytes, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of callers that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, group: bytes, caller: socket.socket) -> bool:
+        """Put a caller into its group; return false for one too many."""
+        queue = self._waiting.setdefault(group, deque())
+        if len(queue) >= WAITING_OF_GROUP:
+            return False
+        queue.append(caller)
+        return True
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until the next turn, `None` if only an event can bring it."""
+        return None if self._next_group() is None else self._pace.wait(now)
+
+    def take(self, now: float) -> tuple[bytes, socket.socket] | None:
+        """Return the next caller with its group, under way from now on, or `None`."""
+        group = self._next_group()
+        if group is None or self._pace.wait(now):
+            return None
+        self._pace.take(now)
+        queue = self._waiting.pop(group)
+        caller = queue.popleft()
+        if queue:
+            self._waiting[group] = queue  # behind all other groups
+        self._under_way[group] = self._under_way.get(group, 0) + 1
+        return group, caller
+
+    def end(self, group: bytes) -> None:
+        """Count the end of a call."""
+        self._under_way[group] -= 1
+        if not self._under_way[group]:
+            del self._under_way[group]
+
+    def _next_group(self) -> bytes | None:
+        if sum(self._under_way.values()) >= self._most:
+            return None
+        for group in self._waiting:
+            if self._under_way.get(group, 0) < self._most_of_group:
+                return group
+        return None
+
 
 HELD = 4096
 """Connections held at once, if the limit of open files allows; the others wait in the kernel."""
@@ -179,3 +268,51 @@ class Relay:
         if len(self._dropped) > self._held // 2:
             # So many that each take a tick are an attack: an ending process closes them at once.
             os._exit(1)
+
+
+_PR_SET_PDEATHSIG = 1
+_BACKLOG = 4096
+_NICE = 10
+"""The daemon comes first, whatever callers do."""
+
+
+def main(path: str, proc: str, *settings: str) -> None:
+    """Serve the socket at `path` until the daemon ends."""
+    # A daemon that has ended before this is one whose channel is closed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    os.nice(_NICE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * HELD), hard))
+
+    values = {name: float(number) for name, _, number in (it.partition("=") for it in settings)}
+    channel = socket.socket(fileno=0)
+    try:
+        listener = _listener(path, int(values["passrights"]))
+    except OSError as error:
+        channel.send(f"failed {error.strerror or error}".encode())
+        return
+    channel.send(b"listening")
+    with suppress(BrokenPipeError):  # the daemon has ended
+        Relay(listener, channel, proc, values).run()
+    os._exit(0)
+
+
+def _listener(path: str, passrights: int) -> socket.socket:
+    """Listen for all users, for the caller's pod decides about the answer.
+
+    Raises:
+        OSError: the socket cannot be created.
+    """
+    new = f"{path}.new"
+    with suppress(FileNotFoundError):
+        os.unlink(new)  # noqa: PTH108 - pathlib is large
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(new)
+    os.chmod(new, 0o666)  # noqa: PTH101, S103 - as said
+    with suppress(OSError):  # before Linux 6.16
+        listener.setsockopt(socket.SOL_SOCKET, passrights, 0)
+    listener.listen(_BACKLOG)
+    os.replace(new, path)  # noqa: PTH105 - as above; a socket that is seen is one that listens
+    listener.setblocking(False)  # noqa: FBT003 - the socket module's signature
+    return listener

@@ -6,8 +6,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.plugins.pod_api import folder as pod_folder
-from metagpu.plugins.pod_api.folder import PodFolder
+from metagpu.plugins.pod_api import server as pod_folder
+from metagpu.plugins.pod_api.server import PodFolder
 
 
 async def test_the_folder_is_installed_once(
