@@ -20,7 +20,7 @@ from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.plugins.cluster import node_object
-from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_recorder import EventReason
 from metagpu.translation import warnings
 from metagpu.translation.values import TranslationSettings
 

@@ -11,9 +11,9 @@ import yaml
 from metagpu.core.model.snapshot import Snapshot, Versions
 from metagpu.core.state.facts import DriverRead, GpusFound
 from metagpu.nvml.driver import NvmlDriver
+from metagpu.plugins.cluster.config_follower import CONFIG_LABEL
 from metagpu.plugins.cluster.gpu_labels import node_labels
 from metagpu.plugins.cluster.node_object import TAINTS, capacity_of
-from metagpu.plugins.cluster.profile_choice import CONFIG_LABEL
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.build import STRATEGIES, after, layout_of

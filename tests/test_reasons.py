@@ -7,7 +7,7 @@ import pytest
 from docs import reasons
 from metagpu.core.config.errors import ConfigReason
 from metagpu.kubectl.obstacles import Obstacle
-from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_recorder import EventReason
 
 
 @pytest.fixture

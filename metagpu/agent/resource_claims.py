@@ -178,8 +178,10 @@ class ResourceClaims:
         """Apply a status: entries of others stay, and those that it lacks now are removed."""
         if self._client is None:
             raise ClusterError(_NO_API_SERVER)
-        from metagpu.plugins.cluster.node_object import FIELD_MANAGER  # noqa: PLC0415 - as said
-        from metagpu.plugins.cluster.node_patch import APPLY_PATCH  # noqa: PLC0415 - as said
+        from metagpu.plugins.cluster.node_object import (  # noqa: PLC0415 - as said
+            APPLY_PATCH,
+            FIELD_MANAGER,
+        )
 
         metadata = {"name": claim.name, "namespace": claim.namespace, "uid": claim.uid}
         body = {
@@ -201,7 +203,7 @@ class ResourceClaims:
 
     async def _annotate_pod(self, namespace: str, pod: str, key: str, value: str) -> None:
         if self._client is not None:
-            from metagpu.plugins.cluster.node_patch import MERGE_PATCH  # noqa: PLC0415 - as said
+            from metagpu.plugins.cluster.node_object import MERGE_PATCH  # noqa: PLC0415 - as said
 
             path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
             body = {"metadata": {"annotations": {key: value}}}

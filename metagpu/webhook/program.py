@@ -20,7 +20,7 @@ from metagpu.plugins.cluster.event_recorder import (
     EventRecorder,
     ObjectReference,
 )
-from metagpu.plugins.cluster.impossible_requests import impossible_request_event
+from metagpu.plugins.cluster.refusals import impossible_request_event
 from metagpu.plugins.metrics.samples import Sample
 from metagpu.webhook import metrics
 from metagpu.webhook.certificate import ServingCertificate

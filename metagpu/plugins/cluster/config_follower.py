@@ -3,18 +3,18 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import anyio
 import structlog
 
-from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
+from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, has_profile
 from metagpu.core.errors import ClusterError
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import ConfigRejected
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.profile_choice import mig_state, read_choice
+from metagpu.plugins.cluster.event_recorder import EventReason
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.cluster.watch import WatchedObject
 
@@ -136,3 +136,61 @@ class ConfigFollower:
         elif wanted.profile is not None:
             note = f"profile {wanted.profile}, chosen by the label {wanted.label}"
             self.record_event(EventReason.CONFIG_APPLIED, note, "Configure")
+
+
+CONFIG_LABEL: Final = "metagpu.io/config"
+PLUGIN_LABEL: Final = "nvidia.com/device-plugin.config"
+MIG_CONFIG_LABEL: Final = "nvidia.com/mig.config"
+MIG_STATE_LABEL: Final = "nvidia.com/mig.config.state"
+
+
+def read_choice(
+    labels: Mapping[str, str],
+    config_map: Mapping[str, Any] | None = None,
+    place: str = "",
+) -> ClusterChoice:
+    """Return the configuration that the cluster chooses for this node.
+
+    Our own label has precedence over that of NVIDIA's plugin. mig-manager's label chooses a layout
+    of `mig-configs`; it chooses a profile too, if one has its name and no other label chooses one.
+
+    Args:
+        labels: the node's labels; an empty value counts as absent.
+        config_map: the object with the profiles, `None` without one.
+        place: the name of that object in messages.
+    """
+    data: Mapping[str, str] | None = None
+    if config_map is not None:
+        data = dict(config_map.get("data") or {})
+
+    mig = labels.get(MIG_CONFIG_LABEL) or None
+    candidates = [CONFIG_LABEL, PLUGIN_LABEL]
+    if mig is not None and data is not None and has_profile(data, mig):
+        candidates.append(MIG_CONFIG_LABEL)
+
+    for label in candidates:
+        if profile := labels.get(label):
+            return ClusterChoice(profile, label, mig, place, data)
+    return ClusterChoice(None, "", mig, place, data)
+
+
+def mig_state(
+    wanted: ClusterChoice | None, outcome: ConfigOutcome, snapshot: Snapshot
+) -> str | None:
+    """Return the answer to mig-manager's label, `None` for no answer."""
+    if wanted is None or wanted.mig_config is None:
+        return None
+    ours = outcome.has_mig_layouts or wanted.profile == wanted.mig_config
+    if outcome.rejection is not None:
+        return "failed" if ours or wanted.mig_config in outcome.rejection else None
+    if not ours:
+        return None
+    if outcome.mig_mismatch:
+        return "failed"
+    return "pending" if any(map(_is_pending, snapshot.gpus.values())) else "success"
+
+
+def _is_pending(state: GpuState) -> bool:
+    """Return whether a GPU does not match the configuration yet."""
+    blocked = any(it.blocked or it.paused for it in state.provisioned.values())
+    return bool(state.orphaned_leases or state.suspended or blocked)

@@ -20,28 +20,25 @@ from metagpu.plugins.cluster.competing_pods import CompetingPodWatch
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.cordon_follower import NodeCordonFollower
 from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
-from metagpu.plugins.cluster.event_feeds import (
+from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
+from metagpu.plugins.cluster.events import (
     GpuEventFeed,
     NodeEvents,
     record_node_events,
     record_pod_events,
     record_refusals,
 )
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.event_recorder import EventRecorder
 from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
 from metagpu.plugins.cluster.janitor import Janitor
 from metagpu.plugins.cluster.label_sync import LabelSync
-from metagpu.plugins.cluster.node_comparison import NodeComparison
 from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.node_object import NODES
-from metagpu.plugins.cluster.node_patch import NodePatcher
-from metagpu.plugins.cluster.node_status import NodeStatusWriter, watched_state
+from metagpu.plugins.cluster.node_status import NodeComparison, NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.pods import PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.refusals import RefusalMatcher
 from metagpu.plugins.cluster.settings import JANITORS, ClusterSettings, Feature
-from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.plugins.cluster.watch import NodePatcher, WatchedObject
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -180,7 +177,7 @@ class NodeConnection:
                 log.warning("label or condition removal failed", error=str(error))
 
     def trigger(self) -> None:
-        """Let all reconcilers run soon."""
+        """Trigger all reconcilers."""
         if self.slices is not None:
             self.slices.reconciler.trigger()
         for reconciler in (*(it for _, it in self._reconcilers), *self._unnamed):

@@ -18,7 +18,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import RecordNodeEvent
-from metagpu.plugins.cluster.event_reasons import EventReason
+from metagpu.plugins.cluster.event_recorder import EventReason
 from metagpu.plugins.cluster.node_object import KubeObject
 
 STATE_LABEL: Final = "nvidia.com/gpu-driver-upgrade-state"

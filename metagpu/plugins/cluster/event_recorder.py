@@ -5,11 +5,13 @@ Limits count for a namespace: what its tenant repeats hides no Event of another 
 """
 
 import math
+import re
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
@@ -20,14 +22,13 @@ from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.rate_limit import LogOnce, TokenBucket
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.label_syntax import name_part
-from metagpu.plugins.cluster.node_patch import CONFLICT, MERGE_PATCH
+from metagpu.plugins.cluster.node_object import CONFLICT, MERGE_PATCH
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
+
 
 CONTROLLER: Final = "metagpu.io/agent"
 DEDUP_WINDOW: Final = 600.0
@@ -44,12 +45,64 @@ QUEUE_LIMIT: Final = 256
 """Events that may wait for an API server that does not answer: more than a node has pods."""
 NOTE_LIMIT: Final = 1024
 """Bytes of UTF-8."""
+_NAME_LIMIT: Final = 230
+"""Of the 253 characters of an object's name, those before what makes it unique."""
 _FORBIDDEN: Final = 403
 _NOT_FOUND: Final = 404
 _HOPELESS: Final = frozenset((400, 404, 422))
 _PATH: Final = "/apis/events.k8s.io/v1/namespaces/{}/events"
 
 log = structlog.get_logger()
+
+
+class EventReason(StrEnum):
+    """The reason of an Event, by which people filter: it never changes.
+
+    docs/events.md has the meaning of each.
+    """
+
+    COMPETING_PLUGIN = "CompetingDevicePlugin"
+    CONFIG_APPLIED = "ConfigApplied"
+    CONFIG_REJECTED = "ConfigRejected"
+    DRIVER_UPGRADE_ENDED = "DriverUpgradeEnded"
+    DRIVER_UPGRADE_UNDER_WAY = "DriverUpgradeUnderWay"
+    GPU_CLAIM_REFUSED = "GPUClaimRefused"
+    GPU_CORDONED = "GPUCordoned"
+    GPU_DEVICE_LOST = "GPUDeviceLost"
+    GPU_DRIVER_UPGRADE = "GPUDriverUpgrade"
+    GPU_EVENTS_UNAVAILABLE = "GPUEventsUnavailable"
+    GPU_MEMORY_ANNOTATION_REJECTED = "GPUMemoryAnnotationRejected"
+    GPU_MEMORY_EXCEEDED = "GPUMemoryExceeded"
+    GPU_NOT_VISIBLE = "GPUNotVisible"
+    GPU_PREFERENCE_NOT_MET = "GPUPreferenceNotMet"
+    GPU_PROCESS_SIGNALED = "GPUProcessSignaled"
+    GPU_RECOVERED = "GPURecovered"
+    GPU_REQUEST_IMPOSSIBLE = "GPURequestImpossible"
+    GPU_REQUEST_REFUSED = "GPURequestRefused"
+    GPU_REQUEST_TOO_LARGE = "GPURequestTooLarge"
+    GPU_RESET_NEEDED = "GPUResetNeeded"
+    GPU_SHARE_WITHOUT_CONTAINER = "GPUShareWithoutContainer"
+    GPU_UNCORDONED = "GPUUncordoned"
+    GPU_UNHEALTHY = "GPUUnhealthy"
+    GPU_UNREADABLE = "GPUUnreadable"
+    GPU_USED_WITHOUT_SHARE = "GPUUsedWithoutShare"
+    MIG_DEVICE_RECOVERED = "MIGDeviceRecovered"
+    MIG_DEVICE_UNHEALTHY = "MIGDeviceUnhealthy"
+    MIG_LAYOUT_REJECTED = "MIGLayoutRejected"
+    NODE_AMOUNT_DIFFERS = "NodeAmountDiffers"
+    REGISTRATION_PROBLEM = "RegistrationProblem"
+    REJECTED_POD_DELETED = "RejectedPodDeleted"
+    REJECTED_POD_FOUND = "RejectedPodFound"
+    RESOURCE_SLICE_FIELDS_DROPPED = "ResourceSliceFieldsDropped"
+
+
+SEVERE: Final = frozenset(
+    (
+        *(EventReason.GPU_UNHEALTHY, EventReason.GPU_UNREADABLE, EventReason.GPU_RESET_NEEDED),
+        *(EventReason.MIG_DEVICE_UNHEALTHY, EventReason.GPU_DEVICE_LOST),
+    )
+)
+"""Reasons of a fault of hardware: errors where others are warnings."""
 
 
 class ObjectReference(msgspec.Struct, frozen=True):
@@ -185,7 +238,7 @@ class EventRecorder:
 
     def record(self, data: EventData) -> None:
         """Queue data for an Event; never waits."""
-        name = f"{name_part(data.subject.name)}.{uuid4().hex[:16]}"
+        name = f"{_name_part(data.subject.name)}.{uuid4().hex[:16]}"
         self._queue.append(replace(data, name=name))
         if len(self._queue) > QUEUE_LIMIT:
             self._drop_one()
@@ -331,3 +384,12 @@ class EventRecorder:
 
 def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _name_part(text: str) -> str:
+    """Convert a text to the first part of an object's name.
+
+    The name of an owner, for instance, is free text.
+    """
+    labels = re.sub(r"[^a-z0-9.-]+", "-", text.lower())[:_NAME_LIMIT].split(".")
+    return ".".join(filter(None, (label.strip("-") for label in labels))) or "unnamed"

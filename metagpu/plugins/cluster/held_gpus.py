@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource, Fault, Holder, Lease, ShareId, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+from metagpu.plugins.cluster.event_recorder import EventData, EventReason, ObjectReference
 
 _GPU: Final = "gpu"
 _CORDON: Final = "cordon"

@@ -16,9 +16,8 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.event_recorder import EventData
-from metagpu.plugins.cluster.node_patch import CONFLICT
+from metagpu.plugins.cluster.event_recorder import EventData, EventReason
+from metagpu.plugins.cluster.node_object import CONFLICT
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.refusals import controller_of
 from metagpu.plugins.cluster.settings import Feature

@@ -9,6 +9,7 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.cluster.config_follower import MIG_STATE_LABEL
 from metagpu.plugins.cluster.gpu_labels import (
     METAGPU_PREFIX,
     Strategies,
@@ -17,6 +18,7 @@ from metagpu.plugins.cluster.gpu_labels import (
 )
 from metagpu.plugins.cluster.node_feature import NodeFeature
 from metagpu.plugins.cluster.node_object import (
+    CONFLICT,
     KubeObject,
     conflicting_labels,
     labels_differ,
@@ -25,8 +27,7 @@ from metagpu.plugins.cluster.node_object import (
     without_labels,
     writable_labels,
 )
-from metagpu.plugins.cluster.node_patch import CONFLICT, NodePatcher
-from metagpu.plugins.cluster.profile_choice import MIG_STATE_LABEL
+from metagpu.plugins.cluster.watch import NodePatcher
 
 _LABEL_FIELD: Final = ".metadata.labels."
 

@@ -18,10 +18,9 @@ from metagpu.plugins.cluster.node_object import (
     KubeObject,
     owned_labels,
 )
-from metagpu.plugins.cluster.node_patch import NodePatcher
 from metagpu.plugins.cluster.resource_slices import SLICES, is_own
 from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming
-from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.plugins.cluster.watch import NodePatcher, WatchedObject
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient

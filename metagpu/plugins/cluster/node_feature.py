@@ -13,8 +13,7 @@ import anyio
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.node_object import FIELD_MANAGER
-from metagpu.plugins.cluster.node_patch import APPLY_PATCH
+from metagpu.plugins.cluster.node_object import APPLY_PATCH, FIELD_MANAGER
 from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:

@@ -16,6 +16,10 @@ NODES: Final = "/api/v1/nodes"
 """The path of all Nodes at the API server."""
 FIELD_MANAGER: Final = "metagpu"
 """The field manager of everything that metagpu applies."""
+CONFLICT: Final = 409
+"""The API server's answer where another client was faster, or manages a field."""
+APPLY_PATCH: Final = "application/apply-patch+yaml"
+MERGE_PATCH: Final = "application/merge-patch+json"
 TAINT: Final = "metagpu.io/starting"
 """The startup taint: the node's creator sets it, so that no pod comes before metagpu is ready."""
 TAINTS: Final = frozenset((TAINT, "startup-taint.cluster-autoscaler.kubernetes.io/metagpu"))

@@ -14,8 +14,7 @@ import anyio
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.events import AllocationRefused, ResourceClaimRefused
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
+from metagpu.plugins.cluster.event_recorder import EventData, EventReason, ObjectReference
 
 REMEMBERED: Final = 16
 """Sentences of one resource and cause: the storm of another hides none of them."""
@@ -161,3 +160,9 @@ def _note(refusal: AllocationRefused) -> str:
 
 def _join(reason: str, remedy: str) -> str:
     return "; ".join(filter(None, (reason, remedy)))
+
+
+def impossible_request_event(subject: ObjectReference, note: str) -> EventData:
+    """Return the Event of a pod, or its controller, that no node could serve."""
+    reason = EventReason.GPU_REQUEST_IMPOSSIBLE
+    return EventData(subject, reason, note, "Translate", warning=True, minor=True)

@@ -1,17 +1,26 @@
-"""Informers: objects of the API server, listed, watched, listed again on a gap."""
+"""Objects of the API server: informers follow them, and our Node is patched.
+
+An informer lists, watches, and lists again after a gap.
+"""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
+import msgspec
 import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.rate_limit import LogOnce
-from metagpu.plugins.cluster.node_object import KubeObject
+from metagpu.plugins.cluster.node_object import (
+    APPLY_PATCH,
+    FIELD_MANAGER,
+    MERGE_PATCH,
+    KubeObject,
+)
 from metagpu.plugins.cluster.reconciler import backoff_of
 
 if TYPE_CHECKING:
@@ -169,3 +178,42 @@ class WatchedObject(Informer):
         self.object, self.known = current, True
         if changed:
             self._trigger()
+
+
+class NodePatcher(msgspec.Struct, frozen=True):
+    """Writes the given fields of the Node, and no others."""
+
+    client: "KubeClient"
+    node: WatchedObject
+
+    async def patch(self, subresource: str, body: KubeObject) -> None:
+        """Merge fields into the Node, or into a subresource such as `/status`.
+
+        Raises:
+            ClusterError: the API server refuses the patch, or does not answer in time.
+        """
+        await self.client.call("PATCH", self._path + subresource, body=body, content=MERGE_PATCH)
+
+    async def apply(
+        self, subresource: str, fields: Mapping[str, Any], *, force: bool = False
+    ) -> None:
+        """Apply fields as our field manager.
+
+        A field of an earlier apply that is left out now is removed.
+
+        Raises:
+            ClusterError: as `patch`; status 409 and `fields` where others manage the fields.
+        """
+        metadata = {"name": self.node.name, **fields.get("metadata", {})}
+        if self.node.object is not None:
+            # Without the uid, the API server would create a Node that is missing.
+            metadata["uid"] = self.node.object["metadata"].get("uid")
+        body = {"apiVersion": "v1", "kind": "Node", **fields, "metadata": metadata}
+        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        await self.client.call(
+            "PATCH", self._path + subresource, query=query, body=body, content=APPLY_PATCH
+        )
+
+    @property
+    def _path(self) -> str:
+        return f"{self.node.path}/{self.node.name}"

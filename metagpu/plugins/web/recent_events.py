@@ -25,10 +25,13 @@ from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.report import RequestingPod
-from metagpu.plugins.cluster.event_reasons import SEVERE, EventReason
-from metagpu.plugins.cluster.event_recorder import EventData, ObjectReference
-from metagpu.plugins.cluster.node_events import NODE_EVENT_KINDS, node_event_of
-from metagpu.plugins.cluster.pod_events import POD_EVENT_KINDS, pod_event_of
+from metagpu.plugins.cluster.event_recorder import SEVERE, EventData, EventReason, ObjectReference
+from metagpu.plugins.cluster.events import (
+    NODE_EVENT_KINDS,
+    POD_EVENT_KINDS,
+    node_event_of,
+    pod_event_of,
+)
 
 KEPT: Final = 50
 """Events of the node that are kept, and as many of pods: no pod hides a fault by its own."""

@@ -5,9 +5,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.model.shares import ProvisionedState
 from metagpu.core.state.facts import BackendResumed, BackendSuspended, Fact, ProvisioningReported
 from metagpu.plugins.cluster import config_follower
+from metagpu.plugins.cluster.config_follower import read_choice
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import CONFIG_MAP, NODE, cluster_at_work
@@ -163,3 +165,36 @@ async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
         assert (
             it.cluster.report()["features"]["config"] == f"there is no Node {NODE}; see --node-name"
         )
+
+
+OURS = "metagpu.io/config"
+PLUGIN = "nvidia.com/device-plugin.config"
+MIG = "nvidia.com/mig.config"
+HELD = {"data": {"a": "1", "all-balanced": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("labels", "profile", "label", "mig"),
+    [
+        ({}, None, "", None),
+        ({OURS: "a"}, "a", OURS, None),
+        ({PLUGIN: "b"}, "b", PLUGIN, None),
+        ({OURS: "a", PLUGIN: "b", MIG: "m"}, "a", OURS, "m"),
+        ({OURS: ""}, None, "", None),
+        ({MIG: "all-balanced"}, "all-balanced", MIG, "all-balanced"),
+        ({MIG: "elsewhere"}, None, "", "elsewhere"),
+        ({MIG: "all-balanced", OURS: "a"}, "a", OURS, "all-balanced"),
+    ],
+)
+def test_labels_choose(
+    labels: dict[str, str], profile: str | None, label: str, mig: str | None
+) -> None:
+    """Our label comes before NVIDIA's; mig-manager's names a layout, or a profile of its name."""
+    data = HELD["data"]
+    assert read_choice(labels, HELD, "here") == ClusterChoice(profile, label, mig, "here", data)
+
+
+def test_config_map_may_be_missing_or_empty() -> None:
+    """Without a ConfigMap profiles are unknown; one without data has none."""
+    assert read_choice({}).profiles is None
+    assert read_choice({}, {}, "here").profiles == {}

@@ -11,8 +11,12 @@ from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
 from metagpu.plugins.cluster import event_recorder as events
-from metagpu.plugins.cluster.event_reasons import EventReason
-from metagpu.plugins.cluster.event_recorder import EventData, EventRecorder, ObjectReference
+from metagpu.plugins.cluster.event_recorder import (
+    EventData,
+    EventReason,
+    EventRecorder,
+    ObjectReference,
+)
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import QUICK, client_of
 from tests.rigs.logs import capture_module_logs

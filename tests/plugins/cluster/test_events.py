@@ -1,4 +1,4 @@
-"""A pod's Events about its GPU memory, in its namespace, with numbers."""
+"""Events about the node's GPUs and about pods: one for each problem, with its numbers."""
 
 from pathlib import Path
 from typing import Final
@@ -7,7 +7,8 @@ import pytest
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder
+from metagpu.core.model.shares import Holder, ResourceName
+from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.events import (
     AnnotationRejected,
     Event,
@@ -16,27 +17,129 @@ from metagpu.core.state.events import (
     ProcessSignalled,
     UnauthorizedUseFound,
 )
-from metagpu.core.state.facts import GpuFaulted, GpusFound, PodsListed
+from metagpu.core.state.facts import (
+    BackendSuspended,
+    CompetingPluginFound,
+    DriverRead,
+    GpuCordoned,
+    GpuFaulted,
+    GpuRecovered,
+    GpusFound,
+    GpuUncordoned,
+    GpuUnheard,
+    InstanceFaulted,
+    InstanceRecovered,
+    PodsListed,
+    RegistrationProblemFound,
+    UnreadableGpusFound,
+)
 from metagpu.plugins.cluster import event_recorder as events
+from metagpu.plugins.cluster.event_recorder import ObjectReference
+from metagpu.plugins.cluster.events import node_event_of, pod_event_of, standing_problems
 from metagpu.plugins.cluster.node_object import NODES
-from metagpu.plugins.cluster.pod_events import pod_event_of
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import cluster_at_work
 from tests.rigs.build import after, gpu
 
+A: Final = gpu(0)
+NODE: Final = ObjectReference("Node", "gpu-1", "u")
+SNAPSHOT: Final = after(GpusFound((A,), at=0))
+RESET: Final = BackendSuspended(A.id, "mig", "MIG waits for a reset", at=1, until_reset=True)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "note", "warning"),
+    [
+        (GpuFaulted(A.id, "XID 79", 1), "GPUUnhealthy", f"GPU {A}: XID 79", True),
+        (GpuRecovered(A.id, "quiet", 1), "GPURecovered", f"GPU {A}: quiet", False),
+        (
+            InstanceFaulted(A.id, "MIG-1", "XID 43", 1),
+            "MIGDeviceUnhealthy",
+            f"GPU {A}: MIG device MIG-1 alone: XID 43",
+            True,
+        ),
+        (
+            InstanceRecovered(A.id, "MIG-1", "it is gone", 1),
+            "MIGDeviceRecovered",
+            f"GPU {A}: MIG device MIG-1: it is gone",
+            False,
+        ),
+        (
+            GpuUnheard(A.id, "refused", 1),
+            "GPUEventsUnavailable",
+            f"GPU {A}: its XIDs are not heard: refused",
+            True,
+        ),
+        (GpuCordoned(A.id, "fans", 1), "GPUCordoned", f"GPU {A}: fans", False),
+        (GpuUncordoned(A.id, 1), "GPUUncordoned", f"GPU {A}: accepts new shares again", False),
+        (RESET, "GPUResetNeeded", f"GPU {A}: MIG waits for a reset", True),
+        (
+            UnreadableGpusFound({1: "GPU 1: it hangs"}, at=1),
+            "GPUUnreadable",
+            "NVML counts GPUs that cannot be read: GPU 1: it hangs",
+            True,
+        ),
+        (
+            CompetingPluginFound(ResourceName("nvidia.com/gpu"), "x.sock"),
+            "CompetingDevicePlugin",
+            "nvidia.com/gpu is served by another device plugin on x.sock, not by metagpu",
+            True,
+        ),
+        (
+            RegistrationProblemFound(ResourceName("nvidia.com/gpu"), "the kubelet counts 0"),
+            "RegistrationProblem",
+            "nvidia.com/gpu: the kubelet counts 0",
+            True,
+        ),
+    ],
+)
+def test_each_event_is_one_sentence_about_the_node(
+    event: Event,
+    reason: str,
+    note: str,
+    warning: bool,  # noqa: FBT001 - a case
+) -> None:
+    """Each event has a reason, a sentence, and a type."""
+    written = node_event_of(event, SNAPSHOT, NODE)
+
+    assert written is not None
+    assert (written.subject, written.reason, written.note, written.warning) == (
+        NODE,
+        reason,
+        note,
+        warning,
+    )
+
+
+@pytest.mark.parametrize(
+    "event", [BackendSuspended(A.id, "mps", "it starts", at=1), DriverRead(Versions("1"))]
+)
+def test_temporary_states_are_no_events(event: Event) -> None:
+    """A backend that is not ready yet, or a version, makes no Event."""
+    assert node_event_of(event, SNAPSHOT, NODE) is None
+
+
+def test_gpus_that_wait_for_a_reset_already_are_reported() -> None:
+    """A fault from before the subscription is found in the snapshot."""
+    unreadable = UnreadableGpusFound({1: "GPU 1: it hangs"}, at=1)
+    waiting = after(RESET, unreadable, since=SNAPSHOT)
+
+    found = [event.reason for event in standing_problems(waiting, NODE)]
+    assert found == ["GPUUnreadable", "GPUResetNeeded"]
+    assert standing_problems(SNAPSHOT, NODE) == []
+
+
 ALICE: Final = Holder("team", "alice", "main")
-GPU: Final = gpu(0)
-SNAPSHOT: Final = after(GpusFound((GPU,), at=0))
 FIGURES: Final = (
     "its share is 10240 MiB, its limit 10597 MiB, and all its processes together use 12287 MiB"
 )
-MORE: Final = f"container main uses more memory of GPU {GPU} than it may: {FIGURES}"
+MORE: Final = f"container main uses more memory of GPU {A} than it may: {FIGURES}"
 ENDED: Final = (
-    f"process 4242 (on the node) of container main was sent SIGTERM: it had 6143 MiB of GPU {GPU},"
+    f"process 4242 (on the node) of container main was sent SIGTERM: it had 6143 MiB of GPU {A},"
 )
 BYPASS: Final = (
-    f"container main uses 300 MiB of GPU {GPU} and holds no share of it: Kubernetes did not "
+    f"container main uses 300 MiB of GPU {A} and holds no share of it: Kubernetes did not "
     "allocate this GPU to it"
 )
 AMOUNTS: Final = {"used": 12287 * MIB, "share": 10240 * MIB, "limit": 10597 * MIB}
@@ -45,12 +148,12 @@ AMOUNTS: Final = {"used": 12287 * MIB, "share": 10240 * MIB, "limit": 10597 * MI
 def exceeded(*, will_end: bool = True, used: int = 12287, at: float = 1) -> MemoryExceeded:
     """Return the event of alice's excess."""
     amounts = {**AMOUNTS, "used": used * MIB}
-    return MemoryExceeded(GPU.id, ALICE, "u-1", **amounts, will_end=will_end, at=at)
+    return MemoryExceeded(A.id, ALICE, "u-1", **amounts, will_end=will_end, at=at)
 
 
 def unauthorized_use(holder: Holder | None, memory: int | None = 300 * MIB) -> UnauthorizedUseFound:
     """Return the event of an unauthorized use."""
-    return UnauthorizedUseFound(GPU.id, holder, "ab" * 32, "u-1", 7, memory, at=1)
+    return UnauthorizedUseFound(A.id, holder, "ab" * 32, "u-1", 7, memory, at=1)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +171,7 @@ def unauthorized_use(holder: Holder | None, memory: int | None = 300 * MIB) -> U
         ),
         (
             ProcessSignalled(
-                GPU.id, ALICE, "u-1", 4242, "SIGTERM", memory=6143 * MIB, **AMOUNTS, at=1
+                A.id, ALICE, "u-1", 4242, "SIGTERM", memory=6143 * MIB, **AMOUNTS, at=1
             ),
             "GPUProcessSignaled",
             f"{ENDED} and the container more than it may: {FIGURES}",
@@ -115,13 +218,13 @@ def test_an_unauthorized_pod_without_a_name_is_found_by_its_uid() -> None:
 
 def test_events_of_the_node_are_not_a_pods() -> None:
     """Events of the node are not a pod's."""
-    assert pod_event_of(GpusFound((GPU,), at=0), SNAPSHOT) is None
+    assert pod_event_of(GpusFound((A,), at=0), SNAPSHOT) is None
 
 
 async def test_events_stand_in_the_pods_namespace(tmp_path: Path) -> None:
     """`kubectl describe pod` shows a warning of the pod."""
     async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((GPU,), at=0))
+        it.registry.apply(GpusFound((A,), at=0))
         await it.server.watched(NODES)
         it.registry.events.publish(exceeded())
         await it.server.until(it.server.events)
@@ -153,12 +256,12 @@ async def test_the_same_excess_again_is_a_count(tmp_path: Path) -> None:
 async def test_pods_that_misbehave_do_not_silence_the_node(tmp_path: Path) -> None:
     """A flood of pods' Events leaves the node's own rate untouched."""
     async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((GPU,), at=0))
+        it.registry.apply(GpusFound((A,), at=0))
         await it.server.watched(NODES)
         for number in range(2 * events.BURST):
             it.registry.events.publish(unauthorized_use(Holder("team", f"pod-{number}", "main")))
         await it.server.until(lambda: len(it.server.events()) >= events.BURST // 2)
-        it.registry.apply(GpuFaulted(GPU.id, "XID 79", at=1))
+        it.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
         await it.server.until(lambda: "GPUUnhealthy" in reasons(it.server))
 
 
@@ -167,14 +270,14 @@ async def test_an_unauthorized_use_of_an_unknown_pod_is_an_event_of_the_node(
 ) -> None:
     """The uid of an unknown pod is in an Event of the node."""
     async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((GPU,), at=0))
+        it.registry.apply(GpusFound((A,), at=0))
         await it.server.watched(NODES)
         it.registry.events.publish(unauthorized_use(None))
         await it.server.until(it.server.events)
 
     [event] = it.server.events()
     assert event["regarding"]["kind"] == "Node"
-    assert event["note"].startswith(f"container {'ab' * 6} uses 300 MiB of GPU {GPU}")
+    assert event["note"].startswith(f"container {'ab' * 6} uses 300 MiB of GPU {A}")
     assert event["note"].endswith("; its pod has the uid u-1")
 
 
@@ -186,10 +289,10 @@ def reasons(server: SimApiServer) -> list[str]:
 async def test_without_the_feature_pods_get_no_events(tmp_path: Path) -> None:
     """Without the feature `pod-events` no Event is written into pods' namespaces."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        it.registry.apply(GpusFound((GPU,), at=0))
+        it.registry.apply(GpusFound((A,), at=0))
         await it.server.watched(NODES)
         it.registry.events.publish(exceeded())
-        it.registry.apply(GpuFaulted(GPU.id, "XID 79", at=1))
+        it.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
         await it.server.until(it.server.events)
 
     assert reasons(it.server) == ["GPUUnhealthy"]
