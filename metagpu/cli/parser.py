@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import fill
 from typing import Any, Final, NoReturn
 
-from metagpu.core.config.suggestions import allowed_values, suggest
+from metagpu.core.config.errors import allowed_values, suggest
 from metagpu.core.errors import ClusterError, MetagpuError
 
 _INVALID_CHOICE: Final = re.compile(

@@ -16,9 +16,8 @@ from msgspec.structs import replace
 
 from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig, Origin
 from metagpu.core.config.document import Document
-from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.config.errors import ConfigError, ConfigReason, suggest
 from metagpu.core.config.paths import join_path, key_path
-from metagpu.core.config.suggestions import suggest
 
 
 class ConfigFormat(StrEnum):

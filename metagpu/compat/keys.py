@@ -13,8 +13,8 @@ import msgspec
 
 from metagpu.compat.contract import CompatNote, Origin
 from metagpu.core.config.document import Document
+from metagpu.core.config.errors import suggest
 from metagpu.core.config.paths import key_path
-from metagpu.core.config.suggestions import suggest
 
 _MAX_NOTES: Final = 100
 """Of one file: each note looks for the nearest known key."""

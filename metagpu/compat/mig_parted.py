@@ -11,9 +11,8 @@ import msgspec
 from metagpu.compat import backend_options
 from metagpu.compat.contract import ConversionContext, Data, Origin
 from metagpu.core.config.document import Document
-from metagpu.core.config.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason, allowed_values
 from metagpu.core.config.paths import key_path
-from metagpu.core.config.suggestions import allowed_values
 
 _CONFIGS: Final = "mig-configs"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from metagpu.core.config.suggestions import allowed_values
+from metagpu.core.config.errors import allowed_values
 from metagpu.core.errors import MetagpuError
 
 Item = Mapping[str, Any]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.config.suggestions import suggest
+from metagpu.core.config.errors import suggest
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.offers import RequestRule
 from metagpu.kubectl.claims import DeviceOption

@@ -33,8 +33,13 @@ from metagpu.core.state.facts import GpusFound
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
-from metagpu.testing.node import BackendRig, report_no_leases, run_backends
-from metagpu.testing.values import one_pool, snapshot_after
+from metagpu.testing.node import (
+    BackendRig,
+    one_pool,
+    report_no_leases,
+    run_backends,
+    snapshot_after,
+)
 
 _ID: Final = re.compile(r"GPU-[0-9a-f-]{36}(::[\w.+@-]+)?")
 """A whole GPU, or one slot of it: characters that are legal in CDI names and file names too."""

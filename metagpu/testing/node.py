@@ -1,8 +1,12 @@
-"""A simulated node with backends that run, without a kubelet."""
+"""A simulated node with backends that run, without a kubelet; GPUs and shares of tests."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+from uuid import UUID
 
 import anyio
 
@@ -13,16 +17,95 @@ from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
 from metagpu.core.layout.layout import Layout, build_layout
-from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.shares import Share
+from metagpu.core.model.gpu import MIB, Connection, Gpu, GpuId, Topology
+from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.state.facts import GpusFound, LeasesObserved, SharesClaimed, SharesReleased
+from metagpu.core.state.facts import (
+    Fact,
+    GpusFound,
+    LeasesObserved,
+    SharesClaimed,
+    SharesOffered,
+    SharesReleased,
+)
+from metagpu.core.state.reduce import reduce
 from metagpu.core.state.registry import Registry
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
+
+
+def gpu(
+    index: int,
+    *,
+    memory_mib: int = 40960,
+    name: str = "NVIDIA A100-SXM4-40GB",
+    numa_node: int | None = None,
+    minor: int | None = -1,
+) -> Gpu:
+    """Return a GPU, an A100 by default; uuid and device node follow from the index."""
+    return Gpu(
+        id=GpuId(f"GPU-{UUID(int=index)}"),
+        index=index,
+        name=name,
+        memory=memory_mib * MIB,
+        minor=index if minor == -1 else minor,
+        pci_bus_id=f"0000:{index:02x}:00.0",
+        numa_node=numa_node,
+    )
+
+
+def topology(gpus: Sequence[Gpu], connect: Callable[[Gpu, Gpu], Connection]) -> Topology:
+    """Return the topology in which `connect` gives the connection of every two GPUs."""
+    return Topology({frozenset((a.id, b.id)): connect(a, b) for a, b in combinations(gpus, 2)})
+
+
+def share(
+    of: Gpu,
+    number: int,
+    *,
+    backend: str = "fraction",
+    slots: Iterable[str] | None = None,
+    resource: str = "cnvrg.io/metagpu",
+    memory_mib: int = 4096,
+) -> Share:
+    """Return a share of a GPU; its slot is its own unless `slots` names others."""
+    slot = f"{backend[:1]}{number:02d}"
+    return Share(
+        id=ShareId(f"{of.id}::{slot}"),
+        gpu=of.id,
+        resource=ResourceName(resource),
+        backend=backend,
+        number=number,
+        footprint=frozenset([slot] if slots is None else slots),
+        memory=memory_mib * MIB,
+    )
+
+
+def offer(*shares: Share) -> SharesOffered:
+    """Return the fact that these shares, and the resources they name, are on offer."""
+    return SharesOffered(tuple(dict.fromkeys(share.resource for share in shares)), shares)
+
+
+def snapshot_after(*facts: Fact, since: Snapshot | None = None) -> Snapshot:
+    """Return the snapshot after some facts."""
+    snapshot = since or Snapshot()
+    for fact in facts:
+        snapshot, _ = reduce(snapshot, fact)
+    return snapshot
+
+
+def one_pool(backend: str, options: Mapping[str, Any] | None = None) -> str:
+    """Return a configuration with all GPUs in one pool of one backend, as text.
+
+    Args:
+        backend: the backend's name.
+        options: the other keys of the backend's entry, as the configuration spells them.
+    """
+    entry = json.dumps({"backend": backend, **(options or {})})  # JSON is YAML
+    return f"version: metagpu/v1\npools:\n  - name: all\n    backends:\n      - {entry}\n"
 
 
 @dataclass

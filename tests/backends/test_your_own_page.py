@@ -16,7 +16,7 @@ from metagpu.core.contracts import backend as contract
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
-from metagpu.testing.values import gpu
+from metagpu.testing.node import gpu
 
 PAGE: Final = (Path(__file__).parents[2] / "docs" / "backends" / "your-own.md").read_text("utf-8")
 BLOCKS: Final = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -16,8 +16,8 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpusFound
-from metagpu.testing.values import gpu, offer, share, topology
-from metagpu.testing.values import snapshot_after as after
+from metagpu.testing.node import gpu, offer, share, topology
+from metagpu.testing.node import snapshot_after as after
 
 __all__ = [
     "BACKENDS",

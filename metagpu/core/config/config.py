@@ -5,6 +5,7 @@ The options of a backend are described by that backend.
 
 import re
 from collections.abc import Callable, Mapping
+from posixpath import basename, normpath
 from typing import Any, Final, Literal
 
 import msgspec
@@ -13,17 +14,89 @@ from msgspec.structs import replace
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.memory import MemoryEnforcement
-from metagpu.core.config.mgctl import MgctlConfig
-from metagpu.core.config.resource_names import driver_problem, name_problem
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.grants import cdi
-from metagpu.core.grants.injection import DeviceListStrategy, Injection
+from metagpu.core.grants.injection import POD_FOLDER, DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.offers import Api, OfferPolicy
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.xid_severity import Severity
+
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DOMAIN_LIMIT = 244
+"""253 characters of a DNS name, less the prefix `requests.` that Kubernetes adds."""
+_DRIVER_LIMIT = 63
+
+
+def name_problem(name: str) -> str | None:
+    """Return why Kubernetes rejects an extended resource's name; `None` if valid.
+
+    The rules are those of Kubernetes' IsExtendedResourceName: a domain, one `/`, a name.
+    """
+    domain, _, last = name.partition("/")
+
+    if not last or "/" in last:
+        return "it needs a domain, one `/` and a name, as in cnvrg.io/metagpu"
+    if "kubernetes.io/" in name:
+        return "kubernetes.io is Kubernetes' own domain"
+    if domain.startswith("requests."):
+        return "a domain must not begin with `requests.`"
+    if len(domain) > _DOMAIN_LIMIT or not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", domain):
+        return f"the domain must be a lower-case DNS name of at most {_DOMAIN_LIMIT} characters"
+    if not re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", last):
+        return "the name after `/` must be 1 to 63 of A-Z a-z 0-9 . _ -, alphanumeric at both ends"
+    return None
+
+
+def driver_problem(name: str) -> str | None:
+    """Return why Kubernetes rejects the name of a DRA driver; `None` if valid."""
+    if len(name) > _DRIVER_LIMIT or not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", name):
+        return f"it must be a lower-case DNS name of at most {_DRIVER_LIMIT} characters"
+    return None
+
+
+_NAME: Final = "mgctl"
+
+
+class MgctlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The settings of `mgctl` in containers with shares.
+
+    Attributes:
+        in_pods: whether `mgctl` is mounted and its calls are answered.
+        path: a second path of `mgctl` in containers, beside its own folder; `None` for none. The
+            mount covers what an image has there, so the name of the file is always `mgctl`: the
+            author of a configuration may not replace a program of somebody else's image.
+    """
+
+    in_pods: bool = True
+    path: str | None = "/usr/local/bin/mgctl"
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not _is_mountable(self.path):
+            raise ValueError(
+                f"path {self.path!r} cannot be mounted as a program; write one like "
+                "/usr/local/bin/mgctl, or null"
+            )
+        if self.path is not None and basename(self.path) != _NAME:
+            raise ValueError(
+                f"path {self.path!r} would cover another program of every image; it has to end in "
+                f"/{_NAME}, as /usr/local/bin/{_NAME}"
+            )
+
+
+def _is_mountable(path: str) -> bool:
+    """Return whether every container runtime accepts this path as a mount point."""
+    return (
+        path.startswith("/")
+        and not path.startswith("//")
+        and path not in {"/", POD_FOLDER}
+        and normpath(path) == path
+        and path.isprintable()
+        and ":" not in path
+    )
+
 
 VERSION: Final = "metagpu/v1"
 

@@ -7,17 +7,16 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.core.config.errors import ConfigReason
+from metagpu.core.config.errors import ConfigReason, allowed_values
 from metagpu.core.config.paths import key_path, split_path, value_at
-from metagpu.core.config.suggestions import allowed_values
 from metagpu.core.config.units import decode_unit
 
 _MAX_TRIES: Final = 200
 """The keys that are tried to find the wrong one; a larger mapping is reported as a whole."""
 _LOCATION = re.compile(r"(.*?)(?: - at (`key` in )?`\$\.?([^`]*)`)?", re.DOTALL)
 """The end of msgspec's messages: the location, and whether it is a key there."""
-_ABOUT_KEY = re.compile(r"(\w+) (?:is|must) .*", re.DOTALL)
-"""The form of a struct's own complaint about one of its keys."""
+_ABOUT_KEY = re.compile(r"`?([a-z]\w*)\b(?! and ).*", re.DOTALL)
+"""The message of a struct's check, which begins with its key; msgspec's begin with a capital."""
 _REASONS: Final = {
     "unknown field `": ConfigReason.UNKNOWN_KEY,
     "^Invalid enum value ": ConfigReason.UNKNOWN_VALUE,

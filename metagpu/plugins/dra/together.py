@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from metagpu.core.grants.grant import Grant
-from metagpu.core.grants.joining import joined_variables
+from metagpu.core.grants.injection import joined_variables
 
 _EXTENDED: Final = re.compile(r"(container-\d+)-request-\d+")
 """The requests that the scheduler makes for the extended resources of a container."""

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.config.resource_names import name_problem
+from metagpu.core.config.config import name_problem
 from metagpu.sim.machine.bounds import check_duration, check_name, check_range
 from metagpu.sim.machine.gpu import SimError
 

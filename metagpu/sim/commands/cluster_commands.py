@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from metagpu.core.config.resource_names import name_problem
+from metagpu.core.config.config import name_problem
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
 from metagpu.sim.cluster.pod_manifest import MAX_DEVICES, PodManifest
 from metagpu.sim.cluster.views import ClaimView, ClusterReply, PodView

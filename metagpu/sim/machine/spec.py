@@ -33,8 +33,7 @@ import msgspec
 import pynvml
 
 from metagpu.core.config.document import Document
-from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.config.suggestions import allowed_values
+from metagpu.core.config.errors import ConfigError, ConfigReason, allowed_values
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.model.gpu import GpuId

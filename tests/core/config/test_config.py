@@ -4,7 +4,7 @@ import pytest
 
 from metagpu.backends.common.packing import PlacementPolicy
 from metagpu.backends.fraction.backend import FractionBackend, FractionOptions, SplitPolicy
-from metagpu.core.config.config import DEFAULT, Config, HealthConfig, parse
+from metagpu.core.config.config import DEFAULT, Config, HealthConfig, name_problem, parse
 from metagpu.core.config.memory import (
     AnnotationKind,
     EnforcementPolicy,
@@ -81,7 +81,7 @@ def test_a_place_where_no_program_can_be_is_refused(path: str) -> None:
     """Paths of the container runtime or of mgctl's own folder are refused."""
     shown = path.strip('"').replace("\\\\", "\\")
     assert refusal(f"mgctl: {{path: {path or repr(path)}}}\n{pool()}") == (
-        f"f.yaml: 1: mgctl: path '{shown}' cannot be mounted as a program; write one like "
+        f"f.yaml: 1: mgctl.path: path '{shown}' cannot be mounted as a program; write one like "
         "/usr/local/bin/mgctl, or null"
     )
 
@@ -90,8 +90,8 @@ def test_a_place_where_no_program_can_be_is_refused(path: str) -> None:
 def test_no_other_program_of_an_image_is_covered(path: str) -> None:
     """A configuration replaces no program of an image but mgctl itself."""
     assert refusal(f"mgctl: {{path: {path}}}\n{pool()}") == (
-        f"f.yaml: 1: mgctl: path '{path}' would cover another program of every image; it has to "
-        "end in /mgctl, as /usr/local/bin/mgctl"
+        f"f.yaml: 1: mgctl.path: path '{path}' would cover another program of every image; it has "
+        "to end in /mgctl, as /usr/local/bin/mgctl"
     )
 
 
@@ -235,3 +235,57 @@ def test_the_offer_of_a_pool_holds_for_its_backends(
     [options] = parse(text, "c.yaml", BACKENDS).options["all"]
     assert isinstance(options, FractionOptions)
     assert options.offer == offer
+
+
+ACCEPTED = [
+    "cnvrg.io/metagpu",
+    "vendor.com/foo_Bar-1.2",
+    "vendor.com/" + "a" * 63,
+    "v" * 200 + "/foo",
+    "v" * 244 + "/foo",
+    "a.b.c.d/x",
+    "localhost/X",
+    "1.2/3",
+    "requests/foo",
+    "my-requests.com/foo",
+    "kubernetes.iot/foo",
+]
+DOMAIN = "the domain must be a lower-case DNS name of at most 244 characters"
+PARTS = "it needs a domain, one `/` and a name, as in cnvrg.io/metagpu"
+LAST = "the name after `/` must be 1 to 63 of A-Z a-z 0-9 . _ -, alphanumeric at both ends"
+OWN = "kubernetes.io is Kubernetes' own domain"
+REFUSED = [
+    ("foo", PARTS),
+    ("", PARTS),
+    ("vendor.com/", PARTS),
+    ("vendor.com/a/b", PARTS),
+    ("kubernetes.io/foo", OWN),
+    ("vendor.kubernetes.io/foo", OWN),
+    ("requests.vendor.com/foo", "a domain must not begin with `requests.`"),
+    ("Vendor.com/foo", DOMAIN),
+    ("/foo", DOMAIN),
+    ("v" * 245 + "/foo", DOMAIN),
+    ("vendor..com/foo", DOMAIN),
+    ("-vendor.com/foo", DOMAIN),
+    ("vendor.com-/foo", DOMAIN),
+    ("vendor_a.com/foo", DOMAIN),
+    ("vendor.com\n/foo", DOMAIN),
+    ("vendor.com/" + "a" * 64, LAST),
+    ("vendor.com/-x", LAST),
+    ("vendor.com/x-", LAST),
+    ("vendor.com/x y", LAST),
+    ("vendor.com/é", LAST),
+    ("vendor.com/x\n", LAST),
+]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_names_the_kubelet_takes(name: str) -> None:
+    """A name that a kubelet was seen to accept is accepted."""
+    assert name_problem(name) is None
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED)
+def test_names_the_kubelet_refuses(name: str, reason: str) -> None:
+    """A name that a kubelet refuses is refused first, with the rule it breaks."""
+    assert name_problem(name) == reason

@@ -40,6 +40,33 @@ def test_an_error_is_located_inside_lists_and_mappings(text: str, message: str) 
     assert str(caught.value) == f"f: {message}"
 
 
+@pytest.mark.parametrize(
+    ("problem", "path"),
+    [
+        ("x has no end", "books[0].x"),
+        ("`x`: 3 has no end", "books[0].x"),
+        ("x and y contradict each other", "books[0]"),
+        ("a book has no end", "books[0]"),
+        ("y is missing", "books[0]"),
+    ],
+)
+def test_a_check_of_a_struct_is_located_by_the_key_that_it_begins_with(
+    problem: str, path: str
+) -> None:
+    """A check needs no path: its first word is the key, where the file has it there."""
+
+    class Endless(Inner):
+        def __post_init__(self) -> None:
+            raise ValueError(problem)
+
+    class Library(msgspec.Struct):
+        books: list[Endless]
+
+    with pytest.raises(ConfigError) as caught:
+        Document("books: [{x: [1]}]", "f").decode(Library)
+    assert str(caught.value) == f"f: 1: {path}: {problem}"
+
+
 def test_of_very_many_keys_none_is_tried() -> None:
     """An error in a mapping that is too large to search names the whole mapping."""
     text = "sizes: {" + ", ".join(f"k{n}: [1]" for n in range(300)) + ", last: [x]}"

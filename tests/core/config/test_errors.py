@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.core.config.suggestions import allowed_values, suggest
+from metagpu.core.config.errors import allowed_values, suggest
 
 MODELS = ["a100-40gb", "a100-80gb", "h100-80gb", "h200"]
 
