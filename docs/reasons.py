@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 from metagpu.core.config.errors import ConfigReason
 from metagpu.core.errors import MetagpuError, reason_of
-from metagpu.core.model.remarks import RemarkReason
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
+from metagpu.core.reports.remarks import RemarkReason
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.plugins.cluster import node_object
 from metagpu.plugins.cluster.event_recorder import EventReason

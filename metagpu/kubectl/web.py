@@ -14,7 +14,7 @@ from anyio import to_thread
 
 from metagpu.cli.page import log_errors_alone, serve_page
 from metagpu.core.errors import ClusterError, MetagpuError
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.kubectl.claims import ReadClaims, read_claims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.placement import cluster_nodes

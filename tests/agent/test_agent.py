@@ -8,6 +8,7 @@ import pytest
 from metagpu.agent.agent import Agent
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.timing import AgentTiming
+from metagpu.core.availability.reasons import count_free
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.status import explain_report
@@ -60,7 +61,7 @@ async def test_explain_provisions_nothing(tmp_path: Path) -> None:
 
     [state] = agent.registry.snapshot.gpus.values()
     assert state.suspended == {}
-    assert state.count_free(ResourceName("nvidia.com/gpu.mps")) == 100
+    assert count_free(state, ResourceName("nvidia.com/gpu.mps")) == 100
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_explain_shows_no_share_that_mig_mode_prevents(
     await agent.survey_once()
 
     [state] = agent.registry.snapshot.gpus.values()
-    assert state.count_free(ResourceName(f"nvidia.com/mig-{profile}")) == free
+    assert count_free(state, ResourceName(f"nvidia.com/mig-{profile}")) == free
     pause = state.suspended.get("mig")
     assert (reason in pause.reason) if pause else not reason
     report = explain_report(agent.registry.snapshot, agent.layout)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from metagpu.core.availability.conflict import shares_on_faulty_devices
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ShareId
@@ -83,7 +84,7 @@ async def test_a_fault_inside_an_instance_is_that_instances_alone(tmp_path: Path
         await it.until(2, 1, THREE)
         assert out_of_service(it) == {device: REASON}
         assert it.state(0).verdict.healthy
-        assert it.state(0).faulty_shares == {f"{it.state(0).gpu.id}::3g.20gb@0"}
+        assert shares_on_faulty_devices(it.state(0)) == {f"{it.state(0).gpu.id}::3g.20gb@0"}
         [expected] = status_report(it.agent.registry.snapshot, it.agent.layout)["gpus"][0]["faults"]
         assert (expected["device"], expected["reason"]) == (device, REASON)
         assert expected["shares"] == [f"{it.state(0).gpu.id}::3g.20gb@0"]
@@ -241,7 +242,9 @@ async def test_neighbours_of_faulty_instances_do_not_change(tmp_path: Path, seed
             fault(it, slot)
 
         await it.until(7, 4, one)
-        assert it.state(0).faulty_shares == {f"{it.state(0).gpu.id}::{slot}" for slot in ill}
+        assert shares_on_faulty_devices(it.state(0)) == {
+            f"{it.state(0).gpu.id}::{slot}" for slot in ill
+        }
         holders = {i: lease.holder for i, lease in it.state(0).leases.items()}
         for slot in ill:
             holder = holders[ShareId(f"{it.state(0).gpu.id}::{slot}")]

@@ -26,7 +26,7 @@ from anyio.abc import Process
 from metagpu import __version__
 from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Holder
 from metagpu.display.encoding import WIDE_FORMATS as FORMATS
 from metagpu.display.table import CLEAR_SCREEN

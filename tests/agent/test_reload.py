@@ -12,9 +12,10 @@ from metagpu.agent.agent import Agent
 from metagpu.agent.config_source import Backends, ConfigSource, ConfigText, Loaded
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.core.availability.conflict import orphaned_leases
+from metagpu.core.availability.reasons import count_free
 from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError
-from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.status import explain_report
 from metagpu.nvml.driver import NvmlDriver
@@ -22,6 +23,7 @@ from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
+from tests.rigs.build import refusal
 from tests.rigs.logs import capture_module_logs
 
 FIVE = QUICK.replace("10}", "5}")
@@ -178,8 +180,8 @@ async def test_another_name_waits_for_the_holder_of_the_gpu(tmp_path: Path) -> N
         await it.agent.reload()
         await it.until(20, 10, resource)
 
-        assert "held by default/old (main)" in unavailable_reason(it.state(0))
-        assert it.state(0).count_free(ResourceName(resource)) == 0
+        assert "held by default/old (main)" in refusal(it.state(0))
+        assert count_free(it.state(0), ResourceName(resource)) == 0
 
         await it.kubelet.admit(SimPod.single("new", {resource: 10}))
 
@@ -188,7 +190,7 @@ async def test_another_name_waits_for_the_holder_of_the_gpu(tmp_path: Path) -> N
         await it.kubelet.delete(old)
         await it.until(20, 20, resource)
 
-        assert it.state(0).orphaned_leases == ()
+        assert orphaned_leases(it.state(0).shares, it.state(0).leases) == ()
 
 
 async def test_smaller_shares_of_a_gpu_are_offered_beside_its_pods(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ async def test_more_replicas_are_there_at_once(tmp_path: Path) -> None:
         await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 10"))
         await it.agent.reload()
         await it.until(10, 10, name)
-        assert it.state(0).orphaned_leases == ()
+        assert orphaned_leases(it.state(0).shares, it.state(0).leases) == ()
         six = [SimPod.single(f"new{number}", {name: 1}) for number in range(6)]
         for pod in six:
             await it.kubelet.admit(pod)
@@ -245,11 +247,11 @@ async def test_more_replicas_are_there_at_once(tmp_path: Path) -> None:
         await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 3"))
         await it.agent.reload()
         await it.until(3, 3, name)
-        assert it.state(0).count_free(ResourceName(name)) == 0
+        assert count_free(it.state(0), ResourceName(name)) == 0
         for pod in pods[:2]:
             await it.kubelet.delete(pod)
         await it.wait_snapshot(
-            lambda now: all(i.count_free(ResourceName(name)) == 1 for i in now.gpus.values())
+            lambda now: all(count_free(i, ResourceName(name)) == 1 for i in now.gpus.values())
         )
 
 

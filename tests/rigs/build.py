@@ -7,14 +7,15 @@ from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mps.backend import MpsBackend
 from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.backends.whole.backend import WholeBackend
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.config import Config, parse
 from metagpu.core.contracts.backend import Backend, GpuContext
 from metagpu.core.contracts.capabilities import ManagesGpu, sharing_strategy_of
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.shares import ResourceName
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.model.shares import ResourceName, Share, ShareId
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import GpusFound
 from metagpu.testing.node import gpu, offer, share, topology
 from metagpu.testing.node import snapshot_after as after
@@ -31,8 +32,10 @@ __all__ = [
     "offer",
     "offered",
     "pool",
+    "refusal",
     "share",
     "topology",
+    "withdrawn",
 ]
 
 METAGPU: Final = ResourceName("cnvrg.io/metagpu")
@@ -80,3 +83,16 @@ def offered(*gpus: Gpu, text: str = "") -> tuple[Layout, Snapshot]:
     """Return the layout of a configuration for healthy GPUs, and the snapshot after the offer."""
     layout = layout_of(*gpus, text=text)
     return layout, after(GpusFound(gpus, at=0), layout.offer_fact)
+
+
+def refusal(state: GpuState, wanted: Share | None = None) -> str:
+    """Return why a share of a GPU is refused, or any of those that are."""
+    available = availability_of(state)
+    chosen = wanted or next(it for it in state.shares if it.id in available.refused)
+    return str(available.refusal(chosen) or "")
+
+
+def withdrawn(state: GpuState) -> frozenset[ShareId]:
+    """Return the shares that are listed Healthy and that the Node's amount leaves out."""
+    available = availability_of(state)
+    return available.uncounted - available.unlisted

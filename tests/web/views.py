@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from metagpu.core.model.remarks import Remark, RemarkReason
+from metagpu.core.reports.remarks import Remark, RemarkReason
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode

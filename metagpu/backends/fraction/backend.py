@@ -10,6 +10,7 @@ from metagpu.backends.common.packing import (
     choose_shares_or_fallback,
     is_split,
 )
+from metagpu.core.availability.reasons import count_free, open_to
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.contracts.capabilities import DiagnosesGpu, LimitsRequests
@@ -131,7 +132,7 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         """
         candidates = candidates_of(self.resource, available, required, snapshot)
         open_candidates = [
-            it for it in candidates if it.required or snapshot.gpus[it.gpu.id].open_to(self.name)
+            it for it in candidates if it.required or open_to(snapshot.gpus[it.gpu.id], self.name)
         ]
         largest = max(map(len, snapshot.offers[self.resource].by_gpu.values()), default=0)
         return choose_shares_or_fallback(
@@ -175,7 +176,7 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
 
     def _free_text(self, snapshot: Snapshot) -> str:
         free = {
-            state.gpu.index: state.count_free(self.resource)
+            state.gpu.index: count_free(state, self.resource)
             if state.verdict.healthy
             else "unhealthy"
             for state in snapshot.gpus.values()

@@ -30,6 +30,8 @@ from metagpu.backends.mig.planner import UnplaceableLayout, choose_least_shared
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, slot_of_instance
 from metagpu.backends.mig.reconciler import MigReconciler
 from metagpu.backends.mig.sharing import MigMpsOptions, check_units, choose_units, grant_units
+from metagpu.core.availability.conflict import conflicts
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.contracts.backend import GpuContext, Options
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
@@ -52,7 +54,6 @@ from metagpu.core.model.mig import MigInstance, is_mps_share, profile_of
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.request_errors import SharesOverlap, TooManyReplicas
 from metagpu.core.model.shares import ProvisionedState, ResourceName, Share, by_gpu
-from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 log = structlog.get_logger()
@@ -229,7 +230,7 @@ class MigBackend(
         open_candidates = [
             candidate
             for candidate in candidates
-            if candidate.required or snapshot.gpus[candidate.gpu.id].open_to(self.name)
+            if candidate.required or open_to(snapshot.gpus[candidate.gpu.id], self.name)
         ]
         chosen = (
             choose_placements(size, open_candidates) or choose_placements(size, candidates) or []

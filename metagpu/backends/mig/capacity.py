@@ -9,6 +9,7 @@ from typing import Final
 
 from metagpu.backends.mig.planner import GpuOccupancy, InstanceMove, find_moves
 from metagpu.backends.mig.profiles import MigGeometry, PlacedProfile, ProfileGeometry, geometry_of
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
 from metagpu.core.model.capacity import DefragMove, FreeCapacity
 from metagpu.core.model.gpu import GpuId
@@ -22,11 +23,11 @@ def free_capacity(
 ) -> list[FreeCapacity]:
     """Return the free capacity of each GPU, for the profiles that its pool allows."""
     occupancies = {state.gpu.id: _occupancy(state, names, backend) for state in states}
-    is_open = [occupancies[state.gpu.id] for state in states if state.open_to(backend)]
+    is_open = [occupancies[state.gpu.id] for state in states if open_to(state, backend)]
     moves = _defrag_moves(is_open, states)
     return [
         _capacity(
-            occupancies[state.gpu.id], tuple(moves[state.gpu.id]), gives=state.open_to(backend)
+            occupancies[state.gpu.id], tuple(moves[state.gpu.id]), gives=open_to(state, backend)
         )
         for state in states
     ]
@@ -158,7 +159,7 @@ def capacity_metrics(
     slots = set(state.provisioned.get(backend, ProvisionedState()).blocked)
     slots.update(slot for lease in state.leases.values() for slot in lease.share.footprint)
     gpu, occupied, free = state.gpu.id, geometry.mask(slots), whole.free_slices(whole.mask(slots))
-    gives = state.open_to(backend)
+    gives = open_to(state, backend)
 
     yield BackendMetric(FREE, gpu, free)
     yield BackendMetric(LARGEST, gpu, _largest(geometry, occupied) if gives else 0)

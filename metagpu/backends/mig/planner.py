@@ -13,6 +13,7 @@ from metagpu.backends.mig.profiles import (
     disjoint,
     geometry_of,
 )
+from metagpu.core.availability.reasons import availability_of, open_to
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import slot_of
 from metagpu.core.model.shares import Share, by_gpu
@@ -269,11 +270,11 @@ def choose_least_shared(
     ranked = []
     for gpu, shares in shares_by_gpu.items():
         state = snapshot.gpus[gpu]
-        unhealthy = state.unhealthy_shares
+        unhealthy = availability_of(state).unlisted
         for share in sorted(shares, key=lambda share: share.number):
             if share in required:
                 continue
-            last = share.id in unhealthy or not state.open_to(share.backend)
+            last = share.id in unhealthy or not open_to(state, share.backend)
             instance = gpu, slot_of(share.id)
             ranked.append(((last, taken[instance], state.gpu.index, share.number), share))
             taken[instance] += 1

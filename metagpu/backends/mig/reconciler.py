@@ -21,12 +21,12 @@ from metagpu.backends.mig.layout_inventory import LayoutInventory, provisioned_s
 from metagpu.backends.mig.mode import Blocker, MigModePolicy
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons, mig_devices, mps_devices
 from metagpu.backends.mig.provisioner import InstanceProvisioner, pids_by_instance
+from metagpu.core.availability.conflict import unavailable_shares
 from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.errors import DriverError
 from metagpu.core.model.mig import profile_of, slot_of
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ProvisionedState, Share, ShareId
-from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.runtime.rate_limit import LogOnce
 

@@ -25,6 +25,7 @@ from metagpu.backends.common.mps_daemon.control import (
     usable_memory,
 )
 from metagpu.backends.common.packing import GpuCandidate, PlacementPolicy, choose_shares_or_fallback
+from metagpu.core.availability.reasons import availability_of, open_to
 from metagpu.core.config.units import Bytes
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
@@ -180,12 +181,14 @@ def choose_units(
         state = snapshot.gpus[gpu]
         offered = snapshot.offers[shares[0].resource].by_gpu[gpu]
         units = Counter(slot_of(share.id) for share in offered)
-        is_open = state.open_to(shares[0].backend)
+        is_open = open_to(state, shares[0].backend)
         for instance, free in sorted(_by_instance(shares).items()):
             must = frozenset(required_units.get(instance, ()))
             candidate = GpuCandidate(state.gpu, units[instance[1]], free, must)
             candidates.append(candidate)
-            gives = is_open and not any(share.id in state.unhealthy_shares for share in free)
+            gives = is_open and not any(
+                share.id in availability_of(state).unlisted for share in free
+            )
             if candidate.required or (gives and _takes_more(instance, state, options)):
                 open_candidates.append(candidate)
     return choose_shares_or_fallback(
@@ -266,7 +269,7 @@ def _free_units(like: Share, snapshot: Snapshot) -> Mapping[InstanceKey, int]:
     found: dict[InstanceKey, int] = {}
     for gpu, shares in snapshot.offers[like.resource].by_gpu.items():
         state = snapshot.gpus[gpu]
-        taken = state.unhealthy_shares | state.leases.keys()
+        taken = availability_of(state).unlisted | state.leases.keys()
         for instance, units in _by_instance(shares).items():
             free = sum(share.id not in taken for share in units)
             found[instance] = free if state.verdict.healthy else 0

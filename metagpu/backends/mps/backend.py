@@ -38,6 +38,7 @@ from metagpu.backends.common.packing import (
     candidates_of,
     choose_shares_or_fallback,
 )
+from metagpu.core.availability.reasons import count_free, open_to
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import (
     GpuContext,
@@ -330,7 +331,7 @@ class MpsBackend(
             offered = snapshot.offers[self.resource].by_gpu
             chosen = {snapshot.gpus[gpu].gpu.index: len(units) for gpu, units in taken.items()}
             free = {
-                state.gpu.index: state.count_free(self.resource)
+                state.gpu.index: count_free(state, self.resource)
                 for state in snapshot.gpus.values()
                 if state.gpu.id in offered
             }
@@ -389,7 +390,7 @@ class MpsBackend(
 
     def _takes_more(self, state: GpuState) -> bool:
         clients = self._count_clients(state, state.leases.keys())
-        return state.open_to(self.name) and clients < self.clients_of(state.gpu)
+        return open_to(state, self.name) and clients < self.clients_of(state.gpu)
 
     def _count_clients(self, state: GpuState, ids: Iterable[ShareId]) -> int:
         """Count the containers that hold these shares, as far as the shares are of MPS."""

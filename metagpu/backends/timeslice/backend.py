@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from metagpu.backends.common.packing import GpuCandidate, candidates_of
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.contracts.backend import (
     GpuContext,
     OneResourceBackend,
@@ -225,7 +226,7 @@ class TimesliceBackend(
         The kubelet may not have received yet that another backend owns a GPU.
         """
         candidates = candidates_of(self.resource, available, required, snapshot)
-        last = {it.gpu.id for it in candidates if not snapshot.gpus[it.gpu.id].open_to(self.name)}
+        last = {it.gpu.id for it in candidates if not open_to(snapshot.gpus[it.gpu.id], self.name)}
         return choose_replicas(size, candidates, self.options.allocation_policy, last)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:

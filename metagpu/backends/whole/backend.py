@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import ClassVar, Final, TypeAlias
 
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
 from metagpu.core.contracts.capabilities import DeclaresSharing, Guard
 from metagpu.core.model.gpu import (
@@ -225,7 +226,7 @@ class WholeBackend(OneResourceBackend[WholeOptions], DeclaresSharing):
             state.gpu
             for gpu, state in snapshot.gpus.items()
             # The kubelet may not have received yet that another backend owns the GPU.
-            if gpu in shares and (gpu in must or state.open_to(self.name))
+            if gpu in shares and (gpu in must or open_to(state, self.name))
         ]
         gpus = best_connected(size, candidates, must, snapshot.topology)
         chosen = [shares[gpu.id] for gpu in gpus]

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+from metagpu.core.availability.conflict import conflicts_of, unavailable_shares
+from metagpu.core.availability.reasons import HELD, SUSPENDED, UNHEALTHY, availability_of
 from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
 from metagpu.core.devices.devices import (
     MIG_TYPE,
@@ -21,17 +23,11 @@ from metagpu.core.devices.devices import (
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import share_suffix
 from metagpu.core.model.shares import Share, ShareId, count_containers
-from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 SliceSpec = Mapping[str, Any]
 """The `spec` of a ResourceSlice, in generation 1 of its pool."""
 
-UNHEALTHY: Final = "metagpu.io/unhealthy"
-CORDONED: Final = "metagpu.io/cordoned"
-SUSPENDED: Final = "metagpu.io/suspended"
-HELD: Final = "metagpu.io/held"
-"""The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
 
 _COUNTER_SET: Final = "gpu"
 _OWNER: Final = "owner"
@@ -163,8 +159,9 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     others = {i: lease for i, lease in state.leases.items() if i not in known}
     init_containers = state.allocated - state.leases.keys()
     # Also what a claim excludes today: the scheduler sees its end before the next slice.
-    excluded = unavailable_shares(state.shares, others) & state.unavailable_shares
-    return (state.unavailable_shares - counted) | others.keys() | init_containers | excluded
+    unavailable = conflicts_of(state).all
+    excluded = unavailable_shares(state.shares, others) & unavailable
+    return (unavailable - counted) | others.keys() | init_containers | excluded
 
 
 def _free_shares(
@@ -205,22 +202,17 @@ def _is_full(device: Device, snapshot: Snapshot, state: GpuState) -> bool:
 
 def _taints(device: Device, state: GpuState, *, held: bool) -> list[Mapping[str, str]]:
     """Return the reasons to allocate nothing of a device for now."""
-    found = {}
-    if not state.verdict.healthy:
-        found[UNHEALTHY] = str(state.verdict.fault or "")
-    elif _all_in(device.shares, state.faulty_shares):
-        found[UNHEALTHY] = "mig-device"
-    if state.cordon is not None:
-        found[CORDONED] = ""
-    if device.backend in state.suspended or _all_in(device.shares, state.paused_shares):
-        found[SUSPENDED] = device.backend
+    fault = "mig-device" if state.verdict.healthy else str(state.verdict.fault or "")
+    values = {UNHEALTHY: fault, SUSPENDED: device.backend}
+    # The scheduler knows of most leases: `held` tells it of the others alone.
+    found = {
+        row.taint: values.get(row.taint, "")
+        for row, shares in availability_of(state).found
+        if row.taint not in ("", HELD) and all(it.id in shares for it in device.shares)
+    }
     if held:
         found[HELD] = state.owner or ""
     return [
         {"key": key, **({"value": value} if value else {}), "effect": "NoSchedule"}
         for key, value in found.items()
     ]
-
-
-def _all_in(shares: Sequence[Share], ids: frozenset[ShareId] | Mapping[ShareId, str]) -> bool:
-    return all(share.id in ids for share in shares)

@@ -6,6 +6,7 @@ in which the backend would fill an idle GPU.
 
 from collections.abc import Iterator, Sequence
 
+from metagpu.core.availability.conflict import conflicts_of
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import is_mig, profile_of, share_suffix
@@ -33,7 +34,7 @@ def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> It
     """Yield the places that fit together in the backend's order, then the others."""
     rest = list(places)
     while True:
-        unavailable = snapshot.gpus[places[0].gpu].unavailable_shares
+        unavailable = conflicts_of(snapshot.gpus[places[0].gpu]).all
         free = [it for it in rest if it.id not in unavailable]
         if not free:
             break

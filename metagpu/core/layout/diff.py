@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from metagpu.core.availability.conflict import orphaned_leases, shares_to_wait
 from metagpu.core.config.config import Config
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Lease, ResourceName, Share
-from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 from metagpu.core.model.snapshot import Snapshot
 
 

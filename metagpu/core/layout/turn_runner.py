@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import anyio
 
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.layout.offer_turns import TurnCandidate, TurnSchedule, TurnTiming
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import OfferTurn
@@ -87,8 +88,8 @@ def candidate_of(state: GpuState) -> TurnCandidate:
     """Return a GPU as the turns see it; without backends while no pod can have it."""
     reserved = [backend for backend, it in state.provisioned.items() if it.exclusive]
     owner = state.owner or next(iter(reserved), None)
-    open_to = tuple(backend for backend in state.backends if state.open_to(backend))
-    return TurnCandidate(state.gpu.id, open_to, owner)
+    backends = tuple(backend for backend in state.backends if open_to(state, backend))
+    return TurnCandidate(state.gpu.id, backends, owner)
 
 
 def _watched_state(snapshot: Snapshot) -> object:

@@ -1,6 +1,7 @@
-"""Quantities of Kubernetes: `8000`, `8k`, `1e3`, `1.5Gi`, `500m`."""
+"""Quantities of Kubernetes, as `8k`, `1e3`, `1.5Gi` or `500m`, and times as text."""
 
 import re
+from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Final
 
@@ -37,3 +38,8 @@ def whole_number(amount: object) -> int | None:
         return int(text)
     value = quantity_value(text)
     return int(value) if value is not None and value >= 0 and value.denominator == 1 else None
+
+
+def iso_time(at: float) -> str:
+    """Return a time in seconds since the epoch as UTC in ISO 8601."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")

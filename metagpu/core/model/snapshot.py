@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
-from metagpu.core.model.offers import Api, FreePart, OfferRule
+from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     CordonSource,
@@ -20,15 +20,13 @@ from metagpu.core.model.shares import (
     Share,
     ShareId,
     Verdict,
-    count_containers,
 )
-from metagpu.core.model.sharing import orphaned_leases, shares_to_wait
 
 
 class GpuState(msgspec.Struct, frozen=True, dict=True):
     """One GPU with everything that changes about it.
 
-    What follows from it is computed once for each state: every resource's list asks at every fact.
+    `core/availability` says what follows for its shares.
 
     Attributes:
         shares: all shares on offer from the GPU, of every resource.
@@ -37,12 +35,11 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
             are healthy. Some are without a lease: the shares of init containers.
-        unavailable_shares: shares that conflict with a lease or a cleanup.
-        can_conflict: whether any two shares of the GPU could conflict.
+        can_conflict: whether any two shares of the GPU, on offer or held, could conflict.
         ending_shares: the leased shares of pods that may end in the next moment, or have ended
-            (`core/model/held_back.py`). They are listed Unhealthy until they are free.
+            (`core/availability/exact.py`). They are listed Unhealthy until they are free.
         held_back: the resources whose free shares of the GPU are not offered for now, although they
-            could be granted (`core/model/offers.py`), each with the ids of its shares.
+            could be granted (`core/availability/exact.py`), each with the ids of its shares.
         suspended: the backends that grant no shares of the GPU for now, and why.
         cordons: the reasons to grant no shares of the GPU, by who has them.
         unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
@@ -50,7 +47,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         cleaning: the backends that clean it up now, and since when.
         provisioned: by backend, all that backends have created on the GPU.
         turn: the backend that offers the GPU while it is idle, `None` where all do.
-        mig_faults: the MIG devices that are out of service; `faulty_shares` are their shares.
+        mig_faults: the MIG devices that are out of service.
         mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
             the same for every GPU, `None` until the kubelet has reported.
     """
@@ -61,7 +58,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     api: Api = Api.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: frozenset[ShareId] = frozenset()
-    unavailable_shares: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
     held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
     ending_shares: frozenset[ShareId] = frozenset()
@@ -73,7 +69,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
     turn: OfferTurn | None = None
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
-    faulty_shares: frozenset[ShareId] = frozenset()
     mig_devices_of_other_plugins: frozenset[str] | None = None
 
     @property
@@ -105,89 +100,14 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         """The turn that decides who offers this GPU, `None` while a backend has it."""
         return self.turn if self.turn is not None and self.owner is None else None
 
-    @property
-    def orphaned_leases(self) -> tuple[Lease, ...]:
-        """The leases that end before the configuration applies to all of the GPU."""
-        return orphaned_leases(self.shares, self.leases)
-
-    @cached_property
-    def waiting_shares(self) -> frozenset[ShareId] | None:
-        """The free shares that wait for orphaned leases, `None` for all of them."""
-        return shares_to_wait(self.shares, self.leases)
-
     @cached_property
     def paused_shares(self) -> Mapping[ShareId, str]:
         """The shares that their backend does not grant for now, and why."""
         return {i: why for it in self.provisioned.values() for i, why in it.paused.items()}
 
-    @cached_property
-    def unhealthy_shares(self) -> frozenset[ShareId]:
-        """The shares that are listed Unhealthy although the GPU is healthy."""
-        unhealthy = self.refused_shares | self.shares_out_of_turn | self.held_back_shares
-        return unhealthy | self.ending_shares if self.ending_shares else unhealthy
-
-    @cached_property
-    def held_back_shares(self) -> frozenset[ShareId]:
-        """The shares that are not offered although they could be granted.
-
-        A share that was offered a moment ago may still be asked for: it is granted.
-        """
-        if not self.held_back:
-            return frozenset()
-        shares = frozenset[ShareId]().union(*self.held_back.values())
-        return shares.difference(self.leases, self.allocated, self.refused_shares)
-
-    @cached_property
-    def refused_shares(self) -> frozenset[ShareId]:
-        """The shares that would not be granted although the GPU is healthy.
-
-        Under a cordon a leased share stays listed as it was: a kubelet that restarts fails pods
-        whose devices are not healthy.
-        """
-        refused = self.unavailable_shares
-        if self.provisioned:  # only created devices are faulty or paused; every list asks for this
-            refused = refused | self.faulty_shares | self.paused_shares.keys()
-        if self.api is Api.DEVICE_PLUGIN and (claimed := self.shares_of_resource_claims):
-            refused = refused | claimed
-        if not self.suspended and self.cordon is None:
-            return refused
-
-        return refused | {
-            share.id
-            for share in self.shares
-            if share.backend in self.suspended
-            or (self.cordon is not None and share.id not in self.leases)
-        }
-
-    @cached_property
-    def shares_of_resource_claims(self) -> frozenset[ShareId]:
-        """The shares that ResourceClaims hold, unknown to the kubelet's device manager.
-
-        Some are left where a reload gave the GPU's pool to the device plugin API.
-        """
-        return frozenset(i for i, it in self.leases.items() if it.resource_claim is not None)
-
-    @cached_property
-    def shares_out_of_turn(self) -> frozenset[ShareId]:
-        """The shares of this idle GPU that other backends offer at their turn.
-
-        A share that was offered a moment ago may still be asked for: it is granted.
-        """
-        if (turn := self.present_turn) is None:
-            return frozenset()
-        others = (share.id for share in self.shares if share.backend != turn.backend)
-        return frozenset(others).difference(self.allocated)
-
-    @cached_property
-    def withdrawn_shares(self) -> frozenset[ShareId]:
-        """The shares that are listed Healthy and counted no more: their turn ends."""
-        if (turn := self.present_turn) is None or not turn.withdrawn:
-            return frozenset()
-        return frozenset(share.id for share in self.shares if share.backend == turn.backend)
-
     def device_fault(self, share: ShareId) -> Verdict | None:
         """Return the fault of the MIG device of a share, `None` for a healthy one."""
-        if share not in self.faulty_shares:
+        if not self.mig_faults:
             return None
         devices = (
             provisioned.devices[share].device
@@ -195,47 +115,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             if share in provisioned.devices
         )
         return next((self.mig_faults[it] for it in devices if it in self.mig_faults), None)
-
-    def open_to(self, backend: str) -> bool:
-        """Return whether a backend may grant any share of this GPU now."""
-        return (
-            self.verdict.healthy
-            and self.cordon is None
-            and backend not in self.suspended
-            and self.owner in (None, backend)
-        )
-
-    def count_free(self, resource: ResourceName) -> int:
-        """Count the shares of a resource that are free in their turn, held back or not."""
-        return self._count_free(frozenset(it.id for it in self.shares if it.resource == resource))
-
-    def _count_free(self, shares: frozenset[ShareId]) -> int:
-        if not self.verdict.healthy:
-            return 0
-        taken = self.leases, self.allocated, self.refused_shares, self.shares_out_of_turn
-        return len(shares.difference(*taken))
-
-    def free_part(self, offer: "Offer") -> FreePart:
-        """Return the part of this GPU that is free, of one resource.
-
-        The kubelet waits while the parts of all GPUs are compared: those of before are kept.
-        """
-        known = self._free_parts.get(offer.resource)
-        if known is None or known[0] is not offer:
-            known = self._free_parts[offer.resource] = offer, self._new_free_part(offer)
-        return known[1]
-
-    @cached_property
-    def _free_parts(self) -> dict[ResourceName, tuple["Offer", FreePart]]:
-        return {}
-
-    def _new_free_part(self, offer: "Offer") -> FreePart:
-        gpu, shares, full = self.gpu.id, offer.ids[self.gpu.id], False
-        if (most := offer.rule.max_containers.get(gpu)) is not None:
-            backend = offer.by_gpu[gpu][0].backend
-            leases = (it for it in self.leases.values() if it.share.backend == backend)
-            full = count_containers(leases) >= most
-        return FreePart(gpu, len(shares), self._count_free(shares), full)
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -301,19 +180,3 @@ def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     gpus = snapshot.gpus.copy()
     gpus.update((state.gpu.id, state) for state in states)
     return replace(snapshot, gpus=MappingProxyType(gpus))
-
-
-def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
-    """Return the free part of each GPU of a resource, by index."""
-    return [snapshot.gpus[gpu].free_part(offer) for gpu in offer.by_gpu]
-
-
-def counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
-    """Return the free parts that pods are bound for: of no GPU whose turn ends."""
-    return [
-        part
-        for part in free_parts(snapshot, offer)
-        if not (turn := snapshot.gpus[part.gpu].present_turn)
-        or not turn.withdrawn
-        or turn.backend != offer.by_gpu[part.gpu][0].backend
-    ]

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.reasons import availability_of, count_free, waits_for
 from metagpu.core.devices.devices import devices_of
 from metagpu.core.errors import UnknownGpu
 from metagpu.core.layout.layout import Layout
-from metagpu.core.model.capacity import describe_capacity, to_dict
 from metagpu.core.model.gpu import MIB, Gpu, GpuId, parse_bus_id
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import Api, largest_request
+from metagpu.core.model.offers import Api
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.reasons import describe_held_back, iso_time, unavailable_reason
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import (
     HardwareDevice,
     Holder,
@@ -30,8 +31,8 @@ from metagpu.core.model.snapshot import (
     GpuState,
     Offer,
     Snapshot,
-    free_parts,
 )
+from metagpu.core.reports.remarks import capacity_report, describe_capacity, describe_held_back
 
 _Held = tuple[str, GpuId, Holder | None, ResourceClaimRef | None, tuple[Holder, ...]]
 """One entry of the leases: resource, GPU, holder, ResourceClaim and the claim's other holders."""
@@ -41,7 +42,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
     """Return the offers to the kubelet, and why each GPU is in its pool or in none."""
     assignments = {assignment.gpu.id: assignment for assignment in layout.pool_assignments}
     capacities = layout.free_capacity(snapshot)
-    free = {each.gpu.id: to_dict(each) for each in capacities}
+    free = {each.gpu.id: capacity_report(each) for each in capacities}
 
     return {
         "resources": {
@@ -50,8 +51,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
                 "allocatable": sum(
                     len(shares) - sum(share.id in unhealthy for share in shares)
                     for gpu, shares in offer.by_gpu.items()
-                    if (state := snapshot.gpus[gpu]).verdict.healthy
-                    for unhealthy in (state.unhealthy_shares,)
+                    for unhealthy in (availability_of(snapshot.gpus[gpu]).unlisted,)
                 ),
             }
             for resource, offer in snapshot.offers.items()
@@ -152,8 +152,7 @@ def _free_devices(snapshot: Snapshot, offer: Offer) -> int:
         any(it.id not in taken for it in device.shares)
         for gpu in offer.by_gpu
         for state in (snapshot.gpus[gpu],)
-        if state.verdict.healthy and state.cordon is None
-        for taken in (state.refused_shares | state.leases.keys(),)
+        for taken in (availability_of(state).refused | state.leases.keys(),)
         for device in devices_of(state)
         if device.resource == offer.resource
     )
@@ -163,10 +162,9 @@ def _devices_report(snapshot: Snapshot) -> Mapping[str, Mapping[str, Any]]:
     """Return how many devices of each type DRA has, and what is free of them."""
     found: dict[str, dict[str, Any]] = {}
     for state in snapshot.gpus.values():
-        taken = state.refused_shares | state.leases.keys()
-        closed = not state.verdict.healthy or state.cordon is not None
+        taken = availability_of(state).refused | state.leases.keys()
         for it in devices_of(state):
-            free = 0 if closed else sum(share.id not in taken for share in it.shares)
+            free = sum(share.id not in taken for share in it.shares)
             of_type = found.setdefault(it.type, {"devices": 0, "free": 0, "largest": {}})
             of_type["devices"] += 1
             of_type["free"] += free > 0
@@ -242,7 +240,7 @@ def _gpu_report(state: GpuState) -> Mapping[str, Any]:
             }
         ),
         "paused": sorted(set(state.paused_shares.values())),
-        "waitsFor": unavailable_reason(state) if state.waiting_shares != frozenset() else None,
+        "waitsFor": waits_for(state),
     }
 
 
@@ -322,7 +320,7 @@ def _shares_report(snapshot: Snapshot, gpu: GpuId) -> dict[ResourceName, dict[st
             "capacity": len(offer.by_gpu[gpu]),
             # A lease on a share that is not offered any more is in no capacity.
             "held": sum(share.id in state.leases for share in offer.by_gpu[gpu]),
-            "free": state.count_free(resource),
+            "free": count_free(state, resource),
         }
         for resource, offer in snapshot.offers.items()
         if gpu in offer.by_gpu

@@ -7,7 +7,6 @@ from typing import Final, TypeVar, assert_never
 from msgspec.structs import replace
 
 from metagpu.core.model.shares import Fault, Pause, ProvisionedState, Verdict
-from metagpu.core.model.sharing import shares_on_faulty_devices, unavailable_shares
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.state.facts import (
     BackendAttached,
@@ -121,11 +120,7 @@ def _with_device_verdict(state: GpuState, fact: InstanceFaulted | InstanceRecove
     faults = dict(_without(state.mig_faults, fact.device))
     if faulty:
         faults[fact.device] = Verdict(healthy=False, since=fact.at, reason=fact.reason)
-    return replace(
-        state,
-        mig_faults=MappingProxyType(faults),
-        faulty_shares=shares_on_faulty_devices(state.provisioned, faults),
-    )
+    return replace(state, mig_faults=MappingProxyType(faults))
 
 
 def _pause(current: Pause | None, reason: str, at: float) -> Pause:
@@ -167,9 +162,7 @@ def _cleaned(state: GpuState, fact: CleanupFinished | BackendDetached) -> GpuSta
     if since is None or (isinstance(fact, CleanupFinished) and fact.since != since):
         return state
 
-    cleaning = _without(state.cleaning, fact.backend)
-    unavailable = unavailable_shares(state.shares, state.leases, cleaning, state.provisioned)
-    return replace(state, cleaning=cleaning, unavailable_shares=unavailable)
+    return replace(state, cleaning=_without(state.cleaning, fact.backend))
 
 
 def _provisioned(state: GpuState, backend: str, reported: ProvisionedState) -> GpuState:
@@ -179,13 +172,7 @@ def _provisioned(state: GpuState, backend: str, reported: ProvisionedState) -> G
     others = _without(state.provisioned, backend)
     empty = reported == ProvisionedState()
     provisioned = others if empty else MappingProxyType({**others, backend: reported})
-    unavailable = unavailable_shares(state.shares, state.leases, state.cleaning, provisioned)
-    return replace(
-        state,
-        provisioned=provisioned,
-        unavailable_shares=unavailable,
-        faulty_shares=shares_on_faulty_devices(provisioned, state.mig_faults),
-    )
+    return replace(state, provisioned=provisioned)
 
 
 def _without(values: Mapping[KeyT, ValueT], key: KeyT) -> Mapping[KeyT, ValueT]:

@@ -18,7 +18,6 @@ from metagpu.core.model.shares import (
     by_gpu,
     gpu_of,
 )
-from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState, Snapshot, with_states
 from metagpu.core.state.facts import (
     Fact,
@@ -310,28 +309,14 @@ def with_leases(
         begun += [lease.share for i, lease in new.items() if i not in held]
         held.update(new)
         if held != state.leases:
-            # Shares of a GPU where nothing can conflict are granted without a new computation.
+            # A lease of a share on offer changes nothing about whether shares can conflict.
             unknown = UNKNOWN_BACKEND in {lease.share.backend for lease in new.values()}
-            cleaning = _cleaning(state, held, at)
-            busy = (
-                state.can_conflict
-                or state.unavailable_shares
-                or state.cleaning
-                or cleaning
-                or state.provisioned
-            )
-            simple = not (busy or ending[gpu] or unknown)
-            unavailable = (
-                state.unavailable_shares
-                if simple
-                else unavailable_shares(state.shares, held, cleaning, state.provisioned)
-            )
             states.append(
                 replace(
                     state,
                     leases=MappingProxyType(held),
-                    unavailable_shares=unavailable,
-                    cleaning=cleaning,
+                    can_conflict=state.can_conflict or unknown,
+                    cleaning=_cleaning(state, held, at),
                 )
             )
 

@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from metagpu.core.availability.conflict import can_conflict
+from metagpu.core.availability.exact import with_held_back
 from metagpu.core.model.gpu import GpuId, Topology
-from metagpu.core.model.held_back import with_held_back
 from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
@@ -23,7 +24,6 @@ from metagpu.core.model.shares import (
     ShareId,
     Verdict,
 )
-from metagpu.core.model.sharing import can_conflict, unavailable_shares
 from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
 from metagpu.core.state.events import Event, PodEnded
 from metagpu.core.state.facts import (
@@ -223,11 +223,7 @@ def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, 
                 shares=shares,
                 api=api,
                 leases=leases,
-                # Leased shares that are not on offer any more still conflict with others.
-                can_conflict=can_conflict(list(dict.fromkeys([*shares, *_held(leases)]))),
-                unavailable_shares=unavailable_shares(
-                    shares, leases, state.cleaning, state.provisioned
-                ),
+                can_conflict=can_conflict(shares, leases),
             )
         )
 
@@ -250,10 +246,6 @@ def _turns_changed(snapshot: Snapshot, fact: TurnsChanged) -> tuple[Snapshot, tu
         if (state := snapshot.gpus.get(gpu)) is not None and state.turn != turn
     ]
     return (with_states(snapshot, states), (fact,)) if states else (snapshot, ())
-
-
-def _held(leases: Mapping[ShareId, Lease]) -> list[Share]:
-    return [lease.share for lease in leases.values()]
 
 
 def _with_known_shares(

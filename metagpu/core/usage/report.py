@@ -15,7 +15,7 @@ from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import profile_of
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import HardwareDevice, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import (

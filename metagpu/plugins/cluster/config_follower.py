@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import anyio
 import structlog
 
+from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, has_profile
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -193,4 +194,4 @@ def mig_state(
 def _is_pending(state: GpuState) -> bool:
     """Return whether a GPU does not match the configuration yet."""
     blocked = any(it.blocked or it.paused for it in state.provisioned.values())
-    return bool(state.orphaned_leases or state.suspended or blocked)
+    return bool(orphaned_leases(state.shares, state.leases) or state.suspended or blocked)

@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec.structs import asdict
 
+from metagpu.core.availability.exact import free_parts, largest_request
 from metagpu.core.contracts.capabilities import SharingStrategy
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.mig import MigProfile, is_mig, is_mps_share, profile_of, slot_of
-from metagpu.core.model.offers import largest_request
 from metagpu.core.model.shares import ResourceName, Share
-from metagpu.core.model.snapshot import Snapshot, Versions, free_parts
+from metagpu.core.model.snapshot import Snapshot, Versions
 
 NVIDIA_PREFIX: Final = "nvidia.com/"
 METAGPU_PREFIX: Final = "metagpu.io/"

@@ -5,7 +5,8 @@ from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from metagpu.core.model.held_back import with_place_for_arriving
+from metagpu.core.availability.exact import with_place_for_arriving
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.model.offers import Api
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.model.shares import ResourceName
@@ -208,8 +209,7 @@ def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
         resource: sum(
             len(shares) - sum(share.id in uncounted for share in shares)
             for gpu, shares in offer.by_gpu.items()
-            if (state := snapshot.gpus[gpu]).verdict.healthy
-            for uncounted in (state.unhealthy_shares | state.withdrawn_shares,)
+            for uncounted in (availability_of(snapshot.gpus[gpu]).uncounted,)
         )
         for resource, offer in snapshot.offers_of(Api.DEVICE_PLUGIN).items()
         if resource not in snapshot.competing_plugins

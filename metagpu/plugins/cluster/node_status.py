@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Api
 from metagpu.core.model.quantities import whole_number
@@ -149,7 +150,7 @@ def watched_state(snapshot: Snapshot) -> object:
         # Whatever makes a share unhealthy, the Node's amounts follow: they count the same.
         (
             *(state.gpu, state.verdict, state.suspended, state.mig_faults),
-            *(state.unhealthy_shares, state.withdrawn_shares),
+            availability_of(state).uncounted,
         )
         for state in snapshot.gpus.values()
     )

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from metagpu.core.availability.reasons import CORDONED
 from metagpu.core.devices.comparison import dropped_fields, sent_fields
-from metagpu.core.devices.slices import CORDONED
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.resource_slices import SLICES
 

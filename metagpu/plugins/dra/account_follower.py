@@ -13,6 +13,7 @@ import anyio
 import structlog
 from anyio import to_thread
 
+from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.errors import ClaimAccountUnreadable, MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId, gpu_of
@@ -215,7 +216,8 @@ class AccountFollower:
             lease.share.id: lease.share
             for state in self._registry.snapshot.gpus.values()
             for lease in state.leases.values()
-            if lease.resource_claim is not None and lease not in state.orphaned_leases
+            if lease.resource_claim is not None
+            and lease not in orphaned_leases(state.shares, state.leases)
         }
 
     async def _write_again(

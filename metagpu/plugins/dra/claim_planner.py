@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from metagpu.core.availability.reasons import availability_of, refuse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, shared_device
-from metagpu.core.model.offers import Api
 from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.dra.parts import Part, by_request, is_shared
 from metagpu.plugins.dra.resource_claim import AllocatedDevice
 from metagpu.plugins.dra.waiting import becomes_free_soon
-from metagpu.plugins.kubelet.availability import refuse_unavailable
 
 
 def leased_shares(uid: str, snapshot: Snapshot) -> list[Share]:
@@ -81,15 +80,15 @@ class ClaimPlanner:
         # Before a reload to this API, init containers may have got some that have no lease.
         taken_by_others = state.leases.keys() | state.allocated
         free = [it for it in left if it.id not in taken_by_others]
-        open_shares = [it for it in free if it.id not in state.refused_shares]
+        open_shares = [it for it in free if it.id not in availability_of(state).refused]
         if len(kept) + len(open_shares) < wanted:
-            refuse_unavailable((free or device.shares)[:wanted], snapshot, Api.DRA)
+            refuse((free or device.shares)[:wanted], snapshot)
             free_count = len(kept) + len(open_shares)
             raise DeviceOccupied(str(state.gpu), device.name, wanted, free_count)
 
         backend = self._backend(device.resource)
         shares = tuple(backend.prefer([*kept, *open_shares], kept, wanted, snapshot))
-        refuse_unavailable(shares, snapshot, Api.DRA)
+        refuse(shares, snapshot)
         if result.sharing is None or not is_shared(result, device):
             backend.check(shares, snapshot)
         elif isinstance(backend, SharesClaims):

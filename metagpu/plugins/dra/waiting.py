@@ -5,9 +5,9 @@ The scheduler has a device back as soon as its claim is unprepared: its GPU may 
 
 from collections.abc import Iterable
 
+from metagpu.core.availability.conflict import without_conflict
 from metagpu.core.devices.devices import Device
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.model.sharing import without_conflict
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.gpu_state import NOT_READY
 

@@ -16,6 +16,7 @@ from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
+from metagpu.core.availability.reasons import refuse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import PreparesContainers, Provisions
 from metagpu.core.grants import cdi
@@ -33,9 +34,14 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import fast_codec, messages
-from metagpu.plugins.kubelet.availability import Claim, find_shares, refuse_unavailable
 from metagpu.plugins.kubelet.call_gate import CallGate
-from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares, no_cdi
+from metagpu.plugins.kubelet.granting import (
+    Claim,
+    EnsureCdiNames,
+    find_shares,
+    grant_shares,
+    no_cdi,
+)
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, answer_alone
 from metagpu.plugins.kubelet.preference import ShareChooser
 from metagpu.plugins.kubelet.provisioning import is_provisioned, wait_reprovisioned
@@ -296,7 +302,7 @@ class DevicePluginService:
         snapshot = self._registry.snapshot
         backend = self._backend(self.resource)
         shares = find_shares(self.resource, sorted(ids), snapshot)
-        refuse_unavailable(shares, snapshot)
+        refuse(shares, snapshot)
         backend.check(shares, snapshot)
 
         claims.append(Claim(shares, snapshot))

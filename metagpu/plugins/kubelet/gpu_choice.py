@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from metagpu.core.availability.reasons import open_to, refuse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.gpu_preference import GpuPreference, are_equal_parts, by_fullness
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName, Share, by_gpu
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.plugins.kubelet.availability import refuse_unavailable
 
 
 class SharesRequest(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class _Choice:
         self._named = {
             gpu
             for gpu, state in snapshot.gpus.items()
-            if not preference.misfit(state.gpu) and state.open_to(backend.name)
+            if not preference.misfit(state.gpu) and open_to(state, backend.name)
         }
         possible = (it for it in asked.available if it.gpu in self._named)
         self.usable = list(dict.fromkeys([*asked.required, *possible]))
@@ -142,7 +142,7 @@ class _Choice:
         if not self.keeps_to(shares):
             return "they are not those that the kubelet requires"
         try:
-            refuse_unavailable(shares, self._snapshot)
+            refuse(shares, self._snapshot)
             self._backend.check(shares, self._snapshot)
         except RequestError as error:
             return str(error)

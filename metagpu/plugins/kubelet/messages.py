@@ -7,6 +7,7 @@ from grpclib import GRPCError
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
@@ -28,8 +29,7 @@ class GpuListState(NamedTuple):
     """The state that one GPU's part of a list depends on."""
 
     shares: tuple[Share, ...]
-    healthy: bool
-    unhealthy_shares: frozenset[ShareId]
+    unlisted: frozenset[ShareId]
     numa_node: int | None
 
 
@@ -94,11 +94,8 @@ class DeviceList:
         parts = []
         for gpu, shares in offer.by_gpu.items():
             state = snapshot.gpus[gpu]
-            parts.append(
-                GpuListState(
-                    shares, state.verdict.healthy, state.unhealthy_shares, state.gpu.numa_node
-                )
-            )
+            unlisted = availability_of(state).unlisted
+            parts.append(GpuListState(shares, unlisted, state.gpu.numa_node))
         return tuple(parts)
 
     def encode(self, view: ListView) -> bytes:
@@ -113,7 +110,7 @@ class DeviceList:
             block = b"".join(
                 encode_device(
                     share.id,
-                    healthy=part.healthy and share.id not in part.unhealthy_shares,
+                    healthy=share.id not in part.unlisted,
                     numa_node=part.numa_node,
                 )
                 for share in part.shares

@@ -12,6 +12,7 @@ import structlog
 from anyio import to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.model.shares import ResourceName, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.rate_limit import Backoff
@@ -164,7 +165,6 @@ def _healthy_shares(snapshot: Snapshot, resource: ResourceName) -> frozenset[Sha
     return frozenset(
         share.id
         for gpu, shares in (offer.by_gpu.items() if offer else ())
-        if (state := snapshot.gpus[gpu]).verdict.healthy
         for share in shares
-        if share.id not in state.unhealthy_shares
+        if share.id not in availability_of(snapshot.gpus[gpu]).unlisted
     )

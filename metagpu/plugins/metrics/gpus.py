@@ -6,14 +6,17 @@ from functools import cache
 
 from msgspec.structs import replace
 
+from metagpu.core.availability.conflict import orphaned_leases
+from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.contracts.capabilities import Guard
 from metagpu.core.contracts.sensors import GpuSensors, ThrottleReason
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.offers import RequestRule, largest_request
-from metagpu.core.model.shares import Holder, Share
-from metagpu.core.model.snapshot import GpuState, Snapshot, free_parts
+from metagpu.core.model.offers import RequestRule
+from metagpu.core.model.shares import Holder
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import ContainerUsage, GpuUsage
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import NodeUsage
@@ -61,7 +64,7 @@ def _gpu(state: GpuState, pool: str) -> Iterator[Sample]:
         yield Sample(f.GPU_UNHEALTHY_MIG_DEVICES, me, len(state.mig_faults))
     yield Sample(f.GPU_PAUSED, me, len(state.paused_shares))
     yield Sample(f.GPU_CORDONED, me, state.cordon is not None)
-    yield Sample(f.GPU_ORPHANED, me, len(state.orphaned_leases))
+    yield Sample(f.GPU_ORPHANED, me, len(orphaned_leases(state.shares, state.leases)))
     if state.owner:
         yield Sample(f.GPU_OWNED, (*me, state.owner), 1)
     for backend in backends:
@@ -97,7 +100,6 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
     held = Counter(
         lease.share.resource for state in snapshot.gpus.values() for lease in state.leases.values()
     )
-    unhealthy = {gpu: state.unhealthy_shares for gpu, state in snapshot.gpus.items()}
 
     for resource, offer in snapshot.offers.items():
         parts = {part.gpu: part for part in free_parts(snapshot, offer)}
@@ -107,7 +109,8 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             state, left = snapshot.gpus[gpu], parts[gpu].free
             me = (*gpu_label_values(state.gpu), resource)
             kept = left if resource in state.held_back else 0
-            listed += len(_healthy(state, shares, unhealthy[gpu]))
+            unlisted = availability_of(state).unlisted
+            listed += sum(share.id not in unlisted for share in shares)
             free, held_back = free + left, held_back + kept
 
             yield Sample(f.GPU_FREE, me, left)
@@ -125,11 +128,6 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
             yield Sample(f.RESOURCE_OF_OTHER_PLUGIN, (resource,), 1)
         if resource in snapshot.registration_problems:
             yield Sample(f.RESOURCE_REGISTRATION_PROBLEM, (resource,), 1)
-
-
-def _healthy(state: GpuState, shares: tuple[Share, ...], unhealthy: frozenset[str]) -> list[Share]:
-    """Return the shares that are listed as healthy."""
-    return [it for it in shares if it.id not in unhealthy] if state.verdict.healthy else []
 
 
 def sensor_samples(snapshot: Snapshot, readings: Mapping[GpuId, GpuSensors]) -> Iterator[Sample]:

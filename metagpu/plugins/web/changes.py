@@ -9,7 +9,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 
 PERIOD: Final = 0.5
 """Seconds from one reported change to the next: those between become one."""

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import anyio
 
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.server import SingleFlight

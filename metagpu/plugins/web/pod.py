@@ -9,7 +9,7 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.errors import MetagpuError
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.usage.report import without_processes
 from metagpu.plugins.pod_api.frames import ask_daemon
 from metagpu.plugins.web.changes import Object, PolledView, digest_of

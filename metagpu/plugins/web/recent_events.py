@@ -17,7 +17,7 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.reasons import iso_time
+from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.tasks import run_with_restart

@@ -23,10 +23,10 @@ from metagpu.agent.agent import Agent
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
+from metagpu.core.availability.conflict import conflicts_of, unavailable_shares
 from metagpu.core.grants.injection import VISIBLE_DEVICES
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.sharing import unavailable_shares
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.reports.status import status_report
 from metagpu.core.state.events import PodEnded
@@ -317,7 +317,7 @@ def _is_settled(state: GpuState) -> bool:
         for name, provisioned in state.provisioned.items()
     }
     unavailable = unavailable_shares(state.shares, state.leases, state.cleaning, undelayed)
-    return idle and unavailable == state.unavailable_shares
+    return idle and unavailable == conflicts_of(state).all
 
 
 def _sizes(gpu: SimGpu) -> list[int]:

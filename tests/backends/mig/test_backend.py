@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
+from metagpu.core.availability.conflict import conflicts_of
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.grants.grant import DeviceNode
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.request_errors import SharesOverlap
 from metagpu.core.model.shares import (
     HardwareDevice,
@@ -32,7 +32,7 @@ from metagpu.core.state.facts import (
     SharesClaimed,
 )
 from tests.backends.mig.gpus import mig_gpu
-from tests.rigs.build import BACKENDS, after, gpu, layout_of, offer
+from tests.rigs.build import BACKENDS, after, gpu, layout_of, offer, refusal
 
 A, B = mig_gpu(0), mig_gpu(1)
 ALL = ("1g.5gb", "1g.5gb+me", "2g.10gb", "3g.20gb", "7g.40gb")
@@ -65,7 +65,7 @@ def free(snapshot: Snapshot, profile: str) -> list[Share]:
         for share in state.shares
         if share.id.partition("::")[2].startswith(f"{profile}@")
         and share.id not in state.leases
-        and share.id not in state.unavailable_shares
+        and share.id not in conflicts_of(state).all
     ]
 
 
@@ -337,7 +337,7 @@ def test_released_slices_are_unavailable_until_a_scan() -> None:
 
     assert not released.gpus[A.id].leases
     assert [it.number for it in free(released, "3g.20gb")] == [1]
-    assert unavailable_reason(released.gpus[A.id], share).endswith(
+    assert refusal(released.gpus[A.id], share).endswith(
         "was just released and is being checked for processes"
     )
     assert [it.number for it in free(idle, "3g.20gb")] == [0, 1]
@@ -364,7 +364,7 @@ def test_a_share_before_its_stagger_is_unavailable() -> None:
 
     assert [it.number for it in free(after(late, since=node(A)), "3g.20gb")] == [1]
     held = after(SharesClaimed((share,), at=1), late, since=node(A))
-    assert share.id not in held.gpus[A.id].unavailable_shares
+    assert share.id not in conflicts_of(held.gpus[A.id]).all
 
 
 def test_blocked_slots_are_unavailable_with_their_reason() -> None:
@@ -372,8 +372,8 @@ def test_blocked_slots_are_unavailable_with_their_reason() -> None:
     snapshot = after(provisioned(A, blocked={"s0": "instance 1g.5gb@0 is there"}), since=node(A))
 
     assert not free(snapshot, "7g.40gb")
-    assert unavailable_reason(snapshot.gpus[A.id], named(snapshot, "7g.40gb@0")) == (
-        f"GPU {A}: instance 1g.5gb@0 is there"
+    assert refusal(snapshot.gpus[A.id], named(snapshot, "7g.40gb@0")).endswith(
+        f": GPU {A}: instance 1g.5gb@0 is there"
     )
 
 
@@ -390,5 +390,5 @@ def test_a_gpu_in_mig_mode_is_of_no_other_backend() -> None:
         provisioned(A, exclusive=True),
     )
 
-    assert list(snapshot.gpus[A.id].unavailable_shares) == [ShareId(A.id)]
-    assert "reserved by mig" in unavailable_reason(snapshot.gpus[A.id])
+    assert list(conflicts_of(snapshot.gpus[A.id]).all) == [ShareId(A.id)]
+    assert "reserved by mig" in refusal(snapshot.gpus[A.id])

@@ -16,8 +16,8 @@ from bench.optimum import Process
 from bench.orders import best_orders, placed_orders, possible_orders
 from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
 from metagpu.backends.mig.profiles import MigGeometry
+from metagpu.core.availability.conflict import conflicts
 from metagpu.core.model.shares import Share, ShareId
-from metagpu.core.model.sharing import conflicts
 from tests.backends.mig.tables import A100_40, GEOMETRIES, only
 from tests.rigs.build import gpu, share
 

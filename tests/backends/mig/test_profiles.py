@@ -18,8 +18,8 @@ from metagpu.backends.mig.profiles import (
     share_id,
     slot_of_instance,
 )
+from metagpu.core.availability.conflict import conflicts
 from metagpu.core.model.mig import profile_of, slot_of
-from metagpu.core.model.sharing import conflicts
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from metagpu.sim.machine.mig_driver import MigDriverError, create_gpu_instance
 from metagpu.sim.machine.spec import build_node

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.inventory import MigTiming
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import LeasesObserved
@@ -50,7 +51,7 @@ class Node:
         free = [
             it
             for it in state.shares
-            if it.id not in state.leases and it.id not in state.unhealthy_shares
+            if it.id not in state.leases and it.id not in availability_of(state).unlisted
         ]
         if free:
             self.held.append(free[pick % len(free)])
@@ -207,7 +208,9 @@ async def _all_of(
             care.release(share)
         node.end(0)
         node.gpu.mig.provisioning = SimProvisioning()
-        await _until(lambda: node.present() == at_last and not care.state().unhealthy_shares)
+        await _until(
+            lambda: node.present() == at_last and not availability_of(care.state()).unlisted
+        )
         if folder != "/nowhere":
             devices = {made.device for made in care.state().provisioned["mig"].devices.values()}
             await _until(lambda: _running(folder) == devices)

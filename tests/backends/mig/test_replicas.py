@@ -7,6 +7,7 @@ import pytest
 
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
+from metagpu.core.availability.conflict import conflicts
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
@@ -14,7 +15,6 @@ from metagpu.core.layout.layout import ID_LIMIT
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.request_errors import TooManyReplicas
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, Share
-from metagpu.core.model.sharing import conflicts
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpusFound, ProvisioningReported, SharesClaimed
 from metagpu.sim.machine.gpu_models import GPU_MODELS

@@ -11,6 +11,7 @@ from metagpu.backends.common.packing import PlacementPolicy
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.sharing import MigMpsOptions
+from metagpu.core.availability.conflict import conflicts, conflicts_of, orphaned_leases
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
@@ -19,7 +20,6 @@ from metagpu.core.layout.layout import ID_LIMIT
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.mig import is_mps_share, slot_of
 from metagpu.core.model.shares import ShareId
-from metagpu.core.model.sharing import conflicts
 from metagpu.core.state.facts import GpusFound, SharesClaimed
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.backends.mig.gpus import mig_gpu
@@ -240,6 +240,6 @@ def test_no_instance_is_given_twice_by_a_reload(
     unchanged = {(it.id, it.footprint) for it in new} >= {(it.id, it.footprint) for it in held}
 
     if before == now or (unchanged and "replicas" in before and "replicas" in now):
-        assert state.orphaned_leases == ()
+        assert orphaned_leases(state.shares, state.leases) == ()
     else:
-        assert {it.id for it in new} <= state.unavailable_shares | state.leases.keys()
+        assert {it.id for it in new} <= conflicts_of(state).all | state.leases.keys()

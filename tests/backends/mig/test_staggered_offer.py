@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.reconciler import OfferStagger
+from metagpu.core.availability.conflict import conflicts_of
 from metagpu.core.model.offers import Api
-from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.state.facts import (
@@ -20,7 +20,7 @@ from metagpu.core.state.facts import (
 )
 from tests.backends.mig.gpus import mig_gpu
 from tests.backends.mig.test_backend import ALL, backend
-from tests.rigs.build import after, offer
+from tests.rigs.build import after, offer, refusal
 
 GPU = mig_gpu()
 STAGGER = MigTiming().stagger
@@ -73,7 +73,7 @@ class Node:
 
     def offered(self) -> list[str]:
         """List the profiles of which an instance could be granted now, the largest first."""
-        shut = self.state.unavailable_shares | self.state.leases.keys()
+        shut = conflicts_of(self.state).all | self.state.leases.keys()
         free = {slot.partition("@")[0] for slot, it in SHARES.items() if it.id not in shut}
         return sorted(free, key=lambda it: (-size(it), it))
 
@@ -131,9 +131,9 @@ def test_a_share_that_was_just_released_stays_on_offer() -> None:
     node.report(1)
     node.release("2g.10gb@4")
 
-    assert SHARES["2g.10gb@4"].id not in node.state.unavailable_shares
+    assert SHARES["2g.10gb@4"].id not in conflicts_of(node.state).all
     for slot in ("1g.5gb@4", "3g.20gb@4", "7g.40gb@0"):
-        assert SHARES[slot].id in node.state.unavailable_shares
+        assert SHARES[slot].id in conflicts_of(node.state).all
 
 
 def test_a_process_that_stays_keeps_all_slices() -> None:
@@ -145,7 +145,7 @@ def test_a_process_that_stays_keeps_all_slices() -> None:
     node.idle = False
     node.report(10)
 
-    assert SHARES["2g.10gb@4"].id in node.state.unavailable_shares
+    assert SHARES["2g.10gb@4"].id in conflicts_of(node.state).all
     node.idle = True
     node.report(20)
     node.report(20 + STAGGER)
@@ -198,12 +198,12 @@ def test_a_pod_that_asks_too_early_is_refused_with_the_reason() -> None:
     node, share = Node(), SHARES["1g.5gb@0"]
     node.hold("7g.40gb@0")
     node.report(1)
-    assert unavailable_reason(node.state, share) == f"GPU {GPU} is in use by mig"
+    assert refusal(node.state, share).endswith(f": GPU {GPU} is in use by mig")
     node.release("7g.40gb@0")
     node.report(10)
 
-    assert unavailable_reason(node.state, share) == (
-        f"GPU {GPU}: {share.id} has just become free and is offered again in a few seconds"
+    assert refusal(node.state, share).endswith(
+        f": GPU {GPU}: {share.id} has just become free and is offered again in a few seconds"
     )
 
 

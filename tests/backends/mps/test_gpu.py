@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.common.mps_daemon.control import MpsControl, MpsDirectories
 from metagpu.backends.mps import backend as mps_backend
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout import backend_runner
@@ -70,11 +71,13 @@ async def test_shares_wait_for_the_first_answer(tmp_path: Path) -> None:
 
     async with mps(tmp_path) as it:
         assert it.care.state().suspended["mps"].reason == "it is being made ready"
-        assert it.care.state().unhealthy_shares == {share.id for share in it.care.state().shares}
+        assert availability_of(it.care.state()).unlisted == {
+            share.id for share in it.care.state().shares
+        }
 
         before.steer("")
         await it.ready()
-        assert it.care.state().unhealthy_shares == set()
+        assert availability_of(it.care.state()).unlisted == set()
         assert await DAEMONS.find(it.at().daemon) is not None
 
 

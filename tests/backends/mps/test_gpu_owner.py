@@ -9,6 +9,8 @@ from anyio import to_thread
 
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.mps import backend
+from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered
@@ -70,7 +72,7 @@ async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
         share, whole = it.care.share("mps"), it.care.share("whole")
         it.care.claim(share)
         assert it.care.state().owner == "mps"
-        assert whole.id in it.care.state().unavailable_shares
+        assert whole.id in conflicts_of(it.care.state()).all
         with it.at().client():
             await it.mode(EXCLUSIVE)
             await it.at().servers()
@@ -81,7 +83,7 @@ async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
             assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
         await it.becomes(lambda state: state.owner is None)
 
-        assert whole.id not in it.care.state().unavailable_shares
+        assert whole.id not in conflicts_of(it.care.state()).all
         assert it.care.node.gpus[0].compute_mode == DEFAULT
         assert await it.at().control.servers() == []
         assert await it.process() == process  # the control daemon itself holds nothing
@@ -278,7 +280,7 @@ async def test_shared_memory_that_stays_suspends_the_gpu(
             await it.suspended(f"what its containers left stays: {stays}")
             await it.care.settled()
             assert it.care.state().owner == "mps"
-            assert share.id in it.care.state().unhealthy_shares
+            assert share.id in availability_of(it.care.state()).unlisted
 
             allowed.append(True)
             await it.becomes(lambda state: state.owner is None and "mps" not in state.suspended)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from metagpu.backends.timeslice import backend as timeslice
 from metagpu.backends.timeslice.backend import TimesliceBackend, TimesliceTiming
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Options, installed_backends
 from metagpu.core.errors import ProgramError, ProgramMissing
@@ -409,7 +410,7 @@ async def test_a_missing_program_is_one_warning() -> None:
     )
 
     async with serving(", timeSlice: short", programs, "t4:2") as (rig, warnings):
-        assert all(rig.state(index).unhealthy_shares == frozenset() for index in (0, 1))
+        assert all(availability_of(rig.state(index)).unlisted == frozenset() for index in (0, 1))
 
     [warning] = warnings
     assert "timeSlice needs nvidia-smi" in warning

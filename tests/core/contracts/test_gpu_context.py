@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 
+from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.errors import DriverError
@@ -119,13 +120,15 @@ async def test_a_backend_reports_that_it_is_not_ready(calls: ServeCalls) -> None
     async with run_backends(MIXED, gpu_models="t4:1") as rig:
         [context] = calls.contexts
         context.resume()
-        assert rig.state().unhealthy_shares == frozenset()
+        assert availability_of(rig.state()).unlisted == frozenset()
 
         context.suspend("its daemon died")
         assert rig.state().suspended["fraction"].reason == "its daemon died"
-        assert rig.state().count_free(METAGPU) == 0
+        assert count_free(rig.state(), METAGPU) == 0
         assert {
-            share.id for share in rig.state().shares if share.id in rig.state().unhealthy_shares
+            share.id
+            for share in rig.state().shares
+            if share.id in availability_of(rig.state()).unlisted
         } == {share.id for share in rig.state().shares if share.backend == "fraction"}
 
 
@@ -201,7 +204,7 @@ async def test_a_backend_learns_that_its_gpu_needs_cleanup(calls: ServeCalls) ->
         await rig.settled()
 
         assert heard_at == [context.cleanup_due_since]
-        assert rig.state().count_free(ResourceName("nvidia.com/gpu.shared")) == 0
+        assert count_free(rig.state(), ResourceName("nvidia.com/gpu.shared")) == 0
         assert context.cleanup_due_since is not None
         assert context.cleanup_done(context.cleanup_due_since)
         assert rig.state().owner is None
@@ -215,7 +218,7 @@ async def test_a_removed_backend_cleans_its_gpu_first(calls: ServeCalls) -> None
         await rig.settled()
         assert calls.ended == []
         assert rig.state().owner == "fraction"
-        assert rig.state().unhealthy_shares == {share.id for share in rig.state().shares}
+        assert availability_of(rig.state()).unlisted == {share.id for share in rig.state().shares}
 
         assert context.cleanup_due_since is not None
         context.cleanup_done(context.cleanup_due_since)
@@ -303,7 +306,7 @@ async def test_a_removed_backend_that_fails_at_cleanup_releases_its_gpu(
             await rig.settled()
 
             assert rig.state().owner is None
-            assert rig.state().unhealthy_shares == frozenset()
+            assert availability_of(rig.state()).unlisted == frozenset()
             assert len(calls.contexts) == 1
 
 

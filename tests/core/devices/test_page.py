@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from msgspec.structs import replace
 
-from metagpu.core.devices import slices
+from metagpu.core.availability.reasons import REASONS
 from metagpu.core.devices.slices import slices_of
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.facts import DriverRead, GpusFound
@@ -89,5 +89,4 @@ def test_the_table_of_taints_is_complete() -> None:
     """The keys of taints are those of the table."""
     rows = {CODE.findall(row[0])[0] for row in table("Taint (`NoSchedule`)")}
 
-    keys = slices.UNHEALTHY, slices.CORDONED, slices.SUSPENDED, slices.HELD
-    assert rows == set(keys)
+    assert rows == {row.taint for row in REASONS if row.taint}

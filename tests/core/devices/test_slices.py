@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.devices.slices import CORDONED, HELD, SUSPENDED, UNHEALTHY, SliceSpec, slices_of
+from metagpu.core.availability.reasons import CORDONED, HELD, SUSPENDED, UNHEALTHY
+from metagpu.core.devices.slices import SliceSpec, slices_of
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import Fault, ResourceClaimRef, Share
 from metagpu.core.model.snapshot import Snapshot, Versions

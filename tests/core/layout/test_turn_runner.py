@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.layout.offer_turns import TurnTiming
 from metagpu.core.layout.turn_runner import TurnRunner
 from metagpu.core.model.shares import OfferTurn, Share
@@ -17,7 +18,7 @@ from metagpu.core.state.facts import (
     TurnsChanged,
 )
 from metagpu.core.state.registry import Registry
-from tests.rigs.build import config, gpu, layout_of
+from tests.rigs.build import config, gpu, layout_of, withdrawn
 from tests.rigs.waiting import becomes, skip
 
 MIXED = """
@@ -54,7 +55,7 @@ class Pool:
     def healthy(self, index: int = 0) -> list[Share]:
         """Return the shares of a GPU that are listed Healthy."""
         state = self.states[index]
-        return [it for it in state.shares if it.id not in state.unhealthy_shares]
+        return [it for it in state.shares if it.id not in availability_of(state).unlisted]
 
 
 @asynccontextmanager
@@ -77,16 +78,16 @@ async def test_one_idle_gpu_is_offered_by_one_backend_after_the_other() -> None:
     """The list follows the clock; what a turn withdraws stays listed for the grace."""
     async with taking_turns(Pool(1)) as pool:
         (first,) = pool.offered()
-        assert not pool.states[0].withdrawn_shares
+        assert not withdrawn(pool.states[0])
 
         skip(TIMING.turn)
-        await becomes(lambda: pool.states[0].withdrawn_shares)
+        await becomes(lambda: withdrawn(pool.states[0]))
         assert pool.offered() == {first}
-        assert pool.states[0].withdrawn_shares == {it.id for it in pool.healthy()}
+        assert withdrawn(pool.states[0]) == {it.id for it in pool.healthy()}
 
         skip(TIMING.grace)
         await becomes(lambda: pool.offered() == {"fraction", "timeslice"} - {first})
-        assert not pool.states[0].withdrawn_shares
+        assert not withdrawn(pool.states[0])
 
 
 async def test_a_claim_ends_the_turns_of_a_gpu() -> None:
@@ -94,10 +95,10 @@ async def test_a_claim_ends_the_turns_of_a_gpu() -> None:
     async with taking_turns(Pool(1)) as pool:
         share = pool.healthy()[0]
         skip(TIMING.turn)
-        await becomes(lambda: pool.states[0].withdrawn_shares)
+        await becomes(lambda: withdrawn(pool.states[0]))
         pool.registry.apply(SharesClaimed((share,), at=1))
         assert pool.offered() == {share.backend}
-        assert not pool.states[0].withdrawn_shares
+        assert not withdrawn(pool.states[0])
 
         skip(60)
         await anyio.wait_all_tasks_blocked()
@@ -106,7 +107,7 @@ async def test_a_claim_ends_the_turns_of_a_gpu() -> None:
         assert pool.offered() == {share.backend}, "the last owner comes first, at once"
         await anyio.wait_all_tasks_blocked()
         skip(TIMING.turn)
-        await becomes(lambda: pool.states[0].withdrawn_shares)
+        await becomes(lambda: withdrawn(pool.states[0]))
 
 
 async def test_a_cordoned_gpu_takes_no_part() -> None:
@@ -148,7 +149,7 @@ def test_a_gpu_whose_turn_ends_backs_no_amount() -> None:
 
     def free(turn: OfferTurn) -> list[int]:
         registry.apply(TurnsChanged({gpus[2].id: turn}))
-        unhealthy = [state.unhealthy_shares for state in registry.snapshot.gpus.values()]
+        unhealthy = [availability_of(state).unlisted for state in registry.snapshot.gpus.values()]
         held = [state.leases for state in registry.snapshot.gpus.values()]
         return [
             sum(it.id not in unhealthy[index] and it.id not in held[index] for it in units[index])

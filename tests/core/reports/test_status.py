@@ -9,7 +9,6 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Connection, PciPath, Topology
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.reasons import unavailable_reason
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.status import explain_report, find_gpu, status_report
@@ -22,7 +21,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
     TopologyRead,
 )
-from tests.rigs.build import METAGPU, after, gpu, offer, offered, share
+from tests.rigs.build import METAGPU, after, gpu, offer, offered, refusal, share
 
 A, B = gpu(0, numa_node=1), gpu(1)
 ALICE = Holder("team", "alice", "main")
@@ -208,7 +207,9 @@ def test_a_blocker_names_the_backend_that_has_the_gpu() -> None:
     layout, snapshot = offered(A)
     snapshot = after(SharesClaimed(layout.shares[:1], at=1), since=snapshot)
 
-    assert unavailable_reason(snapshot.gpus[A.id]) == f"GPU 0 ({A.id}) is in use by fraction"
+    other = share(A, 0, backend="whole", resource="a.b/c")
+    snapshot = after(offer(*layout.shares, other), since=snapshot)
+    assert refusal(snapshot.gpus[A.id], other).endswith(f"GPU 0 ({A.id}) is in use by fraction")
 
 
 def test_a_status_has_the_pod_metadata_of_a_holder() -> None:
@@ -248,7 +249,7 @@ def test_a_blocker_names_the_pod_of_an_orphaned_lease(holder: Holder | None, who
         since=snapshot,
     )
 
-    assert unavailable_reason(snapshot.gpus[A.id]) == (
+    assert status_report(snapshot, layout)["gpus"][0]["waitsFor"] == (
         f"GPU 0 ({A.id}) is held by {who} under cnvrg.io/metagpu, which is not on offer as it was "
         "granted; the GPU waits for the end of that pod"
     )

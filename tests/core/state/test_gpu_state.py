@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metagpu.core.availability.conflict import conflicts_of, shares_on_faulty_devices
+from metagpu.core.availability.reasons import availability_of, count_free, open_to
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
     CordonSource,
@@ -60,9 +62,9 @@ def test_what_follows_from_a_state_is_computed_once() -> None:
     """The unhealthy shares of one state are one object; another state has its own."""
     suspended = state(after(BackendSuspended(A.id, "mps", "no program", at=7), since=NODE))
 
-    assert suspended.unhealthy_shares is suspended.unhealthy_shares
-    assert suspended.unhealthy_shares == {share.id for share in UNITS}
-    assert state(NODE).unhealthy_shares == set()
+    assert availability_of(suspended).unlisted is availability_of(suspended).unlisted
+    assert availability_of(suspended).unlisted == {share.id for share in UNITS}
+    assert availability_of(state(NODE)).unlisted == set()
 
 
 # --- readiness ------------------------------------------------------------------------------------
@@ -71,15 +73,15 @@ def test_what_follows_from_a_state_is_computed_once() -> None:
 def test_a_backend_with_setup_is_not_on_offer_before_it_is_ready() -> None:
     """A backend that needs setup begins suspended; others are not touched."""
     assert state(BEGUN).suspended == {"mps": Pause("it is being made ready", since=5)}
-    assert state(BEGUN).unhealthy_shares == {unit.id for unit in UNITS}
-    assert state(BEGUN).count_free(METAGPU) == 2
-    assert state(BEGUN).count_free(MPS) == 0
-    assert not state(BEGUN).open_to("mps")
-    assert state(BEGUN).open_to("fraction")
+    assert availability_of(state(BEGUN)).unlisted == {unit.id for unit in UNITS}
+    assert count_free(state(BEGUN), METAGPU) == 2
+    assert count_free(state(BEGUN), MPS) == 0
+    assert not open_to(state(BEGUN), "mps")
+    assert open_to(state(BEGUN), "fraction")
 
     assert state(NODE).suspended == {}
-    assert state(NODE).unhealthy_shares == frozenset()
-    assert state(NODE).count_free(MPS) == 2
+    assert availability_of(state(NODE)).unlisted == frozenset()
+    assert count_free(state(NODE), MPS) == 2
 
 
 def test_a_backend_that_need_not_be_ready_is_at_once() -> None:
@@ -95,7 +97,7 @@ def test_a_suspended_backend_keeps_its_leases() -> None:
 
     assert state(snapshot).leases == state(HELD).leases
     assert state(snapshot).owner == "mps"
-    assert state(snapshot).unhealthy_shares == {part.id for part in (*UNITS, *FRACTIONS)}
+    assert availability_of(state(snapshot)).unlisted == {part.id for part in (*UNITS, *FRACTIONS)}
     assert events == (BackendSuspended(A.id, "mps", "its daemon died", at=12),)
 
 
@@ -122,13 +124,13 @@ def test_a_gpu_stays_its_backends_until_it_is_clean() -> None:
     """After its last lease a GPU stays with its backend until the cleanup is reported."""
     assert state(DIRTY).owner == "mps"
     assert state(DIRTY).cleaning == {"mps": 20}
-    assert state(DIRTY).unavailable_shares == {part.id for part in FRACTIONS}
-    assert state(DIRTY).count_free(MPS) == 2
-    assert state(DIRTY).open_to("mps")
+    assert conflicts_of(state(DIRTY)).all == {part.id for part in FRACTIONS}
+    assert count_free(state(DIRTY), MPS) == 2
+    assert open_to(state(DIRTY), "mps")
 
     clean, events = reduce(DIRTY, CleanupFinished(A.id, "mps", since=20, at=25))
     assert state(clean).owner is None
-    assert state(clean).unavailable_shares == frozenset()
+    assert conflicts_of(state(clean)).all == frozenset()
     assert events == (CleanupFinished(A.id, "mps", since=20, at=25),)
 
 
@@ -156,7 +158,7 @@ def test_a_grant_during_a_cleanup_ends_it() -> None:
     late = CleanupFinished(A.id, "mps", since=20, at=22)
 
     assert state(again).cleaning == {}
-    assert state(again).unavailable_shares == {part.id for part in FRACTIONS}
+    assert conflicts_of(state(again)).all == {part.id for part in FRACTIONS}
     assert reduce(again, late) == (again, ())
 
     dirty = after(SharesReleased(UNITS[1:], at=23), since=again)
@@ -184,7 +186,7 @@ def test_a_lease_of_another_plugin_does_not_end_a_cleanup() -> None:
     assert state(snapshot).cleaning == {"mps": 20}
     gone = after(LeasesObserved({}, at=22), since=snapshot)
     assert state(gone).owner == "mps"
-    assert state(gone).unavailable_shares == {part.id for part in FRACTIONS}
+    assert conflicts_of(state(gone)).all == {part.id for part in FRACTIONS}
 
 
 def test_a_backend_that_leaves_is_waited_for_no_more() -> None:
@@ -192,7 +194,7 @@ def test_a_backend_that_leaves_is_waited_for_no_more() -> None:
     left = BackendDetached(A.id, "mps", at=30)
 
     assert state(after(left, since=DIRTY)).owner is None
-    assert state(after(left, since=DIRTY)).unavailable_shares == frozenset()
+    assert conflicts_of(state(after(left, since=DIRTY))).all == frozenset()
     assert state(after(left, since=BEGUN)).suspended == {}
 
     released = after(left, SharesReleased(UNITS[:1], at=31), since=HELD)
@@ -203,11 +205,11 @@ def test_a_cleaning_outlives_the_offer() -> None:
     """A GPU with new shares during a cleanup stays with its owner until the end."""
     recut = after(offer(*FRACTIONS), since=DIRTY)
 
-    assert state(recut).unavailable_shares == {part.id for part in FRACTIONS}
+    assert conflicts_of(state(recut)).all == {part.id for part in FRACTIONS}
     granted_beside = after(offer(*FRACTIONS), SharesReleased(UNITS[:1], at=20), since=HELD)
-    assert state(granted_beside).unavailable_shares == {part.id for part in FRACTIONS}
+    assert conflicts_of(state(granted_beside)).all == {part.id for part in FRACTIONS}
     clean = after(CleanupFinished(A.id, "mps", since=20, at=25), since=recut)
-    assert state(clean).unavailable_shares == frozenset()
+    assert conflicts_of(state(clean)).all == frozenset()
 
 
 # --- cordon ---------------------------------------------------------------------------------------
@@ -218,11 +220,11 @@ def test_a_cordon_closes_shares_without_a_lease() -> None:
     snapshot, events = reduce(HELD, GpuCordoned(A.id, "riser", at=12))
 
     assert state(snapshot).cordon == Pause("riser", since=12)
-    assert state(snapshot).unhealthy_shares == {part.id for part in (*FRACTIONS, *UNITS)} - {
-        UNITS[0].id
-    }
-    assert state(snapshot).count_free(MPS) == 0
-    assert not state(snapshot).open_to("mps")
+    assert availability_of(state(snapshot)).unlisted == {
+        part.id for part in (*FRACTIONS, *UNITS)
+    } - {UNITS[0].id}
+    assert count_free(state(snapshot), MPS) == 0
+    assert not open_to(state(snapshot), "mps")
     assert snapshot.gpus[B.id] is HELD.gpus[B.id]
     assert events == (GpuCordoned(A.id, "riser", at=12),)
 
@@ -248,7 +250,7 @@ def test_a_source_lifts_its_own_cordon_alone() -> None:
 
     assert state(both).cordon == state(upgraded).cordon == Pause("fan", since=14)
     assert state(repaired).cordon == Pause("upgrade", since=12)
-    assert not state(repaired).open_to("mps")
+    assert not open_to(state(repaired), "mps")
     assert after(GpuUncordoned(A.id, 16, upgrade), since=repaired).gpus == NODE.gpus
 
 
@@ -304,7 +306,7 @@ def test_provisioned_state_is_known_until_its_backend_leaves() -> None:
     less = after(ProvisioningReported(A.id, "mps", ProvisionedState(), at=9), since=reported)
 
     assert state(reported).provisioned == {"mps": PROVISIONED}
-    assert state(reported).unavailable_shares == {unit.id for unit in UNITS}
+    assert conflicts_of(state(reported)).all == {unit.id for unit in UNITS}
     assert again is reported
     assert no_events == ()
     assert state(less) == state(NODE)
@@ -316,14 +318,14 @@ def test_an_idle_or_leased_device_blocks_no_share() -> None:
     devices = ProvisionedState({UNITS[0].id: HardwareDevice("MIG-x", 1, 0)})
     idle = ProvisionedState({UNITS[0].id: HardwareDevice("MIG-x", 1, 0, idle=True)})
 
-    assert state(
-        after(ProvisioningReported(A.id, "mps", devices, at=7), since=NODE)
-    ).unavailable_shares == {UNITS[0].id}
-    assert not state(
-        after(ProvisioningReported(A.id, "mps", idle, at=7), since=NODE)
-    ).unavailable_shares
+    assert conflicts_of(
+        state(after(ProvisioningReported(A.id, "mps", devices, at=7), since=NODE))
+    ).all == {UNITS[0].id}
+    assert not conflicts_of(
+        state(after(ProvisioningReported(A.id, "mps", idle, at=7), since=NODE))
+    ).all
     held = after(ProvisioningReported(A.id, "mps", devices, at=7), since=HELD)
-    assert state(held).unavailable_shares == {fraction.id for fraction in FRACTIONS}
+    assert conflicts_of(state(held)).all == {fraction.id for fraction in FRACTIONS}
 
 
 def test_paused_shares_are_unhealthy_with_and_without_a_lease() -> None:
@@ -332,11 +334,11 @@ def test_paused_shares_are_unhealthy_with_and_without_a_lease() -> None:
     idle = state(after(ProvisioningReported(A.id, "mps", paused, at=7), since=NODE))
     held = state(after(ProvisioningReported(A.id, "mps", paused, at=7), since=HELD))
 
-    assert idle.unhealthy_shares == {UNITS[0].id}
-    assert not idle.unavailable_shares
+    assert availability_of(idle).unlisted == {UNITS[0].id}
+    assert not conflicts_of(idle).all
     assert idle.paused_shares == {UNITS[0].id: "it hangs"}
     assert UNITS[0].id in held.leases
-    assert held.unhealthy_shares == held.unavailable_shares | {UNITS[0].id}
+    assert availability_of(held).unlisted == conflicts_of(held).all | {UNITS[0].id}
 
 
 def test_mig_devices_of_other_plugins_are_known_from_the_kubelet() -> None:
@@ -394,8 +396,8 @@ def test_a_fault_of_a_device_is_of_its_shares_alone(facts: list[Fact]) -> None:
 
     snapshot = after(*facts, since=ON_OFFER)
     expected = {i for i, device in devices.items() if device in ill}
-    assert state(snapshot).unhealthy_shares == expected
-    assert state(snapshot).faulty_shares == expected
+    assert availability_of(state(snapshot)).unlisted == expected
+    assert shares_on_faulty_devices(state(snapshot)) == expected
     assert state(snapshot).verdict.healthy
     assert snapshot.gpus[B.id] is ON_OFFER.gpus[B.id]
     assert all(
@@ -423,5 +425,5 @@ def test_a_leased_share_on_a_faulty_device_is_unhealthy() -> None:
         since=ON_OFFER,
     )
 
-    assert state(snapshot).unhealthy_shares == {MANY[0].id}
+    assert availability_of(state(snapshot)).unlisted == {MANY[0].id}
     assert state(snapshot).leases

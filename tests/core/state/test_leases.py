@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from metagpu.core.availability.conflict import conflicts_of, orphaned_leases
+from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import Holder, Lease, ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
@@ -51,7 +53,7 @@ def test_a_grant_is_a_lease_without_a_holder() -> None:
 
     assert leases(snapshot) == {A_SHARES[0].id: Lease(A_SHARES[0], 10)}
     assert snapshot.gpus[A.id].owner == "fraction"
-    assert snapshot.gpus[A.id].count_free(METAGPU) == 2
+    assert count_free(snapshot.gpus[A.id], METAGPU) == 2
     assert events == (SharesClaimed(A_SHARES[:1], at=10),)
 
 
@@ -93,7 +95,7 @@ def test_released_shares_are_free() -> None:
     snapshot, events = reduce(LEASED, SharesReleased(A_SHARES, at=30))
 
     assert leases(snapshot) == {}
-    assert snapshot.gpus[A.id].count_free(METAGPU) == 3
+    assert count_free(snapshot.gpus[A.id], METAGPU) == 3
     assert events == (SharesReleased(A_SHARES[:2], at=30),)
 
 
@@ -101,7 +103,7 @@ def test_a_faulty_gpu_has_nothing_free() -> None:
     """A GPU out of service grants no share, whatever its leases."""
     broken = after(GpuFaulted(A.id, "XID 79", at=5), since=LEASED)
 
-    assert broken.gpus[A.id].count_free(METAGPU) == 0
+    assert count_free(broken.gpus[A.id], METAGPU) == 0
 
 
 def test_an_observed_holder_is_written_to_the_lease() -> None:
@@ -211,13 +213,16 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
     other = LeasesObserved(held, at=9, resources={A_SHARES[0].id: ResourceName("nvidia.com/gpu")})
     snapshot, _ = reduce(TOLD, other)
 
-    assert snapshot.gpus[A.id].unavailable_shares == {part.id for part in A_SHARES}
-    assert [lease.holder for lease in snapshot.gpus[A.id].orphaned_leases] == [ALICE]
+    assert conflicts_of(snapshot.gpus[A.id]).all == {part.id for part in A_SHARES}
+    assert [
+        lease.holder
+        for lease in orphaned_leases(snapshot.gpus[A.id].shares, snapshot.gpus[A.id].leases)
+    ] == [ALICE]
     assert snapshot.gpus[B.id] is TOLD.gpus[B.id]
 
     freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
 
-    assert freed.gpus[A.id].unavailable_shares == frozenset()
+    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
 
 
 def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
@@ -225,11 +230,11 @@ def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
     new_shares = tuple(replace(part, resource=ResourceName("a.b/c")) for part in A_SHARES)
     snapshot = after(offer(*new_shares, *B_SHARES), since=LEASED)
 
-    assert snapshot.gpus[A.id].unavailable_shares == {part.id for part in new_shares}
+    assert conflicts_of(snapshot.gpus[A.id]).all == {part.id for part in new_shares}
 
     freed, _ = reduce(snapshot, SharesReleased(A_SHARES[:2], at=30))
 
-    assert freed.gpus[A.id].unavailable_shares == frozenset()
+    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
 
 
 def test_releases_are_published_before_grants() -> None:
@@ -251,7 +256,7 @@ def test_leases_reported_before_the_offer_belong_to_it(resource: ResourceName | 
     early, late = after(FOUND, account, OFFERED), after(FOUND, OFFERED, account)
 
     assert early.gpus == late.gpus
-    assert not early.gpus[A.id].unavailable_shares
+    assert not conflicts_of(early.gpus[A.id]).all
 
 
 def test_leases_reported_under_another_name_do_not_belong_to_the_offer() -> None:
@@ -261,7 +266,7 @@ def test_leases_reported_under_another_name_do_not_belong_to_the_offer() -> None
 
     state = after(FOUND, account, OFFERED).gpus[A.id]
 
-    assert state.unavailable_shares == {share.id for share in A_SHARES}
+    assert conflicts_of(state).all == {share.id for share in A_SHARES}
 
 
 NAME = {A_SHARES[0].id: METAGPU}

@@ -5,6 +5,7 @@ from typing import Final
 
 import pytest
 
+from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import CordonSource, Holder
 from metagpu.core.reports.daemon_checks import check_driver_upgrade
@@ -58,7 +59,7 @@ def test_paused_operands_are_an_upgrade_without_the_operators_label(value: str) 
 def allocatable(it: Scene) -> int:
     """Return how many shares the kubelet could give."""
     snapshot = it.registry.snapshot
-    return sum(state.count_free(METAGPU) for state in snapshot.gpus.values())
+    return sum(count_free(state, METAGPU) for state in snapshot.gpus.values())
 
 
 def node_events(it: Scene) -> list[tuple[str, str, str]]:
@@ -88,7 +89,7 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
         it.server.label(NODE, {STATE_LABEL: "pod-deletion-required"})
         await becomes(lambda: allocatable(it) == 0)
         state = it.registry.snapshot.gpus[gpu(0).id]
-        assert held not in state.unhealthy_shares
+        assert held not in availability_of(state).unlisted
         assert it.registry.snapshot.gpus[gpu(1).id].cordon is not None
         report = it.cluster.report()["driverUpgrade"]
         assert report["pods"] == [{"pod": "team/alice", "seenByOperator": False}]

@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, OfferTurn, ProvisionedState, ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -317,7 +318,7 @@ async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:
         await server.until(lambda: free() == {METAGPU: "10", SLICED: "0"})
         turn(OfferTurn("fraction", since=0, withdrawn=True, next="timeslice"))
         await server.until(lambda: free() == {METAGPU: "0", SLICED: "0"})
-        assert not it.registry.snapshot.gpus[gpu(0).id].unhealthy_shares & {
+        assert not availability_of(it.registry.snapshot.gpus[gpu(0).id]).unlisted & {
             share.id for share in it.registry.snapshot.offers[METAGPU].shares.values()
         }
 

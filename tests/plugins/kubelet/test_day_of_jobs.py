@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 from bench.cluster_model import Cluster, Pod, job_back_off
+from metagpu.core.availability.reasons import availability_of
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.gpu import GpuId
@@ -119,7 +120,7 @@ class MetagpuNode:
             for of, shares in snapshot.offers[resource].by_gpu.items()
             if snapshot.gpus[of].verdict.healthy
             for share in shares
-            if share.id not in taken | snapshot.gpus[of].unhealthy_shares
+            if share.id not in taken | availability_of(snapshot.gpus[of]).unlisted
         ]
         if len(free) < pod.size:
             return False

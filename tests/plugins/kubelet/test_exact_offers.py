@@ -19,14 +19,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.offers import RequestRule, largest_request
+from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Holder, OfferTurn, ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import free_parts
 from metagpu.core.state.facts import (
     BackendResumed,
     BackendSuspended,
@@ -203,8 +204,10 @@ class Offers(RuleBasedStateMachine):
     def held_shares_are_healthy_unless_their_gpu_is_not(self) -> None:
         """Check that nothing that a pod holds is listed Unhealthy because it is held back."""
         for state in self.registry.snapshot.gpus.values():
-            assert not state.held_back_shares & self.held.keys()
-            assert not state.held_back_shares & state.refused_shares
+            available = availability_of(state)
+            for row, shares in available.found:
+                if row.name == "held-back":
+                    assert not shares & self.held.keys()
 
     # --- the node --------------------------------------------------------------------------------
 
@@ -247,7 +250,7 @@ class Offers(RuleBasedStateMachine):
         """Return the shares that would be refused one by one."""
         states = self.registry.snapshot.gpus.values()
         sick = {share.id for it in states if not it.verdict.healthy for share in it.shares}
-        return sick.union(*(it.refused_shares for it in states))
+        return sick.union(*(availability_of(it).refused for it in states))
 
     def fits(self, resource: ResourceName, among: Sequence[Share], size: int) -> bool:
         """Return whether the backend places a request among some shares."""
@@ -359,9 +362,9 @@ def test_the_shares_of_an_init_container_stay_healthy_while_its_pod_runs() -> No
     assert listed() == {it.id for it in shares}
     state = node.registry.snapshot.gpus[first]
     assert state.leases.keys() == {it.id for it in shares[:2]}
-    assert state.count_free(resource) == 0
+    assert count_free(state, resource) == 0
     assert listed(ended=shares[2:]) == {it.id for it in shares[:2]}
-    assert node.registry.snapshot.gpus[first].count_free(resource) == 2
+    assert count_free(node.registry.snapshot.gpus[first], resource) == 2
     node.teardown()
 
 
@@ -393,7 +396,7 @@ def test_a_share_held_back_is_granted_when_the_kubelet_asks_for_it() -> None:
         share
         for state in node.registry.snapshot.gpus.values()
         for share in state.shares
-        if share.id in state.held_back_shares
+        if (row := availability_of(state).reason(share.id)) and row.name == "held-back"
     ]
     assert len(held_back) == 1
     assert not set(held_back) & set(node.offered(resource))

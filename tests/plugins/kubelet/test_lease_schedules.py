@@ -28,13 +28,13 @@ from hypothesis.stateful import (
 )
 
 from metagpu.backends.common.mps_daemon.control import leftover_devices
+from metagpu.core.availability.conflict import conflicts
 from metagpu.core.grants.injection import VISIBLE_DEVICES
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.model.mig import is_mig, slot_of
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceName, Share, ShareId
-from metagpu.core.model.sharing import conflicts
 from metagpu.core.state.events import CheckpointRequested
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry

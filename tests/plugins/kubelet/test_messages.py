@@ -5,6 +5,7 @@ import re
 import pytest
 from grpclib.const import Status
 
+from metagpu.core.availability.conflict import conflicts_of
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import (
     DriverTimeout,
@@ -40,7 +41,7 @@ def listed(snapshot: Snapshot, resource: ResourceName = METAGPU) -> v1beta1.List
     for one in snapshot.offers[resource].shares.values():
         state = snapshot.gpus[one.gpu]
         node = state.gpu.numa_node
-        healthy = state.verdict.healthy and one.id not in state.unavailable_shares
+        healthy = state.verdict.healthy and one.id not in conflicts_of(state).all
         devices.append(
             v1beta1.Device(
                 id=one.id,

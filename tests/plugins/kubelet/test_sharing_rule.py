@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from metagpu.backends.timeslice.backend import TimesliceBackend
+from metagpu.core.availability.conflict import conflicts
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.grants.injection import Injection
@@ -34,7 +35,6 @@ from metagpu.core.model.shares import (
     Share,
     ShareId,
 )
-from metagpu.core.model.sharing import conflicts
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendDetached,

@@ -5,8 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from metagpu.core.availability.conflict import (
+    conflicts,
+    conflicts_of,
+    orphaned_leases,
+    shares_to_wait,
+    without_conflict,
+)
+from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import ResourceName, Share, ShareId
-from metagpu.core.model.sharing import conflicts, without_conflict
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     Fact,
@@ -28,9 +35,9 @@ def test_a_lease_of_another_backend_makes_shares_unavailable() -> None:
     recut = after(offer(*slices), since=LEASED)
     freed = after(SharesReleased(A_SHARES[:2], at=30), since=recut)
 
-    assert recut.gpus[A.id].unavailable_shares == {part.id for part in slices}
-    assert freed.gpus[A.id].unavailable_shares == frozenset()
-    assert freed.gpus[A.id].count_free(METAGPU) == 2
+    assert conflicts_of(recut.gpus[A.id]).all == {part.id for part in slices}
+    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
+    assert count_free(freed.gpus[A.id], METAGPU) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,14 +130,14 @@ def test_unavailable_shares_conflict_with_a_lease(history: list[Fact]) -> None:
         snapshot, _ = reduce(snapshot, fact)
         for state in snapshot.gpus.values():
             held = {lease.share for lease in state.leases.values()}
-            if not state.orphaned_leases:
-                assert state.unavailable_shares == {
+            if not orphaned_leases(state.shares, state.leases):
+                assert conflicts_of(state).all == {
                     part.id
                     for part in state.shares
                     if part not in held and any(conflicts(part, it) for it in held)
                 }
-            elif state.waiting_shares is None:
-                assert state.unavailable_shares == {
+            elif shares_to_wait(state.shares, state.leases) is None:
+                assert conflicts_of(state).all == {
                     part.id for part in state.shares if part not in held
                 }
 
@@ -170,8 +177,8 @@ def test_equal_shares_of_one_backend_never_conflict(held: set[int], count: int) 
     state = after(GpusFound((A,), at=0), offer(*shares), SharesClaimed(granted, at=1)).gpus[A.id]
 
     assert not state.can_conflict
-    assert state.unavailable_shares == frozenset()
-    assert state.count_free(METAGPU) == count - len(granted)
+    assert conflicts_of(state).all == frozenset()
+    assert count_free(state, METAGPU) == count - len(granted)
 
 
 TOTAL = 40 * 2**30
@@ -199,10 +206,10 @@ def test_a_gpu_divided_again_offers_what_is_free_of_it(before: int, held: int, n
     state = divided_again(before, held, now).gpus[A.id]
     ids = sum(it.id in state.leases for it in state.shares)
 
-    free = state.count_free(METAGPU)
+    free = count_free(state, METAGPU)
     fits = (before - held) * now // before  # whole parts of the new division
     assert free == min(now - ids, fits)
-    assert not state.unavailable_shares & state.leases.keys()
+    assert not conflicts_of(state).all & state.leases.keys()
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30))
@@ -211,9 +218,9 @@ def test_replicas_are_counted(before: int, held: int, now: int) -> None:
     held = min(before, held)
     state = divided_again(before, held, now, replica=True).gpus[A.id]
 
-    assert state.count_free(METAGPU) == max(0, now - held)
+    assert count_free(state, METAGPU) == max(0, now - held)
     if now >= before:
-        assert state.orphaned_leases == ()
+        assert orphaned_leases(state.shares, state.leases) == ()
 
 
 @pytest.mark.parametrize("change", ["resource", "backend", "instances", "several"])
@@ -232,8 +239,8 @@ def test_parts_of_another_kind_wait(change: str) -> None:
     claimed = SharesClaimed((old[0],), at=1)
     state = after(GpusFound((A,), at=0), offer(*old), claimed, offer(*new)).gpus[A.id]
 
-    assert state.waiting_shares is None
-    assert state.unavailable_shares == {it.id for it in new}
+    assert shares_to_wait(state.shares, state.leases) is None
+    assert conflicts_of(state).all == {it.id for it in new}
 
 
 def test_a_new_position_is_no_new_share() -> None:
@@ -241,5 +248,5 @@ def test_a_new_position_is_no_new_share() -> None:
     moved = [replace(it, number=it.number + 1) for it in A_SHARES]
     state = after(offer(*moved), since=LEASED).gpus[A.id]
 
-    assert state.orphaned_leases == ()
-    assert state.count_free(METAGPU) == 1
+    assert orphaned_leases(state.shares, state.leases) == ()
+    assert count_free(state, METAGPU) == 1

@@ -2,10 +2,11 @@
 
 import pytest
 
-from metagpu.core.model.defrag import LeasedPart, PartMove, best_move
+from metagpu.core.availability.exact import FreePart
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.offers import FreePart, RequestRule
+from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import Holder
+from metagpu.core.reports.remarks import LeasedPart, PartMove, best_move
 
 WHOLE, ONE, ANY = RequestRule.WHOLE_GPUS, RequestRule.ONE_GPU, RequestRule.ANY
 

@@ -3,14 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from types import MappingProxyType
+from typing import Final, cast
+
+import msgspec
 
 from metagpu.core.model.shares import (
     Lease,
     ProvisionedState,
     Share,
     ShareId,
-    Verdict,
 )
+from metagpu.core.model.snapshot import GpuState
+
+NONE: Final[frozenset[ShareId]] = frozenset()
 
 
 def conflicts(a: Share, b: Share) -> bool:
@@ -138,25 +143,95 @@ def unavailable_shares(
     )
 
 
-def shares_on_faulty_devices(
-    provisioned: Mapping[str, ProvisionedState], faults: Mapping[str, Verdict]
-) -> frozenset[ShareId]:
-    """Find the shares of one GPU whose MIG devices are out of service.
+class Conflicts(msgspec.Struct, frozen=True):
+    """The shares of one GPU that conflict with something, by what is in the way.
 
-    A verdict belongs to a device by its uuid: a device created later in its place is healthy.
+    Attributes:
+        all: every one of them.
+        orphaned: those that wait for orphaned leases.
+        occupied: those whose slots have something else on them, or a device that is not idle.
+        staggered: those that are free and not on offer again yet.
+        in_use: all others, while anything of the GPU is leased; `cleanup` while nothing is.
     """
-    if not faults:
-        return frozenset()
-    return frozenset(
-        share
-        for state in provisioned.values()
-        for share, it in state.devices.items()
-        if it.device in faults
+
+    all: frozenset[ShareId] = NONE
+    orphaned: frozenset[ShareId] = NONE
+    occupied: frozenset[ShareId] = NONE
+    staggered: frozenset[ShareId] = NONE
+    in_use: frozenset[ShareId] = NONE
+    cleanup: frozenset[ShareId] = NONE
+
+
+_NO_CONFLICTS: Final = Conflicts()
+
+
+def conflicts_of(state: GpuState) -> Conflicts:
+    """Return what conflicts on a GPU now, computed once for each state."""
+    if not (state.can_conflict or state.cleaning or state.provisioned):
+        return _NO_CONFLICTS
+    known = state.__dict__.get("conflicts")
+    if known is None:
+        known = state.__dict__["conflicts"] = _find_conflicts(state)
+    return cast("Conflicts", known)
+
+
+def _find_conflicts(state: GpuState) -> Conflicts:
+    """Find the conflicts of a GPU, each share by the first cause that applies."""
+    every = unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
+    if not every:
+        return _NO_CONFLICTS
+    waiting = shares_to_wait(state.shares, state.leases)
+    orphaned = every if waiting is None else every & waiting
+    rest = {share.id: share for share in state.shares if share.id in every - orphaned}
+    blocked, delayed = set[str](), set[ShareId]()
+    for made in state.provisioned.values():
+        blocked.update(made.blocked)
+        delayed |= made.delayed
+    unidle = _unidle_devices(state) if rest else set()
+    slots = blocked.union(*(it.footprint for it in state.shares if it.id in unidle))
+    free = without_conflict(rest.values(), (lease.share for lease in state.leases.values()))
+    staggered = delayed & {share.id for share in free}
+    occupied = {i for i, it in rest.items() if not it.footprint.isdisjoint(slots)}
+    others = frozenset(rest.keys() - occupied - staggered)
+    return Conflicts(
+        every,
+        orphaned,
+        frozenset(occupied),
+        frozenset(staggered - occupied),
+        others if state.leases else NONE,
+        NONE if state.leases else others,
     )
 
 
-def can_conflict(shares: Sequence[Share]) -> bool:
-    """Return whether any two shares of one GPU could conflict."""
-    slots = [slot for share in shares for slot in share.footprint]
+def _unidle_devices(state: GpuState) -> set[ShareId]:
+    """Return the shares whose devices have no lease and are not idle."""
+    return {
+        share
+        for made in state.provisioned.values()
+        for share, device in made.devices.items()
+        if share not in state.leases and not device.idle
+    }
 
-    return len({share.backend for share in shares}) > 1 or len(slots) != len(set(slots))
+
+def shares_on_faulty_devices(state: GpuState) -> frozenset[ShareId]:
+    """Find the shares of a GPU whose MIG devices are out of service.
+
+    A verdict belongs to a device by its uuid: a device created later in its place is healthy.
+    """
+    if not state.mig_faults:
+        return NONE
+    return frozenset(
+        share
+        for made in state.provisioned.values()
+        for share, it in made.devices.items()
+        if it.device in state.mig_faults
+    )
+
+
+def can_conflict(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> bool:
+    """Return whether any two shares of one GPU, on offer or held, could conflict."""
+    # Leased shares that are not on offer any more still conflict with others.
+    every = list(dict.fromkeys([*shares, *(lease.share for lease in leases.values())]))
+    slots = [slot for share in every for slot in share.footprint]
+    several = len({share.backend for share in every}) > 1 or len(slots) != len(set(slots))
+    return several or bool(orphaned_leases(shares, leases))

@@ -2,8 +2,9 @@
 
 import pytest
 
+from metagpu.core.availability.exact import FreePart, held_back_gpus, largest_request
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.offers import FreePart, RequestRule, held_back_gpus, largest_request
+from metagpu.core.model.offers import RequestRule
 
 WHOLE, ONE, ANY = RequestRule.WHOLE_GPUS, RequestRule.ONE_GPU, RequestRule.ANY
 

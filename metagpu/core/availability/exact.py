@@ -1,0 +1,176 @@
+"""Exact offers: the free shares that are held back from the scheduler. Pure.
+
+The scheduler counts the shares of a node; it does not know on which GPU they are. Where 30 shares
+are free on each of two GPUs, it would send a request of 40 that no GPU can take.
+
+It frees a pod's shares at the pod's end and tries waiting pods at once, before any list or number
+can change. So the shares of a pod that is about to end leave the list, and the number with it,
+beforehand. They come back once they are free, in the choice of that moment.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.availability.conflict import NONE
+from metagpu.core.availability.reasons import availability_of
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.offers import RequestRule
+from metagpu.core.model.shares import ResourceName, ShareId, count_containers
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
+
+
+class FreePart(msgspec.Struct, frozen=True):
+    """The part of one GPU that is free.
+
+    Attributes:
+        total: the shares of the resource on the GPU, free or not.
+        free: the shares that could be granted now.
+        full: whether the GPU serves as many containers as it can: nobody gets its free shares.
+    """
+
+    gpu: GpuId
+    total: int
+    free: int
+    full: bool = False
+
+    @property
+    def usable(self) -> int:
+        """The shares that the next request could take."""
+        return 0 if self.full else self.free
+
+
+def free_part(state: GpuState, offer: Offer) -> FreePart:
+    """Return the part of a GPU that is free, of one resource.
+
+    The kubelet waits while the parts of all GPUs are compared: a state keeps its own.
+    """
+    parts = availability_of(state).parts
+    known: tuple[Offer, FreePart] | None = parts.get(offer.resource)
+    if known is None or known[0] is not offer:
+        known = parts[offer.resource] = offer, _new_free_part(state, offer)
+    return known[1]
+
+
+def _new_free_part(state: GpuState, offer: Offer) -> FreePart:
+    gpu, shares, full = state.gpu.id, offer.ids[state.gpu.id], False
+    if (most := offer.rule.max_containers.get(gpu)) is not None:
+        backend = offer.by_gpu[gpu][0].backend
+        leases = (it for it in state.leases.values() if it.share.backend == backend)
+        full = count_containers(leases) >= most
+    return FreePart(gpu, len(shares), availability_of(state).count_free(shares), full)
+
+
+def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
+    """Return the free part of each GPU of a resource, by index."""
+    return [free_part(snapshot.gpus[gpu], offer) for gpu in offer.by_gpu]
+
+
+def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
+    """Return the free parts that pods are bound for: of no GPU whose turn ends."""
+    return [
+        part
+        for part in free_parts(snapshot, offer)
+        if not (turn := snapshot.gpus[part.gpu].present_turn)
+        or not turn.withdrawn
+        or turn.backend != offer.by_gpu[part.gpu][0].backend
+    ]
+
+
+def held_back_gpus(rule: RequestRule, parts: Sequence[FreePart]) -> frozenset[GpuId]:
+    """Return the GPUs whose free shares are held back, of one resource.
+
+    Of what is left, each request up to the sum can be placed, under `ONE_GPU` each request that a
+    GPU could ever take. No larger sum has this property: the GPUs left are those that a request of
+    the whole sum would need.
+
+    Args:
+        rule: the sets of shares that one request may take.
+        parts: every GPU with shares of the resource, by index: of equal parts the first is offered.
+    """
+    if rule is RequestRule.ANY:
+        return frozenset()
+
+    largest = max((part.total for part in parts), default=0)
+    fits_largest = any(part.usable == largest for part in parts)
+    if rule is RequestRule.ONE_GPU and fits_largest:
+        offered = {part.gpu for part in parts if part.usable}
+    else:
+        offered = {it.gpu for it in parts if fits_largest and it.usable == it.total}
+        rest = [part for part in parts if part.gpu not in offered and part.usable]
+        if rest:
+            offered.add(max(rest, key=lambda part: part.usable).gpu)
+    return frozenset(part.gpu for part in parts if part.free and part.gpu not in offered)
+
+
+def largest_request(rule: RequestRule, parts: Sequence[FreePart]) -> int:
+    """Return the number of shares of the largest request that could be placed now."""
+    if rule is RequestRule.ANY:
+        return sum(part.usable for part in parts)
+
+    one_gpu = max((part.usable for part in parts), default=0)
+    if rule is RequestRule.ONE_GPU:
+        return one_gpu
+    whole = sum(part.total for part in parts if part.usable == part.total)
+    rest = max((part.usable for part in parts if part.usable != part.total), default=0)
+    largest = max((part.total for part in parts), default=0)
+    return whole + rest if whole + rest > largest else one_gpu
+
+
+def with_held_back(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the shares that its offers' rules hold back.
+
+    These are free shares, and leased ones of pods that are about to end, or have ended.
+    """
+    held: dict[GpuId, dict[ResourceName, frozenset[ShareId]]] = {}
+    ending = defaultdict[GpuId, set[ShareId]](set)
+    for resource, offer in snapshot.offers.items():
+        if offer.rule.requests is not RequestRule.ANY:
+            for gpu in held_back_gpus(offer.rule.requests, _counted_parts(snapshot, offer)):
+                held.setdefault(gpu, {})[resource] = offer.ids[gpu]
+            for gpu, shares in _ending_shares(snapshot, offer).items():
+                ending[gpu] |= shares
+
+    changed = [
+        replace(
+            state,
+            held_back=MappingProxyType(held.get(gpu, {})),
+            ending_shares=frozenset(ending.get(gpu, NONE)),
+        )
+        for gpu, state in snapshot.gpus.items()
+        if state.held_back != held.get(gpu, {}) or state.ending_shares != ending.get(gpu, NONE)
+    ]
+    return with_states(snapshot, changed) if changed else snapshot
+
+
+def _ending_shares(snapshot: Snapshot, offer: Offer) -> Mapping[GpuId, set[ShareId]]:
+    """Return the shares of an offer that pods hold which are about to end."""
+    found = defaultdict[GpuId, set[ShareId]](set)
+    if not (pods := snapshot.pods.terminating - snapshot.readmitted):
+        return found
+    for gpu, ids in offer.ids.items():
+        for share, lease in snapshot.gpus[gpu].leases.items():
+            holder = lease.holder
+            if holder is not None and (holder.namespace, holder.pod) in pods and share in ids:
+                found[gpu].add(share)
+    return found
+
+
+def with_place_for_arriving(
+    snapshot: Snapshot, healthy: Mapping[ResourceName, int]
+) -> Mapping[ResourceName, int]:
+    """Return healthy shares, raised to what pods request while some arrive.
+
+    The kubelet refuses a pod above the Node's number, also where its shares are free. It counts the
+    pods that have not ended.
+    """
+    numbers = dict(healthy)
+    for resource in healthy.keys() & snapshot.pods.arriving.keys():
+        ids = snapshot.offers[resource].ids
+        ending = sum(len(snapshot.gpus[gpu].ending_shares & ids[gpu]) for gpu in ids)
+        wanted = min(snapshot.pods.requested.get(resource, 0), numbers[resource] + ending)
+        numbers[resource] = max(numbers[resource], wanted)
+    return numbers

@@ -1,0 +1,436 @@
+"""The table of all reasons why a share of a GPU cannot be had, in order.
+
+Lists, the Node's amounts, Allocate, preferences, turns, taints, reports and metrics ask here. A new
+reason is a new row. `python docs/availability.py` writes the table into docs/pools.md. Pure.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from operator import attrgetter
+from typing import Any, Final
+
+import msgspec
+
+from metagpu.core.availability.conflict import (
+    NONE,
+    conflicts_of,
+    orphaned_leases,
+    shares_on_faulty_devices,
+    shares_to_wait,
+)
+from metagpu.core.model.offers import Api
+from metagpu.core.model.quantities import iso_time
+from metagpu.core.model.request_errors import (
+    GpuPaused,
+    GpuUnhealthy,
+    InstanceUnhealthy,
+    RequestError,
+    ShareTaken,
+)
+from metagpu.core.model.shares import CordonSource, ResourceName, Share, ShareId
+from metagpu.core.model.snapshot import GpuState, Offer, Snapshot
+
+UNHEALTHY: Final = "metagpu.io/unhealthy"
+CORDONED: Final = "metagpu.io/cordoned"
+SUSPENDED: Final = "metagpu.io/suspended"
+HELD: Final = "metagpu.io/held"
+"""The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
+_MAX_HOLDERS: Final = 5
+"""Pods that one reason lists; `metagpu status` lists every lease."""
+
+
+class Listing(StrEnum):
+    """The shares of a reason that the kubelet sees as Healthy."""
+
+    YES = "yes"
+    NO = "no"
+    HELD = "held ones"
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """One row of the table.
+
+    Attributes:
+        name: the name that reports show.
+        meaning: which shares it is about, and why; for docs/pools.md.
+        shares: finds them in a state.
+        evidence: the fields of a state of which one says something where it is about any; none for
+            a row that always has to look.
+        listed: whether they are Healthy in the kubelet's list.
+        counted: whether the Node's amount has them, as far as they are listed.
+        free: whether reports count them as free, as far as nobody holds them.
+        refusal: builds the error that Allocate raises; `None` where the shares are granted.
+        taint: the key of the taint of a device of DRA all of whose shares are such.
+    """
+
+    name: str
+    meaning: str
+    shares: Callable[[GpuState], frozenset[ShareId]]
+    evidence: tuple[str, ...] = ()
+    listed: Listing = Listing.NO
+    counted: bool = False
+    free: bool = False
+    refusal: Callable[[GpuState, Share], RequestError] | None = None
+    taint: str = ""
+
+
+class Availability:
+    """The table applied to one state of a GPU.
+
+    Attributes:
+        found: the rows that are about shares of it, in order, with these shares.
+        unlisted: the shares that the kubelet sees as Unhealthy.
+        uncounted: the shares that the Node's amount leaves out.
+        unfree: the shares that count as free nowhere, whether anybody holds them or not.
+        refused: the shares that are not granted.
+        parts: the free part of each resource (`core/availability/exact.py`).
+    """
+
+    __slots__ = ("_state", "found", "parts", "refused", "uncounted", "unfree", "unlisted")
+
+    def __init__(self, state: GpuState) -> None:
+        self._state = state
+        self.found: list[tuple[Reason, frozenset[ShareId]]] = []
+        self.parts: dict[ResourceName, tuple[Offer, Any]] = {}
+        self.unlisted = self.uncounted = self.unfree = self.refused = NONE
+        for row in REASONS if any(_EVIDENCE(state)) else _WITHOUT_EVIDENCE:
+            if shares := row.shares(state):
+                self.found.append((row, shares))
+                if row.listed is not Listing.YES:
+                    hidden = (
+                        shares.difference(state.leases) if row.listed is Listing.HELD else shares
+                    )
+                    self.unlisted |= hidden
+                    self.uncounted |= hidden
+                elif not row.counted:
+                    self.uncounted |= shares
+                if not row.free:
+                    self.unfree |= shares
+                if row.refusal is not None:
+                    self.refused |= shares
+
+    def count_free(self, shares: frozenset[ShareId]) -> int:
+        """Count the shares of these that are free, held back or not."""
+        return len(shares.difference(self._state.leases, self._state.allocated, self.unfree))
+
+    def reason(self, share: ShareId) -> Reason | None:
+        """Return the first reason about a share, `None` for one that can be had."""
+        return next((row for row, shares in self.found if share in shares), None)
+
+    def refusal(self, share: Share) -> RequestError | None:
+        """Return the error with which a share is refused, `None` for one that is granted."""
+        for row, shares in self.found:
+            if row.refusal is not None and share.id in shares:
+                return row.refusal(self._state, share)
+        return None
+
+
+def availability_of(state: GpuState) -> Availability:
+    """Return what the table says of a state, computed once for each."""
+    known: Availability | None = state.__dict__.get("availability")
+    if known is None:
+        known = state.__dict__["availability"] = Availability(state)
+    return known
+
+
+def refuse(shares: Sequence[Share], snapshot: Snapshot) -> None:
+    """Refuse shares that cannot be granted; the kubelet may have an older list.
+
+    Raises:
+        RequestError: the message names the share or GPU, and the reason.
+    """
+    for gpu in {share.gpu for share in shares}:
+        available = availability_of(snapshot.gpus[gpu])
+        if available.refused:
+            own = [share for share in shares if share.gpu == gpu]
+            for row, concerned in available.found:
+                for share in own:
+                    if row.refusal is not None and share.id in concerned:
+                        raise row.refusal(snapshot.gpus[gpu], share)
+
+
+def open_to(state: GpuState, backend: str) -> bool:
+    """Return whether a backend may grant shares of a GPU now, if any are free."""
+    return (
+        state.verdict.healthy
+        and state.cordon is None
+        and backend not in state.suspended
+        and state.owner in (None, backend)
+    )
+
+
+def count_free(state: GpuState, resource: ResourceName) -> int:
+    """Count the shares of a resource that are free on a GPU, held back or not."""
+    ids = frozenset(share.id for share in state.shares if share.resource == resource)
+    return availability_of(state).count_free(ids)
+
+
+def waits_for(state: GpuState) -> str | None:
+    """Return which pods of an earlier configuration a GPU waits for, `None` for none."""
+    if shares_to_wait(state.shares, state.leases) == NONE:
+        return None
+    return _orphaned_text(state)
+
+
+def _every(state: GpuState) -> frozenset[ShareId]:
+    return frozenset(share.id for share in state.shares)
+
+
+def _unhealthy(state: GpuState) -> frozenset[ShareId]:
+    return shares_on_faulty_devices(state) if state.verdict.healthy else _every(state)
+
+
+def _refuse_unhealthy(state: GpuState, share: Share) -> RequestError:
+    fault = state.device_fault(share.id)
+    if not state.verdict.healthy or fault is None:
+        return GpuUnhealthy(share.resource, str(state.gpu), state.verdict.reason)
+    slot = share.id.partition("::")[2]
+    return InstanceUnhealthy(share.resource, slot, str(state.gpu), fault.reason)
+
+
+def _cordoned(state: GpuState) -> frozenset[ShareId]:
+    return _every(state) if state.cordons else NONE
+
+
+def _refuse_cordoned(state: GpuState, share: Share) -> RequestError:
+    end = (
+        f"`metagpu uncordon {state.gpu.index}` on this node ends that"
+        if CordonSource.OPERATOR in state.cordons
+        else f"`kubectl metagpu uncordon NODE/{state.gpu.index}` ends that"
+        if CordonSource.NODE in state.cordons
+        else "shares are given again after that"
+    )
+    cordon = state.cordon
+    reason = (
+        f"it is cordoned since {iso_time(cordon.since)} ({cordon.reason}); {end}" if cordon else end
+    )
+    return GpuPaused(share.resource, str(state.gpu), reason)
+
+
+def _suspended(state: GpuState) -> frozenset[ShareId]:
+    of_backends = (share.id for share in state.shares if share.backend in state.suspended)
+    return frozenset(of_backends) | state.paused_shares.keys()
+
+
+def _refuse_suspended(state: GpuState, share: Share) -> RequestError:
+    pause = state.suspended.get(share.backend)
+    reason = (
+        f"{share.backend} is suspended since {iso_time(pause.since)}: {pause.reason}"
+        if pause is not None
+        else state.paused_shares[share.id]
+    )
+    return GpuPaused(share.resource, str(state.gpu), reason)
+
+
+def _unconfirmed(state: GpuState) -> frozenset[ShareId]:
+    return frozenset([i for i, lease in state.leases.items() if lease.unconfirmed])
+
+
+def _refuse_unconfirmed(state: GpuState, share: Share) -> RequestError:
+    holder = state.leases[share.id].holder
+    reason = (
+        "the kubelet has just started, and a pod of before may still run with it; try again"
+        if holder is None
+        else f"{holder} still runs with it, although the kubelet, which started without its "
+        "checkpoint, takes it for free; it is free when that pod is gone"
+    )
+    return ShareTaken(share.id, reason)
+
+
+def _held_by_claims(state: GpuState) -> frozenset[ShareId]:
+    """Find what ResourceClaims hold of a GPU that is shared by limits since a reload."""
+    if state.api is not Api.DEVICE_PLUGIN:
+        return NONE
+    return frozenset([i for i, it in state.leases.items() if it.resource_claim is not None])
+
+
+def _refuse_held_by_claim(state: GpuState, share: Share) -> RequestError:
+    holder = state.leases[share.id].resource_claim
+    return ShareTaken(share.id, f"the ResourceClaim {holder} holds it")
+
+
+def _orphaned_text(state: GpuState) -> str:
+    """Return which pods a GPU, or a part of it, waits for."""
+    orphaned = orphaned_leases(state.shares, state.leases)
+    waiting = shares_to_wait(state.shares, state.leases)
+    holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
+    names = dict.fromkeys(it.share.resource or "another name" for it in orphaned)
+    what = "the GPU waits" if waiting is None else f"{len(waiting)} free shares wait"
+    if waiting is not None and len(waiting) == 1:
+        what = "1 free share waits"
+    pods = "that pod" if len(holders) == 1 else "these pods"
+    return (
+        f"GPU {state.gpu} is held by {_listed(holders)} under {', '.join(names)}, "
+        f"which is not on offer as it was granted; {what} for the end of {pods}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    given = list(names)
+    more = [f"{len(given) - _MAX_HOLDERS} more"] if len(given) > _MAX_HOLDERS else []
+    return ", ".join([*given[:_MAX_HOLDERS], *more])
+
+
+def _occupied_text(state: GpuState, share: Share) -> str:
+    """Return what is on the slots of a share, apart from leases."""
+    for made in state.provisioned.values():
+        for slot in sorted(share.footprint & made.blocked.keys()):
+            return f"GPU {state.gpu}: {made.blocked[slot]}"
+    released = next(_released_on(state, share), share.id)
+    return f"GPU {state.gpu}: {released} was just released and is being checked for processes"
+
+
+def _released_on(state: GpuState, share: Share) -> Iterator[ShareId]:
+    for made in state.provisioned.values():
+        for other in state.shares:
+            device = made.devices.get(other.id)
+            unleased = device is not None and not device.idle and other.id not in state.leases
+            if unleased and not share.footprint.isdisjoint(other.footprint):
+                yield other.id
+
+
+def _staggered_text(state: GpuState, share: Share) -> str:
+    return f"GPU {state.gpu}: {share.id} has just become free and is offered again in a few seconds"
+
+
+def _in_use_text(state: GpuState) -> str:
+    return f"GPU {state.gpu} is in use by {state.owner}"
+
+
+def _cleanup_text(state: GpuState) -> str:
+    reserved = (backend for backend, made in state.provisioned.items() if made.exclusive)
+    if backend := next(reserved, None):
+        return f"GPU {state.gpu} is reserved by {backend}"
+    return f"GPU {state.gpu} is being cleaned after its last lease by {state.owner}"
+
+
+def _out_of_turn(state: GpuState) -> frozenset[ShareId]:
+    if (turn := state.present_turn) is None:
+        return NONE
+    others = (share.id for share in state.shares if share.backend != turn.backend)
+    return frozenset(others).difference(state.allocated)
+
+
+def _withdrawn(state: GpuState) -> frozenset[ShareId]:
+    if (turn := state.present_turn) is None or not turn.withdrawn:
+        return NONE
+    return frozenset(share.id for share in state.shares if share.backend == turn.backend)
+
+
+def _held_back(state: GpuState) -> frozenset[ShareId]:
+    return NONE.union(*state.held_back.values()).difference(state.leases, state.allocated)
+
+
+_CONFLICT: Final = ("can_conflict", "cleaning", "provisioned")
+
+REASONS: Final = (
+    Reason(
+        "unhealthy",
+        "all shares of a GPU that is out of service, or of a MIG device that is",
+        _unhealthy,
+        refusal=_refuse_unhealthy,
+        taint=UNHEALTHY,
+    ),
+    Reason(
+        "cordoned",
+        "all shares of a GPU from which an operator or a driver upgrade keeps new pods away",
+        _cordoned,
+        ("cordons",),
+        listed=Listing.HELD,
+        refusal=_refuse_cordoned,
+        taint=CORDONED,
+    ),
+    Reason(
+        "suspended",
+        "the shares of a backend that cannot serve the GPU, or the one whose program has failed",
+        _suspended,
+        ("suspended", "provisioned"),
+        refusal=_refuse_suspended,
+        taint=SUSPENDED,
+    ),
+    Reason(
+        "unconfirmed-lease",
+        "a share whose pod the present kubelet has not named, and may take for free",
+        _unconfirmed,
+        listed=Listing.YES,
+        counted=True,
+        refusal=_refuse_unconfirmed,
+    ),
+    Reason(
+        "resource-claim",
+        "a share that a ResourceClaim still holds after a reload from `dra` to `device-plugin`",
+        _held_by_claims,
+        refusal=_refuse_held_by_claim,
+    ),
+    Reason(
+        "orphaned-lease",
+        "the shares that wait for a pod of an earlier configuration, or of another plugin",
+        lambda state: conflicts_of(state).orphaned,
+        _CONFLICT,
+        refusal=lambda state, share: ShareTaken(share.id, _orphaned_text(state)),
+        taint=HELD,
+    ),
+    Reason(
+        "occupied",
+        "a share on whose slots is a device that metagpu does not know, or not yet as idle",
+        lambda state: conflicts_of(state).occupied,
+        _CONFLICT,
+        refusal=lambda state, share: ShareTaken(share.id, _occupied_text(state, share)),
+        taint=HELD,
+    ),
+    Reason(
+        "staggered",
+        "a share whose slots have just become free: one MIG profile is offered after the other",
+        lambda state: conflicts_of(state).staggered,
+        _CONFLICT,
+        refusal=lambda state, share: ShareTaken(share.id, _staggered_text(state, share)),
+        taint=HELD,
+    ),
+    Reason(
+        "in-use",
+        "the shares that conflict with a lease: of another backend, or on the same slots",
+        lambda state: conflicts_of(state).in_use,
+        _CONFLICT,
+        refusal=lambda state, share: ShareTaken(share.id, _in_use_text(state)),
+        taint=HELD,
+    ),
+    Reason(
+        "cleanup",
+        "the shares of all others while a backend cleans the GPU up, or has it for itself",
+        lambda state: conflicts_of(state).cleanup,
+        _CONFLICT,
+        refusal=lambda state, share: ShareTaken(share.id, _cleanup_text(state)),
+        taint=HELD,
+    ),
+    Reason(
+        "out-of-turn",
+        "the free shares of the backends that do not have [their turn](#turns)",
+        _out_of_turn,
+        ("turn",),
+    ),
+    Reason(
+        "turn-ends",
+        "the free shares of a backend in the last moments of its turn",
+        _withdrawn,
+        ("turn",),
+        listed=Listing.YES,
+        free=True,
+    ),
+    Reason(
+        "held-back",
+        "the free shares that [no request could take](offers.md) beside those of other GPUs",
+        _held_back,
+        ("held_back",),
+        free=True,
+    ),
+    Reason(
+        "pod-ending",
+        "the shares of a pod that is about to end: they come back once they are free",
+        lambda state: state.ending_shares,
+        ("ending_shares",),
+    ),
+)
+"""All reasons; of several about one share the first is shown."""
+
+_WITHOUT_EVIDENCE: Final = tuple(row for row in REASONS if not row.evidence)
+_EVIDENCE: Final = attrgetter(*dict.fromkeys(field for row in REASONS for field in row.evidence))

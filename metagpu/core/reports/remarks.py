@@ -1,0 +1,180 @@
+"""Remarks of a node's report: what is free and cannot be had, and what would help."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from metagpu.core.availability.exact import FreePart, free_parts, largest_request
+from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.offers import RequestRule
+from metagpu.core.model.shares import Holder
+from metagpu.core.model.snapshot import Offer, Snapshot
+
+
+class RemarkReason(StrEnum):
+    """The kind of a remark, which no release changes; its text is for people.
+
+    - shares_held_back: free shares are held back, as no request could take them too.
+    - move_for_request: after the move of a pod a larger request would fit.
+    - instances_closed: a GPU grants no MIG instances now, whatever is free.
+    - instances_full: no MIG instance fits on a GPU beside those that are there.
+    - largest_instance: the largest MIG instance that fits on a GPU.
+    - move_for_instance: after the move of a pod a MIG instance would fit that fits nowhere now.
+    """
+
+    SHARES_HELD_BACK = "shares_held_back"
+    MOVE_FOR_REQUEST = "move_for_request"
+    INSTANCES_CLOSED = "instances_closed"
+    INSTANCES_FULL = "instances_full"
+    LARGEST_INSTANCE = "largest_instance"
+    MOVE_FOR_INSTANCE = "move_for_instance"
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """A sentence of the report; `gpu` is the index of the only GPU that it is about."""
+
+    reason: RemarkReason
+    text: str
+    gpu: int | None = None
+
+    def as_report(self) -> Mapping[str, str | int | None]:
+        """Return the remark as JSON values."""
+        where = "" if self.gpu is None else f"GPU {self.gpu}: "
+        return {"reason": str(self.reason), "gpu": self.gpu, "text": f"{where}{self.text}"}
+
+
+class LeasedPart(msgspec.Struct, frozen=True):
+    """The shares of one resource that a container holds on one GPU."""
+
+    gpu: GpuId
+    holder: Holder
+    shares: int
+
+
+class PartMove(msgspec.Struct, frozen=True):
+    """A container whose move to another GPU makes room for a larger request.
+
+    Attributes:
+        largest: the largest request that could be placed after the move.
+    """
+
+    part: LeasedPart
+    target: GpuId
+    largest: int
+
+
+def best_move(
+    rule: RequestRule, free: Sequence[FreePart], held: Sequence[LeasedPart]
+) -> PartMove | None:
+    """Return the move that makes room for the largest request, if one helps.
+
+    Of equal moves the container with the fewest shares moves, to the fullest GPU that has room.
+    Containers with shares on several GPUs stay: their pod would have to leave all of them.
+
+    Args:
+        rule: the sets of shares that one request may take.
+        free: every GPU with shares of the resource.
+        held: what containers hold of the resource.
+    """
+    holders = [part.holder for part in held]
+    movable = [part for part in held if holders.count(part.holder) == 1]
+    now = largest_request(rule, free)
+    better = [it for it in _moves(rule, free, movable) if it.largest > now]
+    room = {part.gpu: part.free for part in free}
+    return min(better, key=lambda it: (-it.largest, it.part.shares, room[it.target]), default=None)
+
+
+def _moves(
+    rule: RequestRule, free: Sequence[FreePart], movable: Sequence[LeasedPart]
+) -> Iterator[PartMove]:
+    for part in movable:
+        for target in free:
+            if target.gpu == part.gpu or target.usable < part.shares:
+                continue
+            change = {part.gpu: part.shares, target.gpu: -part.shares}
+            after = [replace(it, free=it.free + change.get(it.gpu, 0)) for it in free]
+            yield PartMove(part, target.gpu, largest_request(rule, after))
+
+
+def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:
+    """Yield which shares are held back on each GPU, and whose move would make room."""
+    for resource, offer in snapshot.offers.items():
+        parts = free_parts(snapshot, offer)
+        largest = largest_request(offer.rule.requests, parts)
+        count_too_many = f"with them more would count as free than one request can get: {largest}"
+        held_back = False
+        for part in parts:
+            state = snapshot.gpus[part.gpu]
+            if resource in state.held_back:
+                held_back = True
+                full = "the GPU serves as many containers as it can"
+                shares = f"{part.free} free shares of {resource} are held back"
+                text = f"{shares}: {full if part.full else count_too_many}"
+                yield Remark(RemarkReason.SHARES_HELD_BACK, text, state.gpu.index)
+        if held_back and (move := best_move(offer.rule.requests, parts, _held(snapshot, offer))):
+            source, target = (snapshot.gpus[it].gpu.index for it in (move.part.gpu, move.target))
+            text = (
+                f"if {move.part.holder} moved with its {move.part.shares} {resource} from GPU "
+                f"{source} to GPU {target}, a request of {move.largest} would fit"
+            )
+            yield Remark(RemarkReason.MOVE_FOR_REQUEST, text)
+
+
+def _held(snapshot: Snapshot, offer: Offer) -> list[LeasedPart]:
+    """Return the shares that each container holds of a resource on each GPU."""
+    counts = Counter(
+        (gpu, lease.holder)
+        for gpu in offer.by_gpu
+        for lease in snapshot.gpus[gpu].leases.values()
+        if lease.share.resource == offer.resource and lease.holder
+    )
+    return [LeasedPart(gpu, holder, shares) for (gpu, holder), shares in counts.items()]
+
+
+def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[Remark]:
+    """Yield sentences: the largest free instance of each GPU, then useful moves."""
+    for capacity in capacities:
+        index = capacity.gpu.index
+        if capacity.closed:
+            text = "no instances are granted now"
+            yield Remark(RemarkReason.INSTANCES_CLOSED, text, index)
+        elif capacity.largest is None:
+            yield Remark(RemarkReason.INSTANCES_FULL, "the GPU is full", index)
+        else:
+            text = f"the largest instance that fits is {capacity.largest}"
+            yield Remark(RemarkReason.LARGEST_INSTANCE, text, index)
+
+    for capacity in capacities:
+        index = capacity.gpu.index
+        for it in capacity.moves:
+            text = (
+                f"if {it.holder} moved from {it.slot} of GPU {index} to {it.target_slot} of GPU "
+                f"{it.target_gpu.index}, a {it.profile} would fit on GPU {index}"
+            )
+            yield Remark(RemarkReason.MOVE_FOR_INSTANCE, text)
+
+
+def capacity_report(capacity: FreeCapacity) -> Mapping[str, Any]:
+    """Return the free capacity of a GPU as JSON values."""
+    return {
+        "largest": capacity.largest,
+        "largestSlices": capacity.largest_slices,
+        "freeSlices": capacity.free_slices,
+        "slices": capacity.slices,
+        "moves": [
+            {
+                "profile": it.profile,
+                "freedSlot": it.freed_slot,
+                "holder": str(it.holder) if it.holder else None,
+                "from": it.slot,
+                "to": it.target_slot,
+                "toGpu": it.target_gpu.index,
+            }
+            for it in capacity.moves
+        ],
+    }
