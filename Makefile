@@ -59,8 +59,9 @@ mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
 	$(BIN)/python mgctl/build.py --verify
 
-reasons: $(VENV)/.test ## write the tables of docs/events.md, after a change of Events or warnings
+reasons: $(VENV)/.test ## write the tables of docs/events.md and docs/pools.md, after a change of Events, warnings or reasons
 	$(BIN)/python docs/reasons.py
+	$(BIN)/python docs/availability.py
 
 man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
 	$(BIN)/python docs/manpages.py
@@ -83,6 +84,7 @@ lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, 
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/reasons.py --check
+	$(BIN)/python docs/availability.py --check
 	$(BIN)/python -m tests.budget --check
 
 proto: $(VENV)/.test ## generate the protocol code anew
