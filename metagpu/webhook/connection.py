@@ -128,10 +128,12 @@ class ReviewConnection(asyncio.Protocol):
     """Answers the requests of one client.
 
     Attributes:
+        source: the client's address.
         answered: whether the client has had an answer to a review.
     """
 
-    def __init__(self, reviewing: Reviewing) -> None:
+    def __init__(self, reviewing: Reviewing, source: str) -> None:
+        self.source = source
         self.answered = False
         self._of = reviewing
         self._loop = asyncio.get_running_loop()

@@ -2,13 +2,15 @@
 
 A misbehaving client hurts only itself: connections are accepted at a limited rate, a handshake and
 a body are limited in time, a body in size and all bodies together in memory. Of too many
-connections the oldest that has had no answer is closed: the API server's own have had some.
+connections the oldest of those that have had no answer is closed, of the source that has most: the
+API server's own have had some.
 """
 
 import asyncio
 import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing, closing, suppress
 
@@ -120,14 +122,23 @@ class ReviewServer:
         rate = TokenBucket(self.limits.burst, self.limits.rate)
 
         async with aclosing(accept(listener, rate)) as accepted:
-            async for accepted_one in accepted:
+            async for accepted_one, source in accepted:
                 if len(self._open) >= self.limits.connections:
-                    self._close(min(self._open, key=lambda it: (it.busy, it.answered)))
-                connection = ReviewConnection(self)
+                    self._close(self._dispensable())
+                connection = ReviewConnection(self, source)
                 self._open[connection] = anyio.CancelScope()
                 shaking = asyncio.create_task(self._shake_hands(accepted_one, connection))
                 self._shaking.add(shaking)
                 shaking.add_done_callback(self._shaking.discard)
+
+    def _dispensable(self) -> ReviewConnection:
+        """Return the connection to close for another one, of the source that has most.
+
+        Those count that have had no answer: the API server's own wait for theirs a moment.
+        """
+        candidates = [it for it in self._open if not it.answered] or [*self._open]
+        counts = Counter(it.source for it in candidates)
+        return min(candidates, key=lambda it: (-counts[it.source], it.busy))
 
     async def _shake_hands(self, accepted: socket.socket, connection: ReviewConnection) -> None:
         """Start a connection, which goes on by itself."""

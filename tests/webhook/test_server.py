@@ -6,7 +6,7 @@ import json
 import socket
 import ssl
 import tracemalloc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -497,6 +497,25 @@ async def test_a_crowd_keeps_no_other_out(folder: Path, authority: Authority) ->
         assert await reading.status() == 200
         await idle.send(body)
         assert await idle.status() == 200
+
+
+async def test_a_crowd_of_a_pod_keeps_no_review_out(folder: Path, authority: Authority) -> None:
+    """Hundreds of connections of one address, in any state, wait behind those of the API server."""
+    limits = WebhookLimits(connections=64, burst=80, rate=4.0)
+    body = review(pod(TWO_GPUS))
+    async with webhook_at_work(folder, authority, limits=limits) as webhook:
+        crowd = ExitStack()
+        for _ in range(400):
+            client = crowd.enter_context(socket.socket())
+            client.bind(("127.0.0.2", 0))
+            client.connect(("127.0.0.1", webhook.server.port))
+            client.send(b"\x16")
+        await becomes(lambda: webhook.server.connections == limits.connections)
+
+        # In the order of their arrival, the first review would wait for more than a minute.
+        with crowd:
+            for _ in range(3):
+                assert (await webhook.post(body))[0] == 200
 
 
 async def test_requests_during_the_drain_are_answered(folder: Path, authority: Authority) -> None:

@@ -1,7 +1,9 @@
-"""Listening unix sockets, and connections accepted at a limited rate."""
+"""Listening unix sockets, and connections accepted at a limited rate, one source after another."""
 
 import asyncio
 import socket
+import struct
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,12 @@ from metagpu.core.runtime.rate_limit import TokenBucket
 
 SO_PASSRIGHTS: Final = 83
 """asm-generic/socket.h, since Linux 6.16: whether a peer may send descriptors; 1 by default."""
+MOST_WAITING: Final = 256
+"""Connections that wait for their turn; with one more, the source that has most loses one."""
+_AT_ONCE: Final = 64
+"""Connections that are taken out of the kernel's queue in one step: so many cost 2 ms."""
+_RESET: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER with which a close tells the peer at once, and leaves nothing in the kernel."""
 
 log = structlog.get_logger()
 
@@ -51,21 +59,87 @@ def remove_socket(path: Path, identity: tuple[int, int, int] | None) -> None:
 
 
 async def accept(
-    listener: socket.socket, rate: TokenBucket, *, retry_delay: float = 1.0
-) -> AsyncGenerator[socket.socket, None]:
-    """Yield connections at a limited rate; the others wait in the kernel.
+    listener: socket.socket,
+    rate: TokenBucket,
+    *,
+    retry_delay: float = 1.0,
+    most_waiting: int = MOST_WAITING,
+) -> AsyncGenerator[tuple[socket.socket, str], None]:
+    """Yield connections at a limited rate, each with its source: the address of the client.
 
-    A connection that cannot be accepted, for want of a descriptor or because its client has gone,
-    is logged; the next one is accepted after `retry_delay` seconds.
+    Each source has its turn, however many connections another one opens. So they do not wait in
+    the kernel, where the first come first, but here. A connection that cannot be accepted, for
+    want of a descriptor or because its client has gone, is logged; the next one is accepted after
+    `retry_delay` seconds.
     """
-    loop = asyncio.get_running_loop()
+    loop, waiting = asyncio.get_running_loop(), _Waiting(most_waiting)
 
-    while True:
-        await anyio.sleep(rate.reserve(loop.time()))
-        try:
-            connection, _ = await loop.sock_accept(listener)
-        except OSError as error:
-            log.warning("connection not accepted", error=str(error))
-            await anyio.sleep(retry_delay)
-        else:
-            yield connection
+    with closing(waiting):
+        while True:
+            await anyio.sleep(rate.wait(loop.time()))
+            try:
+                waiting.take_in(listener)
+            except OSError as error:
+                log.warning("connection not accepted", error=str(error))
+                await anyio.sleep(retry_delay)
+            if (following := waiting.next()) is None:
+                await anyio.wait_readable(listener)
+            else:
+                rate.take(loop.time())
+                yield following
+
+
+class _Waiting:
+    """Accepted connections that wait for their turn, by source."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._sources: dict[str, deque[socket.socket]] = {}
+
+    def take_in(self, listener: socket.socket) -> None:
+        """Accept what waits in the kernel.
+
+        Raises:
+            OSError: a connection cannot be accepted.
+        """
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = listener.accept()
+            except BlockingIOError:
+                return
+            connection.setblocking(False)  # noqa: FBT003 - the socket module's signature
+            self._add(connection, address[0] if isinstance(address, tuple) else "")
+
+    def _add(self, connection: socket.socket, source: str) -> None:
+        self._sources.setdefault(source, deque()).append(connection)
+        self._count += 1
+        if self._count > self._most:
+            most = max(self._sources, key=lambda it: len(self._sources[it]))
+            _reset(self._pop(most, self._sources[most].pop()))
+
+    def next(self) -> tuple[socket.socket, str] | None:
+        """Return the next connection and its source, whose others come after those of all else."""
+        source = next(iter(self._sources), None)
+        if source is None:
+            return None
+        queue = self._sources.pop(source)
+        self._sources[source] = queue
+        return self._pop(source, queue.popleft()), source
+
+    def _pop(self, source: str, connection: socket.socket) -> socket.socket:
+        self._count -= 1
+        if not self._sources[source]:
+            del self._sources[source]
+        return connection
+
+    def close(self) -> None:
+        """Close all that wait."""
+        for queue in self._sources.values():
+            for connection in queue:
+                _reset(connection)
+
+
+def _reset(connection: socket.socket) -> None:
+    with closing(connection), suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

@@ -1,20 +1,22 @@
 """A small HTTP server: h11 implements the protocol, this module the limits.
 
-A misbehaving client hurts only itself: connections are accepted at a limited rate, a request is
-limited in time and size, a connection has one request, and at too many connections the oldest one
-is closed. So a client that sends its request and reads the response is always served. Responses
-without an end are counted apart: the oldest of them stays, and one too many is refused. Requests of
-about the same time share one computation (`SingleFlight`).
+A misbehaving client hurts only itself: connections are accepted at a limited rate, one of each
+address in turn; a request is limited in time and size, a connection has one request, and at too
+many connections the oldest one of the address that has most is closed. So a client that sends its
+request and reads the response is always served. Responses without an end are counted apart: the
+oldest of them stays, and one too many is refused. Requests of about the same time share one
+computation (`SingleFlight`).
 """
 
 import asyncio
 import errno
 import math
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
 from http import HTTPStatus
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import anyio
 import h11
@@ -58,6 +60,13 @@ log = structlog.get_logger()
 Page = Callable[[HttpRequest], Awaitable[HttpResponse | HttpStream]]
 
 
+class _Open(NamedTuple):
+    """A connection that is open: its client's address, and the scope that ends it."""
+
+    source: str
+    scope: anyio.CancelScope
+
+
 class PageServer:
     """Serves pages by their paths, for GET and HEAD.
 
@@ -84,7 +93,7 @@ class PageServer:
         self._pages = pages
         self._timing = timing
         self._headers = headers
-        self._open: dict[socket.socket, anyio.CancelScope] = {}
+        self._open: dict[socket.socket, _Open] = {}
         self._streams = 0
         self._listener: socket.socket | None = None
 
@@ -143,11 +152,13 @@ class PageServer:
         rate = TokenBucket(_ACCEPT_BURST, _ACCEPT_RATE)
 
         async with anyio.create_task_group() as group, aclosing(accept(listener, rate)) as accepted:
-            async for connection in accepted:
+            async for connection, source in accepted:
                 if len(self._open) >= CONNECTIONS:
-                    oldest = next(iter(self._open))
-                    self._open.pop(oldest).cancel()
-                scope = self._open[connection] = anyio.CancelScope()
+                    counts = Counter(it.source for it in self._open.values())
+                    oldest = max(self._open, key=lambda it: counts[self._open[it].source])
+                    self._open.pop(oldest).scope.cancel()
+                scope = anyio.CancelScope()
+                self._open[connection] = _Open(source, scope)
                 group.start_soon(self._handle, connection, scope)
 
     async def _handle(self, connection: socket.socket, scope: anyio.CancelScope) -> None:

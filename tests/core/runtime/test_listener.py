@@ -1,9 +1,11 @@
 """Listening sockets."""
 
-import asyncio
+import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 
 import anyio
@@ -69,8 +71,9 @@ async def test_connections_come_at_the_rate(tmp_path: Path) -> None:
             caller.connect(str(path))
         accepted = 0
         with anyio.fail_after(30):
-            async for connection in accept(listener, bucket):
+            async for connection, source in accept(listener, bucket):
                 connection.close()
+                assert source == ""
                 accepted += 1
                 if accepted == len(callers):
                     break
@@ -78,30 +81,97 @@ async def test_connections_come_at_the_rate(tmp_path: Path) -> None:
         caller.close()
 
 
-async def test_a_failure_to_accept_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Exhausted(socket.socket):
+    """A listener whose first connection finds no free descriptor."""
+
+    failures = 1
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """Fail once, then accept."""
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def test_a_failure_to_accept_ends_nothing() -> None:
     """A client that calls while no descriptor is left is accepted once one is free."""
-    failures = [OSError(24, "Too many open files")]
-    loop = asyncio.get_running_loop()
-    real = loop.sock_accept
+    with Exhausted() as listener, socket.socket() as caller:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)  # noqa: FBT003 - the socket module's signature
+        caller.connect(listener.getsockname())
+        rate = TokenBucket(burst=1, rate=1000)
+        async with aclosing(accept(listener, rate, retry_delay=0.01)) as accepted:
+            with anyio.fail_after(30):
+                connection, _ = await anext(accepted)
+            connection.close()
 
-    async def failing(listener: socket.socket) -> tuple[socket.socket, object]:
-        if failures:
-            raise failures.pop()
-        return await real(listener)
+    assert listener.failures == 0
 
-    path = tmp_path / "s.sock"
-    with (
-        unix_listener(path, mode=0o600, backlog=8) as listener,
-        socket.socket(socket.AF_UNIX) as caller,
-    ):
-        monkeypatch.setattr(loop, "sock_accept", failing)
-        caller.connect(str(path))
-        with anyio.fail_after(30):
-            async for connection in accept(
-                listener, TokenBucket(burst=1, rate=1000), retry_delay=0.01
-            ):
+
+@contextmanager
+def connected(listener: socket.socket, source: str, count: int) -> Iterator[list[socket.socket]]:
+    """Connect to a listener from an address of the loopback, so many times."""
+    with ExitStack() as clients:
+        made = []
+        for _ in range(count):
+            client = clients.enter_context(socket.socket())
+            client.bind((source, 0))
+            client.connect(listener.getsockname())
+            made.append(client)
+        yield made
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """Listen on a port of the loopback."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        listener.setblocking(False)  # noqa: FBT003 - the socket module's signature
+        yield listener
+
+
+async def test_no_source_keeps_another_out(listening: socket.socket) -> None:
+    """A client that comes behind a crowd of one address has the second turn, not the last."""
+    with connected(listening, "127.0.0.2", 60), connected(listening, "127.0.0.3", 1):
+        sources = []
+        async with aclosing(accept(listening, TokenBucket(1000, 1000))) as accepted:
+            async for connection, source in accepted:
                 connection.close()
-                break
-    assert failures == []
+                sources.append(source)
+                if len(sources) == 3:
+                    break
+
+    assert sources == ["127.0.0.2", "127.0.0.3", "127.0.0.2"]
+
+
+async def test_of_too_many_that_wait_the_largest_source_loses_one(
+    listening: socket.socket,
+) -> None:
+    """A crowd takes no descriptors without end, and no place of others."""
+    with (
+        connected(listening, "127.0.0.3", 1) as [other],
+        connected(listening, "127.0.0.2", 30) as crowd,
+    ):
+        async with aclosing(
+            accept(listening, TokenBucket(1000, 1000), most_waiting=10)
+        ) as accepted:
+            first, source = await anext(accepted)
+            lost = [client for client in crowd if is_reset(client)]
+            first.close()
+
+        assert source == "127.0.0.3"
+        assert len(lost) == len(crowd) - 9
+        assert is_reset(other) is False
+
+
+def is_reset(client: socket.socket) -> bool:
+    """Return whether the other side has closed a connection at once."""
+    client.setblocking(False)  # noqa: FBT003 - the socket module's signature
+    try:
+        client.recv(1)
+    except ConnectionResetError:
+        return True
+    except BlockingIOError:
+        return False
+    return False

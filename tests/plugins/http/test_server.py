@@ -244,6 +244,20 @@ async def test_hundreds_of_silent_clients_delay_no_probe() -> None:
         assert len(server._open) <= 1
 
 
+async def test_a_crowd_of_another_address_delays_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of connections with a byte each, from one pod, wait behind the kubelet's probe."""
+    # In the order of their arrival, the probe would wait for minutes.
+    monkeypatch.setattr(http, "_ACCEPT_RATE", 4.0)
+    async with serving(timing=HttpTiming()) as (server, _), AsyncExitStack() as crowd:
+        for _ in range(900):
+            client = crowd.enter_context(socket.socket())
+            client.bind(("127.0.0.2", 0))
+            client.connect(("127.0.0.1", server.port))
+            client.send(b"G")
+
+        assert (await asked(server.port, "/hello"))[0] == 200
+
+
 async def test_a_client_that_hangs_up_is_forgotten() -> None:
     """A client may hang up before its request or during the answer."""
     async with serving() as (server, pages):
