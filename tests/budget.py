@@ -58,7 +58,7 @@ CAPABILITIES: Final = (
     ),
     Capability("device plugin", 4215, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5316, ("plugins/cluster/*",)),
-    Capability("agent", 3603, ("agent/*", "__init__.py", "__main__.py")),
+    Capability("agent", 3603, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4538, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),

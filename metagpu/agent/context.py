@@ -1,8 +1,7 @@
 """The node of an agent, as its parts share it."""
 
-from dataclasses import dataclass, field
-
 import anyio
+import msgspec
 
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
@@ -20,23 +19,21 @@ from metagpu.host.driver_roots import find_roots
 from metagpu.plugins.cluster.settings import ClusterSettings
 
 
-@dataclass(eq=False)
-class ConfigInForce:
+class ConfigInForce(msgspec.Struct, eq=False):
     """The configuration in force, and the layout that it gives on the GPUs of now.
 
     The layout manager alone replaces them, both at once; all others read.
     """
 
     config: Config
-    layout: Layout = field(default_factory=lambda: Layout((), {}, ()))
+    layout: Layout = Layout((), {}, ())
 
     def replace(self, config: Config, layout: Layout) -> None:
         """Put a configuration and its layout in force."""
         self.config, self.layout = config, layout
 
 
-@dataclass(frozen=True, eq=False)
-class NodeContext:
+class NodeContext(msgspec.Struct, frozen=True, eq=False):
     """The node of an agent: built first, and handed to each part.
 
     Attributes:
@@ -57,8 +54,8 @@ class NodeContext:
     in_force: ConfigInForce
     cluster_settings: ClusterSettings | None
     timing: AgentTiming
-    call_stats: KubeletCallStats = field(default_factory=KubeletCallStats)
-    surveyed: anyio.Event = field(default_factory=anyio.Event)
+    call_stats: KubeletCallStats = msgspec.field(default_factory=KubeletCallStats)
+    surveyed: anyio.Event = msgspec.field(default_factory=anyio.Event)
 
     @property
     def config(self) -> Config:

@@ -4,10 +4,9 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ssl import SSLContext
+from metagpu.patches import load_structlog, without_system_authorities
 
 
 @contextmanager
@@ -25,42 +24,16 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def load_structlog() -> None:
-    """Load structlog without rich.
-
-    structlog loads rich, where another package has installed it, for tracebacks that no log of ours
-    draws: 50 ms of the daemon's start and 5 MB of its memory. A backend may load rich afterwards.
-    """
-    if "rich" in sys.modules:
-        return
-    sys.modules["rich"] = None  # type: ignore[assignment]  # Python's mark of a missing module
-    try:
-        import structlog as _  # noqa: F401
-    finally:
-        del sys.modules["rich"]
-
-
 @contextmanager
 def quick_loading() -> Iterator[None]:
-    """Load libraries without garbage collection and without the system's authorities.
-
-    aiohttp reads them twice as it is loaded, for contexts of its own. The client has a context of
-    the kubeconfig: without them a connection of aiohttp's own would fail, and nobody opens one.
-    """
-    import ssl
-
+    """Load libraries without garbage collection and without the system's authorities."""
     gc.disable()
-    ssl.SSLContext.set_default_verify_paths = _read_none  # type: ignore[method-assign]
     try:
-        yield
+        with without_system_authorities():
+            yield
     finally:
-        del ssl.SSLContext.set_default_verify_paths
         gc.freeze()  # no loaded module becomes garbage
         gc.enable()
-
-
-def _read_none(self: "SSLContext") -> None:
-    pass
 
 
 def configure_log(level: str, log_format: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
-from metagpu.cli.loading import configure_log, load_structlog, loading
+from metagpu.cli.loading import configure_log, loading
 from metagpu.cli.options import (
     cluster_of,
     driver_roots_of,
@@ -26,6 +26,7 @@ from metagpu.cli.options import (
 from metagpu.cli.parser import complete_line, run_command
 from metagpu.cli.simulation import use_simulated_cluster
 from metagpu.core.errors import AnotherDaemon
+from metagpu.patches import load_structlog
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:

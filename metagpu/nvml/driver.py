@@ -54,6 +54,7 @@ from metagpu.nvml.session import NvmlSession
 from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu
 from metagpu.nvml.topology import TopologyReader
 from metagpu.nvml.worker import NvmlWorker, ResultT, SharedThread
+from metagpu.patches import use_nvml_library
 
 __all__ = ["NvmlDriver"]
 
@@ -330,17 +331,15 @@ class NvmlDriver:
 
 @contextmanager
 def _below_pynvml(library: object | None) -> Iterator[None]:
-    """Make pynvml call this library, by the two globals in which pynvml keeps one."""
+    """Make pynvml call this library while the block lasts."""
     before = pynvml.nvmlLib
     if before is not library and not isinstance(before, ctypes.CDLL | None):
         raise RuntimeError("a session with another NVML library is open in this process")
 
     if library is not None:
-        pynvml.nvmlLib = library
-        pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - no public function clears it
+        use_nvml_library(library)
     try:
         yield
     finally:
         if library is not None:
-            pynvml.nvmlLib = before
-            pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - likewise
+            use_nvml_library(before)

@@ -29,6 +29,7 @@ from metagpu.nvml.mig import read_profiles
 from metagpu.nvml.queries import describe_gpu
 from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu, address_of
 from metagpu.nvml.worker import NvmlWorker
+from metagpu.patches import use_nvml_library
 
 
 def load_library(names: Sequence[str]) -> None:
@@ -52,8 +53,7 @@ def load_library(names: Sequence[str]) -> None:
         except OSError as error:
             problems.append(str(error))
             continue
-        pynvml.nvmlLib = library
-        pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - no public function clears it
+        use_nvml_library(library)
         log.info("nvml library loaded", path=name)
         return
     raise DriverUnavailable(

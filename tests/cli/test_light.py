@@ -213,9 +213,9 @@ class NeedsModels(importlib.abc.MetaPathFinder):
             from kubernetes_asyncio.client.models import V1Pod
 sys.meta_path.insert(0, NeedsModels())
 import metagpu.plugins.cluster.client
-from metagpu.plugins.cluster import library
+from metagpu.plugins.cluster import credentials
 import kubernetes_asyncio.client as whole
-print(whole.V1Pod.__name__, library.Configuration is whole.Configuration)
+print(whole.V1Pod.__name__, credentials.Configuration is whole.Configuration)
 """
     done = subprocess.run(  # noqa: S603 - our own program
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -236,7 +236,7 @@ class Uses(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Uses())
 import metagpu.plugins.cluster.client
 print("urllib3" in sys.modules)
-from metagpu.plugins.cluster.library import Configuration
+from metagpu.plugins.cluster.credentials import Configuration
 configuration = Configuration()
 configuration.username, configuration.password = "a", "b"
 print(configuration.get_basic_auth_token(), "urllib3" in sys.modules)

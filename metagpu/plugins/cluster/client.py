@@ -24,8 +24,7 @@ from anyio import to_thread
 from metagpu import __version__
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.credentials import load_credentials
-from metagpu.plugins.cluster.library import ConfigException, Configuration
+from metagpu.plugins.cluster.credentials import ConfigException, Configuration, load_credentials
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:

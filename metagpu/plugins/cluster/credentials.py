@@ -3,6 +3,8 @@
 metagpu starts that program itself: the library waits for a program without end.
 """
 
+# ruff: noqa: E402 - the library is loaded without its models, and then imported
+
 import asyncio
 import json
 import os
@@ -16,15 +18,14 @@ from anyio import to_thread
 
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
-from metagpu.plugins.cluster.library import (
-    ConfigException,
-    ConfigNode,
-    Configuration,
-    ExecProvider,
-    KubeConfigLoader,
-    KubeConfigMerger,
-    load_incluster_config,
-)
+from metagpu.patches import load_kubernetes_client
+
+load_kubernetes_client()
+
+from kubernetes_asyncio.client import Configuration
+from kubernetes_asyncio.config import ConfigException, load_incluster_config
+from kubernetes_asyncio.config.exec_provider import ExecProvider
+from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
 _REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
 """Keys of a kubeconfig's user that the answer of its program replaces."""

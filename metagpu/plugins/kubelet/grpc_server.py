@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio
 import anyio.lowlevel
 import h2.config
-import h2.connection
 from grpclib.config import Configuration
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 from grpclib.events import _DispatchServerEvents
 from grpclib.protocol import H2Protocol
 from grpclib.server import Handler
-from hyperframe.frame import Frame
 
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.listener import remove_socket, unix_listener
+from metagpu.patches import lighten_http2
 from metagpu.plugins.kubelet.batched_transport import BatchedTransport
 from metagpu.plugins.kubelet.messages import RawCodec
 from metagpu.plugins.kubelet.timing import TIMING
@@ -45,12 +44,7 @@ _H2: Final = h2.config.H2Configuration(
 )
 _GRPC: Final = Configuration().__for_server__()
 
-# h2 remembers 65,536 closed streams of a connection, 6 MB of them, to tell a late frame from a
-# wrong one. The kubelet keeps one connection for months and makes one call after the other.
-h2.connection.H2Connection.MAX_CLOSED_STREAMS = 256
-
-# h2 describes every frame, all of its bytes in hexadecimal, for a log that it does not write.
-Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
+lighten_http2()
 
 
 class _HasFileno(Protocol):
