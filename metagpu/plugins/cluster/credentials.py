@@ -27,6 +27,8 @@ from kubernetes_asyncio.config import ConfigException, load_incluster_config
 from kubernetes_asyncio.config.exec_provider import ExecProvider
 from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
+__all__ = ["ConfigException", "Configuration", "context_namespace", "load_credentials"]
+
 _REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
 """Keys of a kubeconfig's user that the answer of its program replaces."""
 
