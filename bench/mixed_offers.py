@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from bench.cluster_model import RELEASE_S, Pod
-from metagpu.core.layout.offer_turns import TurnCandidate, TurnSchedule, TurnTiming
+from metagpu.core.layout.turns import TurnCandidate, TurnSchedule, TurnTiming
 from metagpu.core.model.gpu import GpuId
 
 EACH: Final[Mapping[str, int]] = {"timeslice": 4, "mps": 100, "whole": 1}
@@ -145,7 +145,7 @@ def one_more(node: Mixed, now: float) -> Offers:
 
 
 def in_turns(timing: TurnTiming) -> Rule:
-    """Return the rule of `core/layout/offer_turns.py`."""
+    """Return the rule of `core/layout/turns.py`."""
     schedule = TurnSchedule(timing)
 
     def rule(node: Mixed, now: float) -> Offers:

@@ -37,7 +37,7 @@ _CLASS: Final = re.compile(
 )
 """A class of errors: its name, its base, and the first sentence about it."""
 _CAUGHT: Final = (
-    "ClaimAccountUnreadable",
+    "ClaimCheckpointUnreadable",
     "FaultNoteUnusable",
     "LeftoverInUse",
     "RelayFailed",

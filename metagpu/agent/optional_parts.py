@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.context import NodeContext
 from metagpu.core.contracts.capabilities import metric_kinds_of, sharing_strategy_of
-from metagpu.core.layout.turn_runner import TurnRunner
+from metagpu.core.layout.turns import TurnRunner
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.tasks import MainTasks, Work, run_with_restart
 from metagpu.core.usage.usage_service import UsageService

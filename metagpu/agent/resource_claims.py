@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from metagpu.plugins.dra.driver import DraDriver
 
 _CLIENT: Final = "metagpu.plugins.cluster.client"
-_ACCOUNT: Final = "dra_manager_state"
+_CHECKPOINT: Final = "dra_manager_state"
 _OUR_CLAIMS: Final = b"metagpu.io/claim=", b"metagpu.io/monitor="
 _REGISTRATION: Final = 10.0
 """The longest wait for the kubelet before the first slice, in seconds."""
@@ -52,8 +52,8 @@ class ResourceClaims:
     async def read_leases(self) -> None:
         """Begin the leases of prepared claims, before anything else is granted."""
         if await to_thread.run_sync(self._may_have_claims):
-            account = await self._build(self._driver).account.read_leases()
-            self._held = account is not None and account.has_claims_of_ours
+            checkpoint = await self._build(self._driver).checkpoint.read_leases()
+            self._held = checkpoint is not None and checkpoint.has_claims_of_ours
         self._leases_read.set()
 
     async def run(self) -> None:
@@ -115,15 +115,15 @@ class ResourceClaims:
         return bool(snapshot.offers_of(Api.DRA)) or (self._held and bool(snapshot.offers))
 
     def _may_have_claims(self) -> bool:
-        """Return whether the kubelet's account names claims of ours, or cannot be read."""
+        """Return whether the kubelet's checkpoint names claims of ours, or cannot be read."""
         try:
-            account = (self.context.paths.kubelet_root / _ACCOUNT).read_bytes()
-            msgspec.json.decode(account)
+            checkpoint = (self.context.paths.kubelet_root / _CHECKPOINT).read_bytes()
+            msgspec.json.decode(checkpoint)
         except FileNotFoundError:
             return False
         except (OSError, msgspec.DecodeError):
             return True
-        return any(it in account for it in _OUR_CLAIMS)
+        return any(it in checkpoint for it in _OUR_CLAIMS)
 
     def _build(self, driver: str) -> "DraDriver":
         from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch

@@ -6,7 +6,7 @@ from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.agent.exchange import ExchangeTiming
 from metagpu.core.health.watch import HealthTiming
-from metagpu.core.layout.offer_turns import TurnTiming
+from metagpu.core.layout.turns import TurnTiming
 from metagpu.core.runtime.tasks import MainTaskTiming
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.http.address import HttpTiming

@@ -34,7 +34,7 @@ MetagpuError
 ├── TakeoverLasts           another daemon is taking the node over, and the command may be repeated
 ├── TakeoverFailed          the other metagpu keeps the node: the exchange of the daemon failed
 ├── CdiError                the host: the CDI specification cannot be written
-├── ClaimAccountUnreadable  the kubelet: its account of ResourceClaims cannot be read
+├── ClaimCheckpointUnreadable  the kubelet: its checkpoint of ResourceClaims cannot be read
 ├── KubeletError            the kubelet: it refused a registration, or cannot be reached
 └── ClusterError            the API server: it refused a request, or cannot be reached
 """
@@ -190,8 +190,8 @@ class CdiError(MetagpuError):
     """Raised when the CDI specification cannot be written; the message names the fix."""
 
 
-class ClaimAccountUnreadable(MetagpuError):
-    """Raised when the kubelet's account of ResourceClaims exists and cannot be read."""
+class ClaimCheckpointUnreadable(MetagpuError):
+    """Raised when the kubelet's checkpoint of ResourceClaims cannot be read."""
 
 
 class KubeletError(MetagpuError):

@@ -76,7 +76,7 @@ async def test_claims_that_look_hold_nothing(tmp_path: Path) -> None:
         assert isinstance(status, dict)
         assert status["dra"]["monitored"] == sorted(gpus)
         assert await it.unprepare(second) == {second.uid: ""}
-        it.write_account({first: answers[first.uid].devices})
+        it.write_checkpoint({first: answers[first.uid].devices})
 
     for path in (tmp_path / "cdi").iterdir():
         path.unlink()  # as at a reboot
@@ -118,14 +118,14 @@ async def test_the_specification_ends_with_the_last_claim_that_looks(tmp_path: P
         assert not file.exists()
         answer = (await it.prepare(lost))[lost.uid]
         assert it.resolves(names(answer))
-        it.write_account({lost: answer.devices})
+        it.write_checkpoint({lost: answer.devices})
 
     async with at_work(tmp_path) as it:
         assert it.resolves(names(answer))
         driver = it.scene.agent.resource_claims._serving
         assert driver is not None
         assert driver.preparer.states.prepared
-        it.write_account({})
+        it.write_checkpoint({})
 
     async with at_work(tmp_path):
         assert not file.exists()

@@ -73,7 +73,7 @@ async def test_a_prepared_claim_says_what_it_has(tmp_path: Path) -> None:
         await written(it, second)
         assert len(patches(it.server)) == 2
         assert await problem_of(it) == ""
-        it.write_account({claim: answer.devices})
+        it.write_checkpoint({claim: answer.devices})
         kept = it.server
 
     async with at_work(tmp_path, server=kept) as it:

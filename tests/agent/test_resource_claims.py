@@ -16,7 +16,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
-from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
+from metagpu.plugins.dra.checkpoint import ClaimCheckpoint, read_checkpoint
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.device_manager import DeviceManagerState
@@ -205,23 +205,23 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
         claim = it.allocate("fraction", shares=5)
         answer = (await it.prepare(claim))[claim.uid]
         held = {str(share) for share in it.scene.state(0).leases}
-        it.write_account({claim: answer.devices})
-    account = tmp_path / "dra_manager_state"
-    text, reads, lists = account.read_text(), list[str](), list[set[str]]()
-    account.write_text(text[:-9])
+        it.write_checkpoint({claim: answer.devices})
+    checkpoint = tmp_path / "dra_manager_state"
+    text, reads, lists = checkpoint.read_text(), list[str](), list[set[str]]()
+    checkpoint.write_text(text[:-9])
     replace = DeviceManagerState.replace_devices
 
-    def readable_later(root: Path, driver: str) -> KubeletAccount | None:
+    def readable_later(root: Path, driver: str) -> ClaimCheckpoint | None:
         reads.append(driver)
         if len(reads) == 3:
-            account.write_text(text)
-        return read_account(root, driver)
+            checkpoint.write_text(text)
+        return read_checkpoint(root, driver)
 
     def note(state: DeviceManagerState, resource: str, devices: Iterable[v1beta1.Device]) -> None:
         lists.append({it.id for it in devices if it.health == "Healthy"})
         replace(state, resource, devices)
 
-    monkeypatch.setattr("metagpu.plugins.dra.account_follower.read_account", readable_later)
+    monkeypatch.setattr("metagpu.plugins.dra.checkpoint_follower.read_checkpoint", readable_later)
     monkeypatch.setattr(DeviceManagerState, "replace_devices", note)
     async with at_work(tmp_path, several) as it:
         await until(lambda: any(len(it) > 10 for it in lists))
@@ -333,7 +333,7 @@ async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
         answer = (await it.prepare(claim))[claim.uid]
 
     rebooted = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
-    it.write_account({claim: answer.devices})
+    it.write_checkpoint({claim: answer.devices})
     for path in (tmp_path / "cdi").iterdir():
         path.unlink()
     async with at_work(tmp_path, MIG, rebooted) as it:

@@ -547,7 +547,7 @@ async def test_resource_claims_change_hands(tmp_path: Path) -> None:
             await kubelet.wait_registration()
             before = await kubelet.prepare(claim)
             assert not before[claim.uid].error
-            kubelet.write_account({claim: before[claim.uid].devices})
+            kubelet.write_checkpoint({claim: before[claim.uid].devices})
             async with it.daemon("", *given) as new:
                 await new.logged("node taken over", "dra driver served")
                 await kubelet.wait_registration()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from metagpu.agent.agent import Agent
-from metagpu.core.layout.offer_turns import TurnTiming
+from metagpu.core.layout.turns import TurnTiming
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.rigs.agent import METAGPU, agent_at_work

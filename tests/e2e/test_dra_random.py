@@ -15,7 +15,7 @@ from anyio import to_thread
 from metagpu.core.devices.slices import slices_of
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.prepared_claim import ClaimFiles
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.granting import no_cdi
 from metagpu.sim.machine.spec import build_node

@@ -11,7 +11,7 @@ from metagpu.compat.nvidia_claims import read_sharing
 from metagpu.core.devices.slices import slices_of
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.resource_claim import parse_allocation
+from metagpu.plugins.dra.allocation import parse_allocation
 from tests.backends.mig.gpus import mig_gpu
 from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE

@@ -9,6 +9,7 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
+from metagpu.core.availability.conflict import conflicts_of
 from metagpu.core.config.config import Config, Pool
 from metagpu.core.config.errors import ConfigReason
 from metagpu.core.contracts.backend import Backend, Options
@@ -24,11 +25,12 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.model.backend_metrics import BackendMetric
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.mig import MigInstance, is_mig, profile_of, share_suffix
 from metagpu.core.model.offers import Api, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.state.facts import SharesOffered
+from metagpu.core.state.facts import GpusFound, SharesClaimed, SharesOffered
+from metagpu.core.state.reduce import reduce
 
 ID_LIMIT: Final = 63
 """Characters of a device id, by the comment in the kubelet's API."""
@@ -318,14 +320,10 @@ def _with_allocation_order(
     """Return a GPU's shares, for DRA in the order of their allocation."""
     if pool.api is not Api.DRA:
         return shares
-    from metagpu.core.layout.allocation_order import (  # noqa: PLC0415 - only with that API
-        in_allocation_order,
-    )
-
     return [
         share
         for backend in backends
-        for share in in_allocation_order(
+        for share in _in_allocation_order(
             backend, gpu, [it for it in shares if it.backend == backend.name]
         )
     ]
@@ -422,3 +420,36 @@ def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str
             )
             raise config.error(path, problem, ConfigReason.GIVEN_TWICE)
         seen.add(share.id)
+
+
+def _in_allocation_order(backend: Backend, gpu: Gpu, shares: Sequence[Share]) -> list[Share]:
+    """Return shares of a GPU, the places of each MIG profile in order.
+
+    The scheduler allocates the first device that fits, so they come in the order in which the
+    backend would fill an idle GPU.
+    """
+    if not shares or not is_mig(shares[0].id) or share_suffix(shares[0].id):
+        return list(shares)
+
+    idle, _ = reduce(Snapshot(), GpusFound((gpu,), at=0))
+    resources = tuple(dict.fromkeys(share.resource for share in shares))
+    idle, _ = reduce(idle, SharesOffered(resources, tuple(shares)))
+    by_profile: dict[str, list[Share]] = {}
+    for share in shares:
+        by_profile.setdefault(profile_of(share.id), []).append(share)
+    return [it for places in by_profile.values() for it in _filled(backend, places, idle)]
+
+
+def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> Iterator[Share]:
+    """Yield the places that fit together in the backend's order, then the others."""
+    rest = list(places)
+    while True:
+        unavailable = conflicts_of(snapshot.gpus[places[0].gpu]).all
+        free = [it for it in rest if it.id not in unavailable]
+        if not free:
+            break
+        [best] = backend.prefer(free, (), 1, snapshot)
+        rest.remove(best)
+        yield best
+        snapshot, _ = reduce(snapshot, SharesClaimed((best,), at=0))
+    yield from rest

@@ -1,4 +1,4 @@
-"""The kubelet's account of prepared ResourceClaims; read-only here.
+"""The kubelet's checkpoint of prepared ResourceClaims; read-only here.
 
 The kubelet writes what a driver answered, and never asks again for a claim that it lists: after a
 restart of this daemon, or of the node, this file has the leases of claims.
@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from metagpu.core.errors import ClaimAccountUnreadable, describe_error
+from metagpu.core.errors import ClaimCheckpointUnreadable, describe_error
 from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.answer import PreparedDevice
+from metagpu.plugins.dra.prepared_claim import PreparedDevice
 
 CHECKPOINT_FILE: Final = "dra_manager_state"
 _PODS: Final = "pods"
@@ -50,8 +50,8 @@ class _File(msgspec.Struct, frozen=True):
     data: str = msgspec.field(name="Data")
 
 
-class KubeletAccount(msgspec.Struct, frozen=True):
-    """The claims in the kubelet's account.
+class ClaimCheckpoint(msgspec.Struct, frozen=True):
+    """The claims in the kubelet's checkpoint.
 
     Attributes:
         prepared: the devices of this driver, of each claim that has some.
@@ -70,14 +70,14 @@ class KubeletAccount(msgspec.Struct, frozen=True):
         return bool(self.prepared) or any(self.devices.values())
 
 
-def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
-    """Read the kubelet's account; `None` where there is none. Blocks.
+def read_checkpoint(kubelet_root: Path, driver: str) -> ClaimCheckpoint | None:
+    """Read the kubelet's checkpoint; `None` where there is none. Blocks.
 
     A kubelet that never had a claim has no such file, and neither has a container in which the
     kubelet's folder is not mounted: both end no lease.
 
     Raises:
-        ClaimAccountUnreadable: there is one, and it cannot be read now.
+        ClaimCheckpointUnreadable: there is one, and it cannot be read now.
     """
     path = kubelet_root / CHECKPOINT_FILE
     try:
@@ -93,7 +93,7 @@ def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
             )
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise ClaimAccountUnreadable(f"{path}: {describe_error(error)}") from error
+        raise ClaimCheckpointUnreadable(f"{path}: {describe_error(error)}") from error
     prepared, held = {}, {}
     for claim in claims:
         ref = ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid)
@@ -105,7 +105,7 @@ def read_account(kubelet_root: Path, driver: str) -> KubeletAccount | None:
             prepared[ref] = own
         names = (it.claimed for devices in by_driver.values() for it in devices)
         held[ref] = tuple(it for it in names if it is not None)
-    return KubeletAccount(prepared, held, frozenset(claim.claim_uid for claim in claims))
+    return ClaimCheckpoint(prepared, held, frozenset(claim.claim_uid for claim in claims))
 
 
 def _prepared(device: _Device) -> PreparedDevice:

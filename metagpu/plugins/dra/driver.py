@@ -1,6 +1,6 @@
 """The DRA driver of one node: leases of before, the service, its registration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,21 +11,19 @@ from grpclib.const import Handler as Method
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.claim_sharing import ReadSharing
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.shares import ResourceName, count_containers
+from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.account_follower import AccountFollower
-from metagpu.plugins.dra.admin_access import EnsureMonitored, all_monitored
-from metagpu.plugins.dra.claim_files import ClaimFiles
+from metagpu.plugins.dra.allocation import ReadResourceClaim
+from metagpu.plugins.dra.checkpoint_follower import CheckpointFollower
 from metagpu.plugins.dra.claim_status import ApplyClaimStatus, ClaimStatuses, ClaimStatusTiming
-from metagpu.plugins.dra.crowded import crowded_gpus
-from metagpu.plugins.dra.health import SERVICES as HEALTH_SERVICES
-from metagpu.plugins.dra.health import HealthStream
+from metagpu.plugins.dra.prepared_claim import ClaimFiles, EnsureMonitored, all_monitored
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.dra.registration import DraRegistration, RegistrationTiming
-from metagpu.plugins.dra.resource_claim import ReadResourceClaim
 from metagpu.plugins.dra.retries import AnnotatePod, PreparationRetries, ReadPendingPods
-from metagpu.plugins.dra.service import SERVICE, DraService
+from metagpu.plugins.dra.service import SERVICE, DraService, HealthStream
+from metagpu.plugins.dra.service import SERVICES as HEALTH_SERVICES
 from metagpu.plugins.kubelet.granting import EnsureCdiNames
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls
 
@@ -50,7 +48,7 @@ class DraDriver:
         read_sharing: reads the driver's opaque parameters, `None` where it has none.
         stats: counts the preparations.
         timing: of the registration.
-        account_period: seconds between two looks at the kubelet's account.
+        checkpoint_period: seconds between two looks at the kubelet's checkpoint.
         status_timing: of the status of claims' devices.
     """
 
@@ -69,7 +67,7 @@ class DraDriver:
     read_sharing: ReadSharing | None = None
     stats: CallStats = field(default_factory=CallStats)
     timing: RegistrationTiming = field(default_factory=RegistrationTiming)
-    account_period: float = 60.0
+    checkpoint_period: float = 60.0
     status_timing: ClaimStatusTiming = field(default_factory=ClaimStatusTiming)
 
     def __post_init__(self) -> None:
@@ -97,7 +95,7 @@ class DraDriver:
             apply=self.apply_status,
             timing=self.status_timing,
         )
-        self.account = AccountFollower(
+        self.checkpoint = CheckpointFollower(
             self.registry,
             self.preparer,
             self.kubelet_root,
@@ -106,7 +104,7 @@ class DraDriver:
             files=self._files,
             ensure_monitored=self.ensure_monitored,
             note_restored=partial(self.statuses.note, restored=True),
-            period=self.account_period,
+            period=self.checkpoint_period,
         )
         self.registration = DraRegistration(
             self.driver,
@@ -119,11 +117,11 @@ class DraDriver:
 
     async def run(self) -> None:
         """Begin with the leases of before, then serve until cancelled."""
-        await self.account.restore()
+        await self.checkpoint.restore()
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)
             group.start_soon(self.statuses.run)
-            group.start_soon(self.account.follow)
+            group.start_soon(self.checkpoint.follow)
             await self.registration.run()
 
     def report(self) -> Mapping[str, Any]:
@@ -132,7 +130,7 @@ class DraDriver:
         return {
             "driver": self.driver,
             "registered": status.registered,
-            "problem": self.account.problem or status.problem or None,
+            "problem": self.checkpoint.problem or status.problem or None,
             "claims": len(self._states.prepared),
             "monitored": sorted(all_monitored(self._states.prepared)),
             "statusProblem": self.statuses.problem or None,
@@ -143,3 +141,23 @@ class DraDriver:
         streams = HealthStream(self.registry, self.node).methods(calls)
         service = DraService(self.preparer, self.registry.events, self.statuses.note, self.stats)
         return {**service.methods(), **streams}
+
+
+def crowded_gpus(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a sentence for each GPU with too many containers of ResourceClaims.
+
+    All containers of a claim use its shares together, and the kubelet asks for a claim once: a pod
+    that joins later meets no check.
+    """
+    for state in snapshot.gpus.values():
+        for resource in dict.fromkeys(it.share.resource for it in state.leases.values()):
+            offer = snapshot.offers.get(resource)
+            most = offer and offer.rule.max_containers.get(state.gpu.id)
+            leases = [it for it in state.leases.values() if it.share.resource == resource]
+            claims = {str(it.resource_claim) for it in leases if it.sharers}
+            if most and claims and (count := count_containers(leases)) > most:
+                yield (
+                    f"GPU {state.gpu.index} serves {most} containers of {resource} at once, and "
+                    f"has {count} by ResourceClaim {', '.join(sorted(claims))}: the last of them "
+                    "get no client of MPS; end a pod, or give it a claim of its own"
+                )

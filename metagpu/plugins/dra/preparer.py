@@ -1,10 +1,14 @@
 """ResourceClaims prepared: from allocated devices to leases and CDI names.
 
-A claim that is prepared has its leases until it is unprepared, whatever its containers do.
+A claim that is prepared has its leases until it is unprepared, whatever its containers do. From the
+kubelet's answer on, only the kubelet ends it, by its call or by its checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 import anyio
 
@@ -14,30 +18,113 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.request_errors import ProvisioningLasts, RequestError, ResourceClaimUnusable
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, ShareId
+from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.admin_access import (
-    EnsureMonitored,
-    all_monitored,
-    monitor_devices,
-    monitored_gpus,
-)
-from metagpu.plugins.dra.answer import PreparedDevice, shares_by_request, whole_claim_device
-from metagpu.plugins.dra.claim_files import ClaimFiles
-from metagpu.plugins.dra.claim_leases import ClaimLeases
-from metagpu.plugins.dra.claim_planner import ClaimPlanner
-from metagpu.plugins.dra.claim_states import ClaimStates
-from metagpu.plugins.dra.parts import Part, by_request, with_settings
-from metagpu.plugins.dra.resource_claim import (
+from metagpu.plugins.dra.allocation import (
     Allocation,
     ReadResourceClaim,
     parse_allocation,
 )
-from metagpu.plugins.dra.together import is_joint, with_joint_variables
+from metagpu.plugins.dra.claim_leases import (
+    ClaimLeases,
+    ClaimPlanner,
+    Part,
+    by_request,
+    with_settings,
+)
+from metagpu.plugins.dra.prepared_claim import (
+    ClaimFiles,
+    EnsureMonitored,
+    PreparedDevice,
+    all_monitored,
+    is_joint,
+    monitor_devices,
+    monitored_gpus,
+    shares_by_request,
+    whole_claim_device,
+    with_joint_variables,
+)
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
 from metagpu.plugins.kubelet.provisioning import is_provisioned
 
 if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant
+
+
+@dataclass
+class FailedClaims:
+    """Claims that failed for a reason whose end nothing reports: each has a back-off.
+
+    Attributes:
+        first: the delay after a claim's first failure, in seconds; each further one doubles it.
+        longest: its limit. The kubelet repeats a call by itself after 60 to 90 s.
+    """
+
+    first: float = 1.0
+    longest: float = 30.0
+    _backoffs: dict[ResourceClaimRef, Backoff] = field(default_factory=dict)
+    _due: dict[ResourceClaimRef, float] = field(default_factory=dict)
+    _noted: anyio.Event = field(default_factory=anyio.Event)
+
+    def __len__(self) -> int:
+        """Return the number of claims that have neither been prepared nor left since."""
+        return len(self._backoffs)
+
+    def __contains__(self, claim: ResourceClaimRef) -> bool:
+        """Return whether a claim has failed, and has neither been prepared nor left since."""
+        return claim in self._backoffs
+
+    def note(self, claim: ResourceClaimRef) -> None:
+        """Note one more failure of a claim."""
+        new = Backoff(self.first, self.longest, jitter=True)
+        delay = self._backoffs.setdefault(claim, new).next()
+        self._due[claim] = anyio.current_time() + delay
+        self._noted.set()
+
+    def forget(self, claim: ResourceClaimRef) -> None:
+        """Forget a claim that is prepared, or needs no further attempt."""
+        self._backoffs.pop(claim, None)
+        self._due.pop(claim, None)
+
+    async def wait_due(self) -> ResourceClaimRef:
+        """Wait until the back-off of a claim has passed; return the claim, once."""
+        while True:
+            self._noted = anyio.Event()
+            claim = min(self._due, key=self._due.__getitem__, default=None)
+            wait = inf if claim is None else self._due[claim] - anyio.current_time()
+            if claim is not None and wait <= 0:
+                del self._due[claim]
+                return claim
+            with anyio.move_on_after(wait):
+                await self._noted.wait()
+
+
+@dataclass(frozen=True)
+class ClaimStates:
+    """The claims that the driver knows. A change of one is made under its lock.
+
+    Attributes:
+        prepared: the devices of each prepared claim; after a start, as the kubelet's checkpoint has
+            them.
+        refused: the allocations of claims that could not be prepared; changes of GPUs show when
+            they can be.
+        failed: the other claims that could not be prepared, and may be later.
+    """
+
+    prepared: dict[ResourceClaimRef, tuple[PreparedDevice, ...]] = field(default_factory=dict)
+    refused: dict[ResourceClaimRef, Allocation] = field(default_factory=dict)
+    failed: FailedClaims = field(default_factory=FailedClaims)
+    _locks: WeakValueDictionary[ResourceClaimRef, anyio.Lock] = field(
+        default_factory=WeakValueDictionary
+    )
+
+    def lock_of(self, claim: ResourceClaimRef) -> anyio.Lock:
+        """Return the lock of a claim, the same one while anybody has it or waits for it.
+
+        The kubelet repeats the calls that it gave up.
+        """
+        return self._locks.setdefault(claim, anyio.Lock())
+
 
 _NOT_FOUND: Final = 404
 LONGEST: Final = 40.0

@@ -1,8 +1,8 @@
 """The DRA manager of the simulated kubelet: drivers and prepared claims.
 
 Drivers are found by their sockets, as the real kubelet finds them. Prepared claims outlive the
-kubelet in its account, and are never prepared again. Not simulated: ResourceSlices that are deleted
-30 s after their driver's end, and the health stream.
+kubelet in its checkpoint, and are never prepared again. Not simulated: ResourceSlices that are
+deleted 30 s after their driver's end, and the health stream.
 """
 
 import json
@@ -59,7 +59,7 @@ class PodClaims(msgspec.Struct, frozen=True):
 
 
 class _PreparedClaim(msgspec.Struct):
-    """A claim in the account: its pods, and the devices that each driver answered."""
+    """A claim in the checkpoint: its pods, and the devices that each driver answered."""
 
     ref: ResourceClaimRef
     pods: set[str]
@@ -75,12 +75,12 @@ class ClaimManager:
 
     def __init__(self, root: Path) -> None:
         self._registry = root / "plugins_registry"
-        self._account = root / CHECKPOINT_FILE
+        self._checkpoint = root / CHECKPOINT_FILE
         self._endpoints: dict[Path, tuple[str, str, object]] = {}
         self._prepared: dict[str, _PreparedClaim] = {}
         self._pods: dict[str, PodClaims] = {}
         self._locks: dict[str, anyio.Lock] = {}
-        self._read_account()
+        self._read_checkpoint()
 
     # ---- drivers ---------------------------------------------------------------------------
 
@@ -216,11 +216,11 @@ class ClaimManager:
                 )
         return found
 
-    # ---- the account -----------------------------------------------------------------------
+    # ---- the checkpoint -----------------------------------------------------------------------
 
-    def _read_account(self) -> None:
+    def _read_checkpoint(self) -> None:
         try:
-            data = json.loads(json.loads(self._account.read_text(encoding="utf-8"))["Data"])
+            data = json.loads(json.loads(self._checkpoint.read_text(encoding="utf-8"))["Data"])
         except (OSError, ValueError, KeyError):
             return
         for it in data.get("ClaimInfoStateList") or ():
@@ -242,7 +242,7 @@ class ClaimManager:
         kind = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1"}
         data = json.dumps({**kind, "ClaimInfoStateList": claims})
         text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
-        await to_thread.run_sync(replace_text, self._account, text)
+        await to_thread.run_sync(replace_text, self._checkpoint, text)
 
 
 def _claim(ref: ResourceClaimRef) -> dra.Claim:

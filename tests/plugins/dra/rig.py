@@ -57,8 +57,8 @@ class KubeletCalls:
     root: Path
     driver: str = field(default=DRIVER, kw_only=True)
 
-    def write_account(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
-        """Write the kubelet's account of prepared claims, as the kubelet does."""
+    def write_checkpoint(self, prepared: Mapping[ResourceClaimRef, list[v1.Device]]) -> None:
+        """Write the kubelet's checkpoint of prepared claims, as the kubelet does."""
         claims = [
             {
                 "ClaimUID": ref.uid,

@@ -13,9 +13,9 @@ from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ResourceClaimRef
 from metagpu.core.state.facts import BackendAttached, BackendResumed, ProvisioningReported
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.answer import PreparedDevice
-from metagpu.plugins.dra.claim_states import ClaimStates
 from metagpu.plugins.dra.claim_status import ClaimStatuses, ClaimStatusTiming
+from metagpu.plugins.dra.prepared_claim import PreparedDevice
+from metagpu.plugins.dra.preparer import ClaimStates
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.dra.rig import DRIVER, DraNode
 from tests.rigs.build import gpu

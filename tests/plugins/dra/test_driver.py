@@ -219,7 +219,7 @@ async def test_requests_that_come_together_have_one_value_of_each_variable(node:
         assert together.request_names == ["*"]  # no container can name it
         assert len(answers[one.uid].devices) == 1
 
-    node.write_account({claim: answers[claim.uid].devices})
+    node.write_checkpoint({claim: answers[claim.uid].devices})
     (node.root / "cdi" / f"metagpu.io-claim-{claim.uid}.json").unlink()
     node.dra = node.new_dra()
     async with node.running():
@@ -638,14 +638,14 @@ async def test_a_hundred_claims_get_distinct_shares_at_once(node: DraNode) -> No
         assert not node.registry.snapshot.gpus[gpu(0).id].leases
 
 
-async def test_leases_outlive_the_daemon_by_the_kubelets_account(node: DraNode) -> None:
+async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNode) -> None:
     """A new daemon answers alike, writes what is missing, and ends what the kubelet lacks."""
     kept = node.allocate("kept", node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 5, "b"))
     ended = node.allocate("ended", node.result(gpu(1), "gpu"))
     async with node.running():
         before = await node.prepare(kept, ended)
         leased, edits = set(node.leased(kept)), node.edits(kept)
-    node.write_account({kept: before[kept.uid].devices})
+    node.write_checkpoint({kept: before[kept.uid].devices})
     for file in (node.root / "cdi").iterdir():
         file.unlink()  # as a reboot does
     node.registry = Registry()
@@ -668,7 +668,7 @@ async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_driv
     kept = node.allocate("kept", node.fraction(gpu(0), 4))
     async with node.running():
         answer = (await node.prepare(kept))[kept.uid]
-    node.write_account({kept: answer.devices})
+    node.write_checkpoint({kept: answer.devices})
     for file in (node.root / "cdi").iterdir():
         file.unlink()
     (node.root / "cdi").rmdir()
@@ -684,18 +684,18 @@ async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: Dr
     async with node.running():
         answer = (await node.prepare(kept))[kept.uid]
         leased = node.leased(kept)
-    node.write_account({kept: answer.devices})
+    node.write_checkpoint({kept: answer.devices})
     node.registry = Registry()
     node.offer([gpu(1)])
     node.dra = node.new_dra()
-    node.dra.account.period = 0.01
+    node.dra.checkpoint.period = 0.01
     async with node.running():
         assert node.leased(kept) == []
         node.offer([gpu(0), gpu(1)])
         await until(lambda: node.leased(kept) == leased)
         assert answer.devices[0].cdi_device_ids[-1] in node.edits(kept)
         assert await node.unprepare(kept) == {kept.uid: ""}
-        await anyio.sleep(0.05)  # some looks at the account, which has it still
+        await anyio.sleep(0.05)  # some looks at the checkpoint, which has it still
         assert node.leased(kept) == []
 
 
@@ -705,9 +705,11 @@ async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> Non
     async with node.running():
         answer = (await node.prepare(kept))[kept.uid]
         leased = node.leased(kept)
-    node.write_account({kept: answer.devices})
-    account = node.root / "dra_manager_state"
-    account.write_text(account.read_text().replace(f'\\"{DRIVER}\\"', '\\"gpu.example.com\\"'))
+    node.write_checkpoint({kept: answer.devices})
+    checkpoint = node.root / "dra_manager_state"
+    checkpoint.write_text(
+        checkpoint.read_text().replace(f'\\"{DRIVER}\\"', '\\"gpu.example.com\\"')
+    )
     node.registry = Registry()
     node.offer([gpu(0), gpu(1)])
     node.dra = node.new_dra()
@@ -721,7 +723,7 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
     claim = node.allocate("a", node.fraction(gpu(0), 7))
     async with node.running():
         before, leased = await node.prepare(claim), set(node.leased(claim))
-    node.write_account({claim: []})
+    node.write_checkpoint({claim: []})
     node.dra = node.new_dra()
     async with node.running():
         assert set(node.leased(claim)) == leased
@@ -729,26 +731,26 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
 
 
 async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> None:
-    """A kubelet that lost its account unprepares nothing."""
+    """A kubelet that lost its checkpoint unprepares nothing."""
     kept, lost = (node.allocate(name, node.fraction(gpu(0), 1)) for name in ("kept", "lost"))
-    node.dra.account.period = 0.01
-    node.write_account({kept: [], lost: []})
+    node.dra.checkpoint.period = 0.01
+    node.write_checkpoint({kept: [], lost: []})
     async with node.running():
         await node.prepare(kept, lost)
-        node.write_account({kept: []})
+        node.write_checkpoint({kept: []})
         await until(lambda: not node.leased(lost))
         assert node.leased(kept)
 
 
 async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) -> None:
-    """The kubelet's account has it for a claim; the lease stays with its holder of now."""
+    """The kubelet's checkpoint has it for a claim; the lease stays with its holder of now."""
     claim = node.allocate("a", node.fraction(gpu(0), 2))
     async with node.running():
         answer = (await node.prepare(claim))[claim.uid]
         shares = [
             node.registry.snapshot.gpus[gpu(0).id].leases[it].share for it in node.leased(claim)
         ]
-    node.write_account({claim: answer.devices})
+    node.write_checkpoint({claim: answer.devices})
     node.registry = Registry()
     node.offer([gpu(0), gpu(1)])
     node.registry.apply(SharesClaimed((shares[0],), at=1))

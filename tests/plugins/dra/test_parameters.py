@@ -79,7 +79,7 @@ async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) ->
         assert variable(edits[by_mps], THREADS) == "50"
         assert variable(edits[by_mps], MEMORY) == "0=10240M"
         assert settings(node) == {"long", "50-10240"}
-    node.write_account({claim: answer.devices})
+    node.write_checkpoint({claim: answer.devices})
     for file in (node.root / "cdi").iterdir():
         file.unlink()  # as a reboot does
     node.registry = Registry()
@@ -102,7 +102,7 @@ async def test_limits_of_a_newer_daemon_take_no_other_claim_with_them(node: DraN
         [device] = answers[new.uid].devices
         names = [it.replace(".mps.", ".mps:50-x-9.") for it in device.cdi_device_ids]
         device.cdi_device_ids = names
-    node.write_account({it: answers[it.uid].devices for it in (new, known)})
+    node.write_checkpoint({it: answers[it.uid].devices for it in (new, known)})
     for file in (node.root / "cdi").iterdir():
         file.unlink()
     node.registry = Registry()

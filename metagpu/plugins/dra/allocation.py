@@ -1,6 +1,7 @@
-"""A ResourceClaim at the API server: what the scheduler allocated of this driver.
+"""The allocation of a ResourceClaim: what the scheduler chose of this driver.
 
-Only these fields are decoded; a claim may have results of other drivers too.
+Only these fields of the API server's object are decoded; a claim may have results of other drivers
+too.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

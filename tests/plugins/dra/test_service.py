@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.plugins.dra.answer import PreparedDevice
-from metagpu.plugins.dra.prepare_codec import PrepareAnswer, encode_prepare_response
+from metagpu.plugins.dra.prepared_claim import PreparedDevice
+from metagpu.plugins.dra.service import PrepareAnswer, encode_prepare_response
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)

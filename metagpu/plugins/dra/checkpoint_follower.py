@@ -1,6 +1,6 @@
-"""Claims of before, and what the kubelet's account says of those of now.
+"""Claims of before, and what the kubelet's checkpoint says of those of now.
 
-The account alone tells a daemon that starts which claims are prepared. What their containers get
+The checkpoint alone tells a daemon that starts which claims are prepared. What their containers get
 is written again from it where it is missing, as after a reboot: the kubelet does not ask again.
 """
 
@@ -15,34 +15,37 @@ from anyio import to_thread
 
 from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.errors import ClaimAccountUnreadable, MetagpuError
+from metagpu.core.errors import ClaimCheckpointUnreadable, MetagpuError
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId, gpu_of
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.admin_access import EnsureMonitored, all_monitored
-from metagpu.plugins.dra.answer import PreparedDevice
-from metagpu.plugins.dra.checkpoint import KubeletAccount, read_account
-from metagpu.plugins.dra.claim_files import ClaimFiles
-from metagpu.plugins.dra.parts import with_settings
+from metagpu.plugins.dra.checkpoint import ClaimCheckpoint, read_checkpoint
+from metagpu.plugins.dra.claim_leases import with_settings
+from metagpu.plugins.dra.prepared_claim import (
+    ClaimFiles,
+    EnsureMonitored,
+    PreparedDevice,
+    all_monitored,
+    with_joint_variables,
+)
 from metagpu.plugins.dra.preparer import ClaimPreparer
-from metagpu.plugins.dra.together import with_joint_variables
 
 if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant
     from metagpu.core.model.claim_device import ClaimDevice
 
 _UNREADABLE: Final = 1.0
-"""Seconds between two attempts to read the first account."""
+"""Seconds between two attempts to read the first checkpoint."""
 
 log = structlog.get_logger()
 
 
-class AccountFollower:
-    """Keeps leases and CDI specifications of claims as the kubelet's account has them.
+class CheckpointFollower:
+    """Keeps leases and CDI files of claims as the kubelet's checkpoint has them.
 
     Attributes:
-        problem: why the first account cannot be read, empty once it is.
+        problem: why the first checkpoint cannot be read, empty once it is.
 
     Args:
         registry: has the leases.
@@ -82,45 +85,45 @@ class AccountFollower:
         self._note_restored = note_restored
         self._logged = LogOnce()
 
-    async def read_leases(self) -> KubeletAccount | None:
-        """Begin the leases in the kubelet's account, once it can be read.
+    async def read_leases(self) -> ClaimCheckpoint | None:
+        """Begin the leases in the kubelet's checkpoint, once it can be read.
 
         Nothing is known of what claims hold before. It is returned, `None` where there is none.
         """
         while True:
             try:
-                account = await self._read_account()
-            except ClaimAccountUnreadable as error:
+                checkpoint = await self._read_checkpoint()
+            except ClaimCheckpointUnreadable as error:
                 self.problem = str(error)
-                if self._logged.is_new("account", self.problem):
+                if self._logged.is_new("checkpoint", self.problem):
                     log.error(
-                        "kubelet account of claims unreadable",
+                        "checkpoint of resource claims unreadable",
                         error=self.problem,
                         effect="no claim is prepared, and nothing is offered",
                     )
                 await anyio.sleep(_UNREADABLE)
             else:
                 self.problem = ""
-                if account is not None:
-                    self._begin_leases(account.devices)
-                return account
+                if checkpoint is not None:
+                    self._begin_leases(checkpoint.devices)
+                return checkpoint
 
     async def restore(self) -> None:
-        """Take the leases of claims from the kubelet's account; end those that it lacks."""
-        account = await self.read_leases()
-        if account is None:
+        """Take the leases of claims from the checkpoint; end those that it lacks."""
+        checkpoint = await self.read_leases()
+        if checkpoint is None:
             return
-        await self._release_others(account)
-        self._states.prepared.update(account.prepared)
-        for ref in account.prepared:
+        await self._release_others(checkpoint)
+        self._states.prepared.update(checkpoint.prepared)
+        for ref in checkpoint.prepared:
             self._note_restored(ref)
-        await self._write_missing(account.prepared)
+        await self._write_missing(checkpoint.prepared)
         try:
             await self._ensure_monitored(all_monitored(self._states.prepared))
         except MetagpuError as error:
             log.error("cdi names of monitored gpus not written again", error=str(error))
         # The kubelet may not have written the last answers yet: their files stay.
-        await self._files.remove_others(account.known)
+        await self._files.remove_others(checkpoint.known)
 
     async def follow(self) -> None:
         """End leases of claims that the kubelet has forgotten: it unprepares none of them.
@@ -134,28 +137,28 @@ class AccountFollower:
             if not held:
                 continue
             try:
-                account = await self._read_account()
-            except ClaimAccountUnreadable:
+                checkpoint = await self._read_checkpoint()
+            except ClaimCheckpointUnreadable:
                 continue
-            if account is None:
+            if checkpoint is None:
                 continue
-            await self._begin_missing(account)
-            missing = {it for it in held if it.uid not in account.known}
+            await self._begin_missing(checkpoint)
+            missing = {it for it in held if it.uid not in checkpoint.known}
             for claim in missing & suspected:  # twice: the kubelet may have been writing the file
                 log.warning("resource claim forgotten by the kubelet", claim=str(claim))
                 await self._preparer.unprepare(claim)
             suspected = frozenset(missing)
 
-    async def _read_account(self) -> KubeletAccount | None:
-        return await to_thread.run_sync(read_account, self._kubelet_root, self._driver)
+    async def _read_checkpoint(self) -> ClaimCheckpoint | None:
+        return await to_thread.run_sync(read_checkpoint, self._kubelet_root, self._driver)
 
-    async def _begin_missing(self, account: KubeletAccount) -> None:
+    async def _begin_missing(self, checkpoint: ClaimCheckpoint) -> None:
         """Begin leases of claims that are prepared, and were not unprepared meanwhile."""
         before = self._leased_claims()
-        known = account.prepared.keys() & self._states.prepared.keys()
-        self._begin_leases({ref: account.devices[ref] for ref in known})
+        known = checkpoint.prepared.keys() & self._states.prepared.keys()
+        self._begin_leases({ref: checkpoint.devices[ref] for ref in known})
         begun = self._leased_claims() - before
-        await self._write_missing({ref: account.prepared[ref] for ref in begun})
+        await self._write_missing({ref: checkpoint.prepared[ref] for ref in begun})
 
     def _begin_leases(self, claims: Mapping[ResourceClaimRef, tuple["ClaimDevice", ...]]) -> None:
         """Begin the leases of claims; report shares that others have by now."""
@@ -186,10 +189,10 @@ class AccountFollower:
             if lease.resource_claim is not None
         }
 
-    async def _release_others(self, account: KubeletAccount) -> None:
+    async def _release_others(self, checkpoint: ClaimCheckpoint) -> None:
         """End the leases of claims that the kubelet does not know."""
         for claim in self._leased_claims():
-            if claim.uid not in account.known:
+            if claim.uid not in checkpoint.known:
                 await self._preparer.unprepare(claim)
 
     async def _write_missing(
