@@ -77,7 +77,7 @@ test: $(VENV)/.test $(PROGRAMS) ## run the tests (PIECE=N of the long ones)
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
 
-lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, and the budget
+lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, docstrings and words, and the budget
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -85,6 +85,7 @@ lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, 
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/reasons.py --check
 	$(BIN)/python docs/availability.py --check
+	$(BIN)/python -m tests.language
 	$(BIN)/python -m tests.budget --check
 
 proto: $(VENV)/.test ## generate the protocol code anew

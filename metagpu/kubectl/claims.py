@@ -1,4 +1,4 @@
-"""ResourceClaims of pods: the devices that they ask for, read with the rights of a user."""
+"""ResourceClaims of pods, read with the rights of a user: devices asked for."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The judgement of nodes for a pod, and of all pods that wait: pure, over what nodes report."""
+"""The judgement of nodes for a pod, and of all pods that wait: pure functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

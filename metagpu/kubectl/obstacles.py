@@ -1,4 +1,4 @@
-"""Obstacles to requests for shares and devices, by the report of a daemon: pure functions."""
+"""Obstacles to requests for shares and devices, by the report of a daemon. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum

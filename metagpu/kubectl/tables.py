@@ -1,4 +1,4 @@
-"""Tables of `get` and `top`: rows of each kind from the reports of nodes, columns, and bars.
+"""Tables of `get` and `top`: rows from the reports of nodes, columns, and bars.
 
 Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
 """

@@ -1,4 +1,4 @@
-"""Questions to the API server, and through it to the daemon of each node, found by its pod."""
+"""Questions to the API server, and through it to the daemon of each node."""
 
 import asyncio
 import sys

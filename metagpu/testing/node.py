@@ -1,4 +1,4 @@
-"""A simulated node with backends that run, without a kubelet; GPUs and shares of tests."""
+"""A simulated node with running backends and no kubelet; GPUs and shares of tests."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence

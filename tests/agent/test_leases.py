@@ -77,7 +77,7 @@ class Lateness:
         self._monkeypatch = monkeypatch
 
     def hang(self) -> None:
-        """Let no request of PodResources be answered until `answer`."""
+        """Answer no request of PodResources until `answer`."""
 
         async def wait(socket: Path, asked: float, deadline: float) -> LeasesObserved:
             self.asked += 1
@@ -108,7 +108,7 @@ class Lateness:
 async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """What the checkpoint names is held at once; where nothing can be read, what conflicts waits.
+    """Shares that the checkpoint names are held at once; without it, what conflicts waits.
 
     The daemon's longest waits for the kubelet pass meanwhile.
     """

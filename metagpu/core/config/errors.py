@@ -1,4 +1,4 @@
-"""Errors of configurations: the place, the kind of problem, and the nearest known name."""
+"""Errors of configurations: place, kind of problem, and the nearest known name."""
 
 from collections.abc import Iterable
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""The common part of grants: device nodes, CDI names, NVIDIA's variables; grants joined."""
+"""The common part of grants: devices, CDI names, variables; grants joined."""
 
 import hashlib
 from collections import Counter

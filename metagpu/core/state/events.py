@@ -131,7 +131,7 @@ class LayoutApplied(msgspec.Struct, frozen=True):
 
 
 class PodListRequested(msgspec.Struct, frozen=True):
-    """A complete list of the node's pods would show whether pods that hold shares have ended."""
+    """A complete list of pods would show whether those that hold shares have ended."""
 
 
 class CheckpointRequested(msgspec.Struct, frozen=True):

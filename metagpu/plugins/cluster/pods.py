@@ -160,7 +160,7 @@ def known_pod(item: KubeObject) -> KnownPod:
 
 
 def _kubelets_uid(metadata: KubeObject) -> str:
-    """Return the uid by which the kubelet knows a Pod: that of a static pod its mirror names."""
+    """Return the uid by which the kubelet knows a Pod; a mirror names another."""
     return str((metadata.get("annotations") or {}).get(MIRROR) or metadata["uid"])
 
 

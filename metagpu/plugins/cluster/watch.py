@@ -80,7 +80,7 @@ class Informer(ABC):
                 await anyio.sleep(backoff.next(error.retry_after))
 
     def list_again(self) -> None:
-        """Request the complete list again: what it lacks is gone, which no late watch shows."""
+        """Request the complete list again: what it lacks is gone."""
         self._list_is_due = True
         self._watching.cancel()
 

@@ -207,7 +207,7 @@ class LeaseFollower:
             self._log_unconfirmed()
 
     async def _meet_kubelet(self) -> None:
-        """Look at the kubelet's files: nothing that an earlier one said counts for a new one."""
+        """Look at the kubelet's files: a new kubelet is not bound by what another said."""
         self._files = await self._identify()
         kubelet, known = self._files.kubelet, self._registry.snapshot.kubelet
         if kubelet != self._kubelet:
@@ -234,7 +234,7 @@ class LeaseFollower:
         return answer
 
     async def _begin_leases(self) -> None:
-        """Begin the leases that the checkpoint names: the kubelet's answer may come late, or never.
+        """Begin the leases that the checkpoint names: the kubelet may answer late.
 
         Without a file and without a kubelet nothing of ours is given to anybody.
         """

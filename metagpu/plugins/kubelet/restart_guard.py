@@ -289,7 +289,7 @@ def _has_ended(lease: Lease, snapshot: Snapshot) -> bool:
 
 
 def _name(uid: str, snapshot: Snapshot) -> str:
-    """Return namespace and name of a pod, its uid where the API server does not list the pod."""
+    """Return namespace and name of a pod, its uid where the API server lists none."""
     pod = snapshot.pods.by_uid.get(uid)
     return str(pod) if pod is not None else f"uid {uid}"
 
