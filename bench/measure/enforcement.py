@@ -20,7 +20,7 @@ from bench.enforcement_node import EnforcementNode, simulated_node
 from bench.figures import Figure, Samples
 from bench.plan import Plan
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.usage.collector import UsageCollector
@@ -134,7 +134,7 @@ async def _ends(plan: Plan) -> list[Figure]:
                 simulated_node(Path(folder), "a100-40gb:1") as it,
                 anyio.create_task_group() as group,
             ):
-                guards = {"fraction": Guard.ENFORCER}
+                guards = {"fraction": MemoryGuard.ENFORCER}
                 collector = UsageCollector(it.nvml, it.machine.host, it.registry)
                 enforcer = Enforcer(
                     collector, it.machine.host, it.registry, lambda _: SETTINGS, guards

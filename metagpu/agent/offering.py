@@ -14,7 +14,7 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.takeover import Takeover
 from metagpu.core.state.facts import GpusFound
-from metagpu.core.usage.absent_containers import RunningHolders
+from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.kubelet import checkpoint
 from metagpu.plugins.kubelet.call_gate import CallGate

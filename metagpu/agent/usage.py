@@ -7,22 +7,22 @@ from anyio import to_thread
 
 from metagpu.agent.context import NodeContext
 from metagpu.core.contracts.backend import InstalledBackends
-from metagpu.core.contracts.capabilities import Guard, guard_of
+from metagpu.core.contracts.capabilities import MemoryGuard, guard_of
 from metagpu.core.contracts.host import Host
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Holder
-from metagpu.core.usage.absent_containers import RunningHolders
+from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService, enforcement_settings
 from metagpu.plugins.kubelet import checkpoint
 
 
-class _Guards(Mapping[str, Guard]):
+class _Guards(Mapping[str, MemoryGuard]):
     """The guard of each backend that was ever configured, by the backend's name."""
 
     def __init__(self, backends: InstalledBackends) -> None:
         self._backends = backends
 
-    def __getitem__(self, name: str) -> Guard:
+    def __getitem__(self, name: str) -> MemoryGuard:
         return guard_of(self._backends.loaded[name])
 
     def __iter__(self) -> Iterator[str]:

@@ -13,7 +13,7 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.daemon_checks import check_leases
 from metagpu.core.reports.diagnosis import CheckResult
-from metagpu.core.usage import absent_containers
+from metagpu.core.usage import lease_differences
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status
 from metagpu.plugins.cluster.node_object import NODES
@@ -101,7 +101,7 @@ async def test_a_lease_whose_container_is_gone_is_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Status, doctor, an Event and a metric name a holder that no longer runs."""
-    with capture_module_logs(absent_containers) as lines:
+    with capture_module_logs(lease_differences) as lines:
         async with node_at_work(tmp_path) as node:
             watch = node.scene.agent.usage_service._absent
             await until(lambda: ALICE in watch.last_seen)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from metagpu.core.usage import mixed_requests
-from metagpu.core.usage.mixed_requests import find_mixed_requests
+from metagpu.core.usage import lease_differences
+from metagpu.core.usage.lease_differences import find_mixed_requests
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -52,7 +52,7 @@ async def test_a_container_that_sees_one_of_its_gpus_is_reported(tmp_path: Path)
     features = frozenset({Feature.PODS, Feature.POD_EVENTS})
     text, pod = TWO.replace("STRATEGY", "envvar"), SimPod.single("train", BOTH)
 
-    with capture_module_logs(mixed_requests) as logged:
+    with capture_module_logs(lease_differences) as logged:
         async with server.running():
             settings = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=features)
             async with agent_at_work(

@@ -36,9 +36,9 @@ from metagpu.core.contracts.backend import GpuContext, Options
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
     DiagnosesGpu,
-    Guard,
     HasMetrics,
     LeavesOnNode,
+    MemoryGuard,
     NeedsPrivileges,
     OffersExisting,
     Provisions,
@@ -88,7 +88,7 @@ class MigBackend(
     options_type: ClassVar[type[Options]] = MigOptions
     needs_setup: ClassVar[bool] = True
     needs_cleanup: ClassVar[bool] = True
-    guard: ClassVar[Guard] = Guard.MIG
+    guard: ClassVar[MemoryGuard] = MemoryGuard.MIG
     metric_kinds: ClassVar[tuple[MetricKind, ...]] = KINDS
     timing: ClassVar[MigTiming] = MigTiming()
     mps_timing: ClassVar[MpsDaemonTiming] = MpsDaemonTiming(period=30.0)

@@ -48,11 +48,11 @@ from metagpu.core.contracts.backend import (
 )
 from metagpu.core.contracts.capabilities import (
     DeclaresSharing,
-    Guard,
     HasMetrics,
     LeavesOnNode,
     LimitsRequests,
     ManagesGpu,
+    MemoryGuard,
     NeedsPrivileges,
     SharesClaims,
     SharingStrategy,
@@ -257,7 +257,7 @@ class MpsBackend(
     options_type: ClassVar[type[Options]] = MpsOptions
     needs_setup: ClassVar[bool] = True
     needs_cleanup: ClassVar[bool] = True
-    guard: ClassVar[Guard] = Guard.MPS
+    guard: ClassVar[MemoryGuard] = MemoryGuard.MPS
     sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.MPS
     metric_kinds: ClassVar[tuple[MetricKind, ...]] = (DAEMON_UP,)
     timing: ClassVar[MpsDaemonTiming] = MpsDaemonTiming()

@@ -12,7 +12,7 @@ from typing import ClassVar, Final, TypeAlias
 
 from metagpu.core.availability.reasons import open_to
 from metagpu.core.contracts.backend import OneResourceBackend, OneResourceOptions, Options
-from metagpu.core.contracts.capabilities import DeclaresSharing, Guard
+from metagpu.core.contracts.capabilities import DeclaresSharing, MemoryGuard
 from metagpu.core.model.gpu import (
     Connection,
     Gpu,
@@ -190,7 +190,7 @@ class WholeBackend(OneResourceBackend[WholeOptions], DeclaresSharing):
 
     name: ClassVar[str] = "whole"
     options_type: ClassVar[type[Options]] = WholeOptions
-    guard: ClassVar[Guard] = Guard.EXCLUSIVE
+    guard: ClassVar[MemoryGuard] = MemoryGuard.EXCLUSIVE
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Return the one share of a GPU; none in MIG mode, where CUDA sees instances only."""

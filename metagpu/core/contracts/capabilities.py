@@ -22,7 +22,7 @@ from metagpu.core.model.shares import Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 
-class Guard(StrEnum):
+class MemoryGuard(StrEnum):
     """The mechanism that keeps a container within its share of a GPU's memory.
 
     The enforcer judges containers under `ENFORCER` alone. Hardware and MPS refuse too much memory
@@ -58,13 +58,13 @@ class DeclaresSharing(Backend):
         sharing_strategy: the strategy in NVIDIA's words.
     """
 
-    guard: ClassVar[Guard] = Guard.ENFORCER
+    guard: ClassVar[MemoryGuard] = MemoryGuard.ENFORCER
     sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.NONE
 
 
-def guard_of(kind: type[Backend]) -> Guard:
+def guard_of(kind: type[Backend]) -> MemoryGuard:
     """Return the guard that a backend declares; the enforcer for other backends."""
-    return kind.guard if issubclass(kind, DeclaresSharing) else Guard.ENFORCER
+    return kind.guard if issubclass(kind, DeclaresSharing) else MemoryGuard.ENFORCER
 
 
 def sharing_strategy_of(kind: type[Backend]) -> SharingStrategy:

@@ -25,9 +25,8 @@ from metagpu.core.usage.accounting import (
     PromisedMemory,
     attribute_processes,
 )
-from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
-from metagpu.core.usage.utilization import UtilizationReader
+from metagpu.core.usage.utilization import SensorTurns, UtilizationReader
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Container, ContainerCgroup, Host
 from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
@@ -72,7 +72,7 @@ class DriverLimits:
         host: Host,
         registry: Registry,
         collector: UsageCollector,
-        guards: Mapping[str, Guard],
+        guards: Mapping[str, MemoryGuard],
         *,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
@@ -242,7 +242,7 @@ class DriverLimits:
         found: defaultdict[Holder, list[Share]] = defaultdict(list)
         for lease in self._registry.snapshot.gpus[gpu].leases.values():
             guard = self._guards.get(lease.share.backend)
-            if lease.holder is not None and guard is Guard.ENFORCER:
+            if lease.holder is not None and guard is MemoryGuard.ENFORCER:
                 found[lease.holder].append(lease.share)
         return found
 

@@ -5,19 +5,20 @@ from contextlib import suppress
 from functools import partial
 from signal import Signals
 from time import time
-from typing import Final
+from typing import Any, Final
 
 import anyio
+import msgspec
 import structlog
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.host import Host
 from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
-from metagpu.core.model.snapshot import GpuState
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
@@ -26,9 +27,48 @@ from metagpu.core.usage.accounting import ContainerUsage, GpuUsage, ProcessUsage
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
-from metagpu.core.usage.enforcement_stats import EnforcementStats
 from metagpu.core.usage.policy import LimitViolation, decide
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
+
+
+class EnforcementRecord(msgspec.Struct):
+    """The enforcement since the daemon's start, and the containers above their limits now.
+
+    Attributes:
+        warnings: how often a container was warned.
+        signals: how often each signal was sent.
+        over_limit: bytes above its limit, for each container that is above it now, by GPU.
+    """
+
+    warnings: int = 0
+    signals: dict[Signals, int] = msgspec.field(
+        default_factory=lambda: {Signals.SIGTERM: 0, Signals.SIGKILL: 0}
+    )
+    over_limit: dict[GpuId, Mapping[Holder, int]] = msgspec.field(default_factory=dict)
+
+
+def enforcement_report(
+    record: EnforcementRecord, snapshot: Snapshot, driver_limits: int = 0
+) -> dict[str, Any]:
+    """Return the record of the enforcement as plain data.
+
+    `driver_limits` is the number of limits that the driver has been given.
+    """
+    return {
+        "driverLimits": driver_limits,
+        "warnings": record.warnings,
+        "signals": {signal.name: count for signal, count in record.signals.items()},
+        "overLimit": [
+            {
+                "gpu": snapshot.gpus[gpu].gpu.index,
+                "container": str(holder),
+                "excessMiB": excess // MIB,
+            }
+            for gpu, containers in record.over_limit.items()
+            for holder, excess in containers.items()
+        ],
+    }
+
 
 log = structlog.get_logger()
 
@@ -40,8 +80,8 @@ _TURN: Final = 32
 """Containers that are judged at once: then the kubelet's requests have their turn."""
 
 
-def container_guard(usage: ContainerUsage, guards: Mapping[str, Guard]) -> Guard | None:
-    """Return the guard of a container's shares of a GPU; `None` when there is none."""
+def memory_guard_of(usage: ContainerUsage, guards: Mapping[str, MemoryGuard]) -> MemoryGuard | None:
+    """Return what keeps a container within its memory; `None` when its backends differ."""
     backends = {share.backend for share in usage.shares}
     found = {guards.get(backend) for backend in backends}
     return found.pop() if len(found) == 1 else None
@@ -68,7 +108,7 @@ class Enforcer:
 
     Attributes:
         settings: returns a pool's present settings.
-        stats: counters since the daemon's start.
+        record: counters since the daemon's start, and the containers above their limits now.
     """
 
     def __init__(
@@ -77,13 +117,13 @@ class Enforcer:
         host: Host,
         registry: Registry,
         settings: EnforcementSettings,
-        guards: Mapping[str, Guard],
+        guards: Mapping[str, MemoryGuard],
         *,
         limits: DriverLimits | None = None,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
         self.settings = settings
-        self.stats = EnforcementStats()
+        self.record = EnforcementRecord()
         self._collector = collector
         self._host = host
         self._registry = registry
@@ -115,7 +155,7 @@ class Enforcer:
                 pause = await self._check(gpu, settings, violations)
             else:
                 violations.clear()
-                self.stats.over_limit.pop(gpu, None)
+                self.record.over_limit.pop(gpu, None)
                 await self._update_limits(gpu, settings)
                 pause = seconds_to_common_moment(self._timing.idle_period)
             await anyio.sleep(pause)
@@ -129,7 +169,8 @@ class Enforcer:
     def _has_enforced_containers(self, state: GpuState) -> bool:
         """Return whether a container on the GPU has the enforcer as its only guard."""
         return any(
-            lease.holder is not None and self._guards.get(lease.share.backend) is Guard.ENFORCER
+            lease.holder is not None
+            and self._guards.get(lease.share.backend) is MemoryGuard.ENFORCER
             for lease in state.leases.values()
         )
 
@@ -142,7 +183,7 @@ class Enforcer:
         try:
             gpu_usage = await self._collector.collect_gpu(gpu)
         except DriverError as error:
-            self.stats.over_limit.pop(gpu, None)
+            self.record.over_limit.pop(gpu, None)
             if self._limits is not None and isinstance(error, DriverUnavailable):
                 self._limits.forget(gpu)
             self._log_failure(gpu, error)
@@ -174,7 +215,7 @@ class Enforcer:
 
         violations.clear()
         violations.update(found)
-        self.stats.over_limit[gpu] = over
+        self.record.over_limit[gpu] = over
         return min([seconds_to_common_moment(settings.period), *pauses])
 
     async def _enforced(self, gpu_usage: GpuUsage) -> AsyncIterator[ContainerUsage]:
@@ -182,12 +223,12 @@ class Enforcer:
         for number, usage in enumerate(gpu_usage.containers):
             if number % _TURN == 0:
                 await checkpoint()
-            if container_guard(usage, self._guards) is Guard.ENFORCER:
+            if memory_guard_of(usage, self._guards) is MemoryGuard.ENFORCER:
                 yield usage
 
     def _warn(self, usage: ContainerUsage, limit: int, settings: MemoryEnforcement) -> None:
         will_end = settings.policy is EnforcementPolicy.KILL and not settings.dry_run
-        self.stats.warnings += 1
+        self.record.warnings += 1
         log.warning(
             "gpu memory limit exceeded",
             **self._log_keys(usage, limit),
@@ -235,7 +276,7 @@ class Enforcer:
             bound.error("process signal failed", error=str(error))
             return
 
-        self.stats.signals[signal] += 1
+        self.record.signals[signal] += 1
         bound.warning("process signalled")
         self._registry.events.publish(
             ProcessSignalled(

@@ -1,15 +1,31 @@
-"""Differences between leases and processes or cgroups: values and sentences."""
+"""Differences between leases and containers: values, sentences, and watches.
 
-from collections.abc import Mapping
+Absent containers: the kubelet keeps a share for its container as long as it lists the pod, also
+while the container fails again and again, or while the kubelet waits for a container runtime that
+does not answer. Only the kubelet can end such a lease: the watch reports it.
+
+Mixed requests: by the strategy `envvar` each answer to Allocate sets NVIDIA_VISIBLE_DEVICES, and
+the kubelet keeps one of the values, by chance, at each start of the container. Allocate names no
+container, so the answer cannot join them; PodResources shows the container when it is admitted.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from enum import StrEnum
+from time import time
 from typing import Any
 
+import anyio
 import msgspec
+import structlog
 
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import Holder, ShareId
+from metagpu.core.model.mig import is_mig, slot_of
+from metagpu.core.model.offers import Api
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.state.events import ContainerAbsent, UnauthorizedUseFound
+from metagpu.core.state.events import ContainerAbsent, MixedRequestFound, UnauthorizedUseFound
+from metagpu.core.state.registry import Registry
+from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 
 class LeaseDifferenceKind(StrEnum):
@@ -113,3 +129,174 @@ def claims_of_holders(snapshot: Snapshot) -> Mapping[Holder, frozenset[tuple[Sha
             if lease.holder is not None:
                 found.setdefault(lease.holder, set()).add((share, lease.since))
     return {holder: frozenset(claims) for holder, claims in found.items()}
+
+
+log = structlog.get_logger()
+
+RunningHolders = Callable[[Collection[Holder]], Awaitable[Collection[Holder]]]
+"""Returns those of some holders whose containers are seen to run."""
+
+
+class AbsentContainerWatch:
+    """A watch for holders whose cgroup has gone, or has no process.
+
+    A holder that was never seen to run is unknown: its cgroup may not be visible, and its image may
+    still be on its way. So is a holder whose pod was created again under its name.
+
+    Attributes:
+        last_seen: the event loop's time when each holder was last seen to run.
+        found: the holders that are absent now.
+    """
+
+    def __init__(
+        self, registry: Registry, running: RunningHolders, timing: UsageTiming = DEFAULT_TIMING
+    ) -> None:
+        self.last_seen: dict[Holder, float] = {}
+        self.found: dict[Holder, ContainerAbsent] = {}
+        self._claims = claims_of_holders(registry.snapshot)
+        self._registry = registry
+        self._running = running
+        self._timing = timing
+
+    async def run(self) -> None:
+        """Check all holders periodically, until cancelled."""
+        while True:
+            await anyio.sleep(self._timing.absent_period)
+            await self._check()
+
+    async def _check(self) -> None:
+        asked = claims_of_holders(self._registry.snapshot)
+        running = await self._running(asked.keys()) if asked else ()
+        now, claims = anyio.current_time(), claims_of_holders(self._registry.snapshot)
+        self.last_seen = {
+            it: seen
+            for it, seen in self.last_seen.items()
+            if claims.get(it) == self._claims.get(it)
+        }
+        self.last_seen |= {
+            it: now for it in running if it in claims and claims[it] == asked.get(it)
+        }
+        self._claims = claims
+        absent = {
+            it: now - seen
+            for it, seen in self.last_seen.items()
+            if now - seen >= self._timing.absent_after
+        }
+        self.found = {it: event for it, event in self.found.items() if it in absent}
+        for holder in absent.keys() - self.found.keys():
+            self._report(holder, absent[holder])
+
+    def _report(self, holder: Holder, seconds: float) -> None:
+        snapshot = self._registry.snapshot
+        shares = shares_of_holders(snapshot)[holder]
+        pod = snapshot.pods.find(holder, None)
+        event = ContainerAbsent(holder, pod.uid if pod else None, shares, seconds, at=time())
+        self.found[holder] = event
+        log.warning(
+            "container of a lease absent",
+            container=str(holder),
+            reason=describe_absence(event, snapshot),
+            fix=f"kubectl describe pod -n {holder.namespace} {holder.pod}",
+        )
+        self._registry.events.publish(event)
+
+
+def find_mixed_requests(snapshot: Snapshot) -> Mapping[Holder, Mapping[ResourceName, str]]:
+    """Return the containers whose resources name different devices. Pure."""
+    held: dict[Holder, dict[ResourceName, dict[str, None]]] = {}
+    for state in snapshot.gpus.values():
+        for lease in state.leases.values():
+            if lease.holder is not None and lease.share.backend != UNKNOWN_BACKEND:
+                devices = held.setdefault(lease.holder, {}).setdefault(lease.share.resource, {})
+                devices[_device(lease.share, state.gpu.index)] = None
+    return {
+        holder: {name: " and ".join(devices) for name, devices in sorted(by_name.items())}
+        for holder, by_name in held.items()
+        if len({tuple(devices) for devices in by_name.values()}) > 1
+    }
+
+
+def _holders_by_variable(snapshot: Snapshot) -> set[Holder]:
+    """Return the containers with shares of pools whose GPUs CDI does not name anyway."""
+    return {
+        lease.holder
+        for state in snapshot.gpus.values()
+        if state.api is Api.DEVICE_PLUGIN
+        for lease in state.leases.values()
+        if lease.holder is not None and lease.resource_claim is None
+    }
+
+
+def _device(share: Share, index: int) -> str:
+    return f"{slot_of(share.id)} of GPU {index}" if is_mig(share.id) else f"GPU {index}"
+
+
+def describe_mixed_request(event: MixedRequestFound) -> str:
+    """Describe which devices a container does not see, and how to ask for them."""
+    held = ", ".join(f"{devices} by {name}" for name, devices in event.devices.items())
+    return (
+        f"container {event.holder.container or 'of unknown name'} holds {held}, and sees what one "
+        "of these resources gives, by chance at each start: deviceListStrategy envvar names GPUs "
+        "in one variable. Request each resource in a container of its own, or let the operator "
+        "set deviceListStrategy to cdi-cri, cdi-annotations or volume-mounts"
+    )
+
+
+class MixedRequestWatch:
+    """A watch for containers that see the devices of one resource alone.
+
+    Attributes:
+        found: these containers, as they were reported.
+
+    Args:
+        hides: returns whether a container sees one of several answers now, in a pool of the API of
+            device plugins.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        hides: Callable[[], bool],
+        timing: UsageTiming = DEFAULT_TIMING,
+    ) -> None:
+        self.found: dict[Holder, MixedRequestFound] = {}
+        self._claims = claims_of_holders(registry.snapshot)
+        self._registry = registry
+        self._hides = hides
+        self._timing = timing
+
+    async def run(self) -> None:
+        """Check all leases periodically, until cancelled."""
+        while True:
+            # First a wait: after a start, the writer of Events is a moment behind the leases.
+            await anyio.sleep(self._timing.mixed_period)
+            self._check()
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the containers as plain data."""
+        return [
+            {"holder": str(it.holder), "podUid": it.pod_uid, "reason": describe_mixed_request(it)}
+            for it in self.found.values()
+        ]
+
+    def _check(self) -> None:
+        snapshot = self._registry.snapshot
+        mixed, before = find_mixed_requests(snapshot), self._claims
+        claims = self._claims = claims_of_holders(snapshot)
+        # A container keeps the answers of its admission: a later strategy changes nothing for it.
+        self.found = {
+            it: event
+            for it, event in self.found.items()
+            if it in mixed and claims[it] == before.get(it)
+        }
+        hidden = _holders_by_variable(snapshot) if self._hides() else set()
+        for holder in (mixed.keys() - self.found.keys()) & hidden:
+            pod = snapshot.pods.find(holder, None)
+            event = MixedRequestFound(holder, pod.uid if pod else None, mixed[holder], at=time())
+            self.found[holder] = event
+            log.warning(
+                "container sees the devices of one resource alone",
+                container=str(holder),
+                reason=describe_mixed_request(event),
+            )
+            self._registry.events.publish(event)

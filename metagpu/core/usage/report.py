@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from metagpu.core.config.memory import MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import profile_of
 from metagpu.core.model.pods import KnownPod
@@ -26,7 +26,7 @@ from metagpu.core.usage.accounting import (
 )
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.core.usage.enforcer import container_guard
+from metagpu.core.usage.enforcer import memory_guard_of
 
 
 class ReportRules(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class ReportRules(msgspec.Struct, frozen=True):
     """
 
     settings: Callable[[GpuId], MemoryEnforcement]
-    guards: Mapping[str, Guard]
+    guards: Mapping[str, MemoryGuard]
     is_driver_limited: Callable[[ContainerUsage], bool] = lambda _: False
 
 
@@ -275,12 +275,12 @@ def _container_gpu_report(
 
     `capacities` are the shares of each resource of the GPU.
     """
-    state, guard = snapshot.gpus[usage.gpu], container_guard(usage, rules.guards)
+    state, guard = snapshot.gpus[usage.gpu], memory_guard_of(usage, rules.guards)
     effective = effective_limit(usage, snapshot, rules.settings(usage.gpu))
-    enforced = guard is Guard.ENFORCER
+    enforced = guard is MemoryGuard.ENFORCER
     limit = effective.limit if enforced else None
     if enforced and rules.is_driver_limited(usage):
-        guard = Guard.DRIVER
+        guard = MemoryGuard.DRIVER
     resource = usage.shares[0].resource
     capacity = capacities.get(resource, 0)
     busy = node_usage.utilization.get(usage.gpu)

@@ -7,27 +7,27 @@ from typing import Any
 
 from metagpu.core.config.config import Config
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.absent_containers import AbsentContainerWatch, RunningHolders
 from metagpu.core.usage.accounting import PromisedMemory
-from metagpu.core.usage.annotation_watch import AnnotationWatch, UnmetPreferenceWatch
+from metagpu.core.usage.annotations import AnnotationWatch, UnmetPreferenceWatch
 from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
-from metagpu.core.usage.enforcement_stats import enforcement_report
-from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer
+from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer, enforcement_report
 from metagpu.core.usage.lease_differences import (
+    AbsentContainerWatch,
     LeaseDifference,
     LeaseDifferenceKind,
+    MixedRequestWatch,
+    RunningHolders,
     difference_of,
 )
 from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
-from metagpu.core.usage.mixed_requests import MixedRequestWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
@@ -60,7 +60,7 @@ class UsageService:
         host: Host,
         registry: Registry,
         settings: EnforcementSettings,
-        guards: Mapping[str, Guard],
+        guards: Mapping[str, MemoryGuard],
         *,
         running: RunningHolders,
         read_allocated: AllocationReader,
@@ -104,7 +104,9 @@ class UsageService:
     @property
     def enforcement_report(self) -> dict[str, Any]:
         """Counters since the daemon's start, and the containers above their limit now."""
-        return enforcement_report(self._enforcer.stats, self._registry.snapshot, self._limits.count)
+        return enforcement_report(
+            self._enforcer.record, self._registry.snapshot, self._limits.count
+        )
 
     @property
     def lease_differences(self) -> list[LeaseDifference]:

@@ -43,10 +43,10 @@ from metagpu.core.state.registry import Registry
 from metagpu.core.usage.lease_differences import (
     describe_absence,
     describe_gpu,
+    describe_mixed_request,
     describe_unauthorized_use,
 )
 from metagpu.core.usage.lost_devices import describe_loss
-from metagpu.core.usage.mixed_requests import describe_mixed_request
 from metagpu.plugins.cluster.event_recorder import (
     EventData,
     EventReason,

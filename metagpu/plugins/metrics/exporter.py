@@ -19,8 +19,8 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.tasks import run_with_restart, start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.core.usage.reading_turns import SensorTurns
 from metagpu.core.usage.timing import DEFAULT_TIMING
+from metagpu.core.usage.utilization import SensorTurns
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
 from metagpu.plugins.http.server import Page, PageServer, SingleFlight
@@ -30,7 +30,7 @@ from metagpu.plugins.metrics.dcgm import dcgm_samples
 from metagpu.plugins.metrics.exposition import CONTENT_TYPE, PageRenderer, render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.gpus import (
-    freeze_limits,
+    rules_for_thread,
     sensor_samples,
     snapshot_samples,
     usage_samples,
@@ -181,7 +181,7 @@ class Exporter:
             *daemon_samples(sources, self._counters, self._lag_probe.lag),
             *self._namespaces.samples(),
         ]
-        rules = freeze_limits(sources.rules, usage) if usage else sources.rules
+        rules = rules_for_thread(sources.rules, usage) if usage else sources.rules
 
         def render() -> HttpResponse:
             samples = [*own, *snapshot_samples(snapshot, layout)]

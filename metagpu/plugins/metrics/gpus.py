@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.availability.exact import free_parts, largest_request
 from metagpu.core.availability.reasons import availability_of
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.sensors import GpuSensors, ThrottleReason
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -20,7 +20,7 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.usage.accounting import ContainerUsage, GpuUsage
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.core.usage.enforcer import container_guard
+from metagpu.core.usage.enforcer import memory_guard_of
 from metagpu.core.usage.report import ReportRules
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.families import backend_family
@@ -160,8 +160,8 @@ def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, tuple[str, ...], flo
 _PERCENT = 100
 
 
-def freeze_limits(rules: ReportRules, usage_now: NodeUsage) -> ReportRules:
-    """Freeze the driver's limits for a thread, and keep settings once read."""
+def rules_for_thread(rules: ReportRules, usage_now: NodeUsage) -> ReportRules:
+    """Return rules that a thread can use: the driver's limits of now, settings read once."""
     usages = (usage for gpu_usage in usage_now.gpus.values() for usage in gpu_usage.containers)
     limited = frozenset(map(_key, filter(rules.is_driver_limited, usages)))
     return replace(
@@ -224,10 +224,10 @@ def _container(
     me = (holder.namespace, holder.pod, holder.container, *gpu_label_values(state.gpu))
     processes = [process for usage in usages for process in usage.processes]
     in_force = effective_limit(usages[-1], snapshot, rules.settings(state.gpu.id))
-    guard = container_guard(usages[-1], rules.guards)
-    enforced = guard is Guard.ENFORCER
+    guard = memory_guard_of(usages[-1], rules.guards)
+    enforced = guard is MemoryGuard.ENFORCER
     if enforced and rules.is_driver_limited(usages[-1]):
-        guard = Guard.DRIVER
+        guard = MemoryGuard.DRIVER
     backends = ",".join(sorted({share.backend for share in usages[-1].shares}))
     policy = str(in_force.settings.policy) if enforced else ""
 

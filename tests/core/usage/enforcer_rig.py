@@ -11,7 +11,7 @@ from anyio.abc import Process
 
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.config.units import Duration
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.shares import Holder, ShareId
@@ -103,7 +103,7 @@ class Ground:
             self.host,
             self.registry,
             lambda _: self.terms,
-            {"fraction": Guard.ENFORCER, "whole": Guard.EXCLUSIVE},
+            {"fraction": MemoryGuard.ENFORCER, "whole": MemoryGuard.EXCLUSIVE},
         )
 
     def hold(self, holder: Holder, shares: int, gpu: int = 0) -> None:

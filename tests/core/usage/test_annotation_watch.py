@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 import anyio
 
 from metagpu.core.config.memory import AnnotationKind, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.events import AnnotationRejected
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage import annotation_watch as wishing
-from metagpu.core.usage.annotation_watch import AnnotationWatch
+from metagpu.core.usage import annotations as wishing
+from metagpu.core.usage.annotations import AnnotationWatch
 from tests.rigs.build import gpu, layout_of
 from tests.rigs.logs import capture_module_logs
 
@@ -23,7 +23,7 @@ TERMS = MemoryEnforcement(allow_annotations=tuple(AnnotationKind))
 
 
 @asynccontextmanager
-async def watched(guard: Guard = Guard.ENFORCER) -> AsyncIterator[Registry]:
+async def watched(guard: MemoryGuard = MemoryGuard.ENFORCER) -> AsyncIterator[Registry]:
     """Watch a node where alice holds one share of each of two GPUs."""
     registry = Registry()
     layout = layout_of(gpu(0), gpu(1))
@@ -97,7 +97,7 @@ async def test_only_present_rejections_are_remembered() -> None:
 async def test_annotations_without_effect_are_reported() -> None:
     """Annotations of resources without a lease or with another guard are reported."""
     with capture_module_logs(wishing) as entries:
-        async with watched(Guard.MPS) as registry:
+        async with watched(MemoryGuard.MPS) as registry:
             hold(registry)
             annotate(registry, {KEY: "50", "gpu-mem-limit.cnvrg.io/metagpus": "50"})
             await anyio.wait_all_tasks_blocked()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
 from metagpu.core.config.units import Bytes, Duration
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, ShareId
@@ -53,7 +53,7 @@ class Ground:
         self.terms = TERMS
         self.registry = Registry()
         self._holders: dict[ShareId, Holder] = {}
-        self.guards = {"fraction": Guard.ENFORCER}
+        self.guards = {"fraction": MemoryGuard.ENFORCER}
         census = UsageCollector(nvml, machine.host, self.registry)
         self.limits = DriverLimits(
             nvml, machine.host, self.registry, census, self.guards, timing=timing

@@ -82,8 +82,8 @@ async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Pa
             assert await ended.wait() == -signal.SIGTERM
             await it.looked()
             assert {one, other} - {ended} == {p for p in (one, other) if p.returncode is None}
-            assert it.enforcer.stats.warnings == 1
-            assert it.enforcer.stats.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
+            assert it.enforcer.record.warnings == 1
+            assert it.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
 
     common = {
         "container": "default/alice (main)",
@@ -182,7 +182,7 @@ async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Pa
         await it.looked()
 
         assert other.returncode is None
-        assert it.enforcer.stats.warnings == 0
+        assert it.enforcer.record.warnings == 0
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
         assert await stubborn.wait() == -signal.SIGKILL
         await it.looked()
-        assert it.enforcer.stats.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
+        assert it.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
 
 
 async def test_the_bus_has_warning_and_end(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ async def test_a_restart_with_other_shares_ends_no_process(tmp_path: Path) -> No
 async def test_the_excess_is_reported_while_it_lasts(tmp_path: Path) -> None:
     """The stats have the bytes above the limit while a container is above it."""
     async with ground(tmp_path, terms(EnforcementPolicy.WARN)) as it, running() as greedy:
-        over = it.enforcer.stats.over_limit
+        over = it.enforcer.record.over_limit
         gpu = it.gpus[0].id
         it.hold(ALICE, 25)
         it.put(greedy, 50)

@@ -51,7 +51,7 @@ async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
         await it.looked()
 
         assert unknown.returncode is None
-        assert it.enforcer.stats.warnings == 0
+        assert it.enforcer.record.warnings == 0
 
 
 async def test_an_exit_between_decision_and_signal_harms_no_other(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ async def test_an_exit_between_decision_and_signal_harms_no_other(tmp_path: Path
 
         assert entries[1]["event"] == "process already gone"
         assert [who.pid for who in it.host.refused] == [greedy.pid]
-        assert it.enforcer.stats.signals[signal.SIGTERM] == 0
+        assert it.enforcer.record.signals[signal.SIGTERM] == 0
 
 
 async def test_a_reused_pid_is_not_signalled(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ async def test_a_dry_run_sends_no_signal(tmp_path: Path) -> None:
             await it.looked()
 
             assert greedy.returncode is None
-            assert it.enforcer.stats.signals[signal.SIGTERM] == 0
+            assert it.enforcer.record.signals[signal.SIGTERM] == 0
 
     assert [(entry["event"], entry.get("signal")) for entry in entries] == [
         ("gpu memory limit exceeded", None),

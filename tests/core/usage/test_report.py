@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import ProcessDetails, ProcessIdentity
 from metagpu.core.model.gpu import MIB
@@ -35,7 +35,7 @@ from tests.rigs.build import after, gpu, layout_of
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
 ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
 RULES = ReportRules(
-    lambda _: MemoryEnforcement(policy=EnforcementPolicy.KILL), {"fraction": Guard.ENFORCER}
+    lambda _: MemoryEnforcement(policy=EnforcementPolicy.KILL), {"fraction": MemoryGuard.ENFORCER}
 )
 STARTED = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 TOLD = ProcessDetails(7, 0, ("python", "train.py"), STARTED, 2048 * MIB, 12.345)
@@ -275,7 +275,7 @@ def test_a_pods_successor_gets_nothing_of_its_processes() -> None:
             ReportRules(lambda _: MemoryEnforcement(policy=EnforcementPolicy.OFF), RULES.guards),
             ("enforcer", "off", None),
         ),
-        (ReportRules(RULES.settings, {"fraction": Guard.MPS}), ("mps", None, None)),
+        (ReportRules(RULES.settings, {"fraction": MemoryGuard.MPS}), ("mps", None, None)),
         (ReportRules(RULES.settings, {}), (None, None, None)),
     ],
 )

@@ -15,7 +15,7 @@ from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import Event, PreferenceMissed, PreferenceNotMet
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.annotation_watch import UnmetPreferenceWatch, unmet_preferences
+from metagpu.core.usage.annotations import UnmetPreferenceWatch, unmet_preferences
 from tests.rigs.build import gpu, layout_of
 
 TRAIN = Holder("team", "train", "main")

@@ -4,14 +4,14 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
-from metagpu.core.contracts.capabilities import Guard
+from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.model.gpu import MIB
 from metagpu.core.usage.accounting import ContainerUsage, attribute_processes
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.report import ReportRules
-from metagpu.plugins.metrics.gpus import freeze_limits, usage_samples
+from metagpu.plugins.metrics.gpus import rules_for_thread, usage_samples
 from metagpu.sim.machine.containers import container_of
 from tests.core.usage.test_report import ALICE, BOB, RULES, A, B, node
 from tests.plugins.metrics.rig import valued
@@ -75,13 +75,13 @@ def test_unknown_values_are_absent() -> None:
 @pytest.mark.parametrize(
     ("policy", "guard", "labels"),
     [
-        (EnforcementPolicy.OFF, Guard.ENFORCER, ("enforcer", "off")),
-        (EnforcementPolicy.KILL, Guard.MPS, ("mps", "")),
+        (EnforcementPolicy.OFF, MemoryGuard.ENFORCER, ("enforcer", "off")),
+        (EnforcementPolicy.KILL, MemoryGuard.MPS, ("mps", "")),
         (EnforcementPolicy.KILL, None, ("", "")),
     ],
 )
 def test_no_limit_where_memory_is_not_enforced(
-    policy: EnforcementPolicy, guard: Guard | None, labels: tuple[str, str]
+    policy: EnforcementPolicy, guard: MemoryGuard | None, labels: tuple[str, str]
 ) -> None:
     """Each container has its guard, and a limit only under the enforcer."""
     guards = {"fraction": guard} if guard else {}
@@ -100,7 +100,7 @@ def test_the_drivers_own_limit_is_the_guard() -> None:
         asked.append(usage.holder)
         return usage.holder == ALICE
 
-    rules = freeze_limits(replace(RULES, is_driver_limited=limited), findings)
+    rules = rules_for_thread(replace(RULES, is_driver_limited=limited), findings)
     assert sorted(map(str, asked)) == sorted(map(str, (ALICE, ALICE, BOB)))
     values = valued(usage_samples(snapshot, findings, rules))
 

@@ -5,7 +5,7 @@ from signal import Signals
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import GpusFound
-from metagpu.core.usage.enforcement_stats import EnforcementStats, enforcement_report
+from metagpu.core.usage.enforcer import EnforcementRecord, enforcement_report
 from tests.rigs.build import after, gpu
 
 A, B = gpu(0), gpu(1)
@@ -15,7 +15,7 @@ ALICE = Holder("team", "alice", "main")
 
 def test_the_stats_are_data() -> None:
     """The stats have the enforcer's actions, and the containers above their limit."""
-    tally = EnforcementStats(warnings=3, over_limit={B.id: {ALICE: 700 * MIB}})
+    tally = EnforcementRecord(warnings=3, over_limit={B.id: {ALICE: 700 * MIB}})
     tally.signals[Signals.SIGTERM] = 2
 
     assert enforcement_report(tally, SNAPSHOT, 4) == {

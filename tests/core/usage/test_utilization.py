@@ -2,7 +2,7 @@
 
 from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.usage.reading_turns import ALWAYS_READ, ReadingTurns, SensorTurns
+from metagpu.core.usage.utilization import ALWAYS_READ, ReadingTurns, SensorTurns
 
 GPUS = tuple(GpuId(f"GPU-{number}") for number in range(8))
 
