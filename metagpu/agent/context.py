@@ -6,12 +6,14 @@ import msgspec
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.config.config import Config
+from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Programs
-from metagpu.core.layout.layout import Layout
+from metagpu.core.layout.layout import Layout, pool_of
 from metagpu.core.model.driver_roots import DriverRoots
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
@@ -66,6 +68,11 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
     def layout(self) -> Layout:
         """The layout that the configuration gives on these GPUs."""
         return self.in_force.layout
+
+    def memory_enforcement(self, gpu: GpuId) -> MemoryEnforcement:
+        """Return the memory settings of a GPU's pool; policy `off` for a GPU in no pool."""
+        pool = pool_of(self.config, self.layout, gpu)
+        return pool.memory_enforcement if pool else MemoryEnforcement(policy=EnforcementPolicy.OFF)
 
     def find_roots(self) -> DriverRoots:
         """Look for the driver. Blocks."""

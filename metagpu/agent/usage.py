@@ -12,7 +12,7 @@ from metagpu.core.contracts.host import Host
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.shares import Holder
 from metagpu.core.usage.lease_differences import RunningHolders
-from metagpu.core.usage.usage_service import UsageService, enforcement_settings
+from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.kubelet import checkpoint
 
 
@@ -43,7 +43,7 @@ def build_usage_service(context: NodeContext, running: RunningHolders) -> UsageS
         context.driver,
         context.host,
         context.registry,
-        lambda gpu: enforcement_settings(context.config, context.layout, gpu),
+        context.memory_enforcement,
         _Guards(context.backends),
         running=running,
         read_allocated=partial(

@@ -1,19 +1,22 @@
 """The effects of a change of configuration: one layout against another, as values."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from metagpu.core.availability.conflict import orphaned_leases, shares_to_wait
-from metagpu.core.config.config import Config
-from metagpu.core.layout.layout import Layout
+from metagpu.core.config.config import Config, Pool
+from metagpu.core.layout.layout import Layout, pool_of
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Lease, ResourceName, Share
 from metagpu.core.model.snapshot import Snapshot
+
+_POOL_SETTINGS: Final = frozenset(Pool.__struct_fields__) - {"name", "backends", "gpus", "reason"}
+"""The settings of a pool, without those that choose its GPUs, and are compared as options."""
 
 
 class ChangeKind(StrEnum):
@@ -143,11 +146,7 @@ class _Side:
         self.backends = state.layout.backends
         self.apis = state.layout.apis
         self.pools = {each.gpu.id: each.pool for each in state.layout.pool_assignments}
-        self.rules = {
-            pool.name: pool.memory_enforcement
-            for pool in (state.config.root.pools if state.config else ())
-        }
-        self._layout = state.layout
+        self._layout, self._config = state.layout, state.config
 
     def offered(self, resource: ResourceName) -> list[Share]:
         return [share for share in self._layout.shares if share.resource == resource]
@@ -162,6 +161,11 @@ class _Side:
             for each in self._layout.backend_assignments
             if each.gpu.id == gpu
         }
+
+    def settings(self, gpu: GpuId) -> Mapping[str, Any]:
+        """Return the settings of a GPU's pool that say what is done with its GPUs."""
+        pool = pool_of(self._config, self._layout, gpu) if self._config else None
+        return {} if pool is None else {it: getattr(pool, it) for it in _POOL_SETTINGS}
 
     def answers_as(self, resource: ResourceName) -> tuple[str | None, Api]:
         """Return the backend of a resource, and its API."""
@@ -198,7 +202,7 @@ def _gpu_change(snapshot: Snapshot, gpu: GpuId, before: _Side, after: _Side) -> 
         will=pools[1] is not None,
         same=old == new and pools == pools[::-1] and backends == backends[::-1],
         same_options=before.options(gpu) == after.options(gpu)
-        and before.rules.get(pools[0] or "") == after.rules.get(pools[1] or ""),
+        and before.settings(gpu) == after.settings(gpu),
     )
     waits = shares_to_wait(new, state.leases) != frozenset()
     waits_for = orphaned_leases(new, state.leases) if waits else ()

@@ -155,6 +155,13 @@ class Layout(msgspec.Struct, frozen=True):
         return states
 
 
+def pool_of(config: Config, layout: Layout, gpu: GpuId) -> Pool | None:
+    """Return the pool of a GPU with all of its settings, `None` for a GPU in no pool."""
+    names = (each.pool for each in layout.pool_assignments if each.gpu.id == gpu)
+    name = next(names, None)
+    return next((pool for pool in config.root.pools if pool.name == name), None)
+
+
 def build_layout(
     config: Config,
     gpus: Iterable[Gpu],

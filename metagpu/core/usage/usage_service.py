@@ -5,13 +5,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from metagpu.core.config.config import Config
-from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
-from metagpu.core.layout.layout import Layout
-from metagpu.core.model.gpu import GpuId
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import PromisedMemory
@@ -31,16 +27,6 @@ from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
-
-
-def enforcement_settings(config: Config, layout: Layout, gpu: GpuId) -> MemoryEnforcement:
-    """Return the memory settings of a GPU's pool; policy `off` for a GPU in no pool."""
-    pools = {pool.name: pool.memory_enforcement for pool in config.root.pools}
-
-    for assignment in layout.pool_assignments:
-        if assignment.gpu.id == gpu and assignment.pool in pools:
-            return pools[assignment.pool]
-    return MemoryEnforcement(policy=EnforcementPolicy.OFF)
 
 
 class UsageService:

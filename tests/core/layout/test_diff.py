@@ -101,6 +101,15 @@ def test_other_settings_are_no_new_list() -> None:
     ]
 
 
+@pytest.mark.parametrize("setting", ["offer: all", "memoryEnforcement: {policy: off}"])
+def test_each_setting_of_a_pool_is_compared(setting: str) -> None:
+    """A pool with another setting is another offer of its GPUs, whatever the setting is."""
+    changed = FRACTIONS.replace("{name: parts,", f"{{name: parts, {setting},")
+    plan = planned(state(FRACTIONS), state(changed))
+
+    assert set(gpus(plan)) == {ChangeKind.OPTIONS, ChangeKind.UNCHANGED}
+
+
 def test_other_memory_enforcement_changes_the_gpus_alone() -> None:
     """A pool's memory enforcement changes its GPUs and no list."""
     plan = planned(
