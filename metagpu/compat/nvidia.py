@@ -1,7 +1,7 @@
 """Conversion of NVIDIA's device plugin's file, and of mig-parted's file beside it.
 
 What the plugin reads and then drops has no effect here either: `resources`, `rename`, `devices`
-(docs/decisions/0050).
+(docs/decisions/0021).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

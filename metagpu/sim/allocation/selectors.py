@@ -1,7 +1,7 @@
 """Selectors of devices in the part of CEL that claims of GPUs use. Pure.
 
 CEL's expressions are read by Python's own parser, for the grammar of both is the same but for the
-names of the logical operators (docs/decisions/0084-selectors-by-pythons-parser.md). Not read:
+names of the logical operators (docs/decisions/0002-simulator-below-pynvml.md). Not read:
 macros but `has`, the ternary operator, and strings with CEL's own escapes.
 """
 
