@@ -52,7 +52,6 @@ CAPABILITIES: Final = (
             "agent/*claim*",
             "plugins/cluster/*slice*",
             "plugins/cluster/*claims*",
-            "plugins/cluster/device_classes.py",
             "compat/nvidia_claims.py",
         ),
     ),

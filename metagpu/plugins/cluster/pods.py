@@ -1,7 +1,7 @@
 """The informer of this node's Pods: keeps the few fields that the registry needs."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +17,6 @@ from metagpu.core.state.facts import PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.annotations import memory_annotations
 from metagpu.plugins.cluster.node_object import KubeObject
-from metagpu.plugins.cluster.pod_claims import requests_by_container
 from metagpu.plugins.cluster.watch import Informer
 
 if TYPE_CHECKING:
@@ -242,3 +241,28 @@ def _may_be_deleted(item: KubeObject) -> bool:
     containers = [it for name in _STATUSES for it in status.get(name) or ()]
     runs = any("running" in (it.get("state") or {}) for it in containers)
     return not (metadata.get("deletionTimestamp") or is_mirror or runs)
+
+
+def requests_by_container(item: KubeObject) -> Mapping[str, frozenset[tuple[str, str]]]:
+    """Return claim and request of each container; an empty request is the whole claim.
+
+    The claim of extended resources is in the status alone.
+    """
+    spec, status = item.get("spec") or {}, item.get("status") or {}
+    extended = status.get("extendedResourceClaimStatus") or {}
+    if not spec.get("resourceClaims") and not extended:
+        return {}
+    statuses = status.get("resourceClaimStatuses") or ()
+    made = {it["name"]: it.get("resourceClaimName") for it in statuses}
+    names = {
+        it["name"]: it.get("resourceClaimName") or made.get(it["name"])
+        for it in spec.get("resourceClaims") or ()
+    }
+    found = defaultdict[str, set[tuple[str, str]]](set)
+    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+        for it in (container.get("resources") or {}).get("claims") or ():
+            if name := names.get(it["name"]):
+                found[container["name"]].add((name, it.get("request") or ""))
+    for it in extended.get("requestMappings") or ():
+        found[it["containerName"]].add((extended["resourceClaimName"], it["requestName"]))
+    return {container: frozenset(those) for container, those in found.items()}

@@ -15,6 +15,11 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.devices.comparison import comparable, dropped_fields
+from metagpu.core.devices.extended_resources import (
+    ExtendedResource,
+    classes_of_driver,
+    extended_resource_of,
+)
 from metagpu.core.devices.slices import SliceSpec, gpu_slices
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -23,22 +28,53 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.device_classes import DeviceClasses
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.resource_slices import (
     SLICES,
     OwnSlices,
+    find_still_dropped,
     generation_of,
+    has_needed,
     pool_of,
     slice_name,
     slice_object,
 )
-from metagpu.plugins.cluster.slice_probe import find_still_dropped, has_needed
-from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.plugins.cluster.watch import Informer, WatchedObject
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
+
+CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
+
+
+class DeviceClasses(Informer):
+    """The DeviceClasses that have an extended resource."""
+
+    def __init__(self, client: "KubeClient") -> None:
+        super().__init__(client, CLASSES, "", "DeviceClasses")
+        self._known: dict[str, ExtendedResource] = {}
+
+    def on_list(self, items: Sequence[KubeObject]) -> None:
+        """Take in all DeviceClasses."""
+        self._known = {}
+        for it in items:
+            self.on_update(it)
+
+    def on_update(self, item: KubeObject) -> None:
+        """Take in one of them; it may have lost its extended resource."""
+        self.on_delete(item)
+        if (found := extended_resource_of(item)) is not None:
+            self._known[found.device_class] = found
+
+    def on_delete(self, item: KubeObject) -> None:
+        """Take in a deletion."""
+        self._known.pop(item["metadata"]["name"], None)
+
+    def of_driver(self, driver: str) -> Mapping[str, str]:
+        """Return the class of each extended resource whose selectors name a driver."""
+        return classes_of_driver(self._known.values(), driver)
+
 
 _NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
