@@ -1,4 +1,4 @@
-"""The ResourceSlices of this node at the API server: those that metagpu wrote, and dry runs.
+"""The ResourceSlices that metagpu wrote for this node, and their dry runs.
 
 A dry run says which fields the API server still drops.
 """
