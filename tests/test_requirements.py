@@ -1,4 +1,4 @@
-"""Locks in requirements/: complete, hashed, and of one mind."""
+"""Needs of a checkout: locks that are complete, hashed and of one mind; a built mgctl."""
 
 import re
 import tomllib
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.rigs.mgctl import NOT_BUILT, is_built
 
 REPOSITORY = Path(__file__).parents[1]
 PINNED = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^ ;\\]+)", re.MULTILINE)
@@ -75,3 +77,8 @@ def test_the_compiler_has_one_version() -> None:
     """The compiler's version is no range: what it builds is mounted into every pod."""
     (compiler,) = (it for it in wanted()["build"] if it.name == "ziglang")
     assert str(compiler.specifier).startswith("==")
+
+
+def test_mgctl_is_built() -> None:
+    """A checkout without `mgctl` of containers fails here alone; tests that need it are skipped."""
+    assert is_built(), NOT_BUILT

@@ -173,11 +173,11 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         show_explanation(explained, topology=args.topology)
         if "resourceSlices" in explained:
-            from metagpu.display.resource_slices import slices_table
+            from metagpu.display.claims import slices_table
 
             show("", slices_table(explained["resourceSlices"]))
         if args.claim:
-            from metagpu.display.claim_fits import claim_fits_parts
+            from metagpu.display.claims import claim_fits_parts
 
             show("", *claim_fits_parts(explained["claims"]))
     return 0

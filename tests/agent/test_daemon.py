@@ -18,7 +18,7 @@ from anyio.abc import Process
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from tests.rigs.agent import METAGPU, QUICK
-from tests.rigs.mgctl import assert_built
+from tests.rigs.mgctl import require_built
 from tests.rigs.nvml_library import NvmlLibrary
 
 pytestmark = pytest.mark.long
@@ -385,7 +385,7 @@ async def test_joins_its_cluster_and_leaves_it(tmp_path: Path) -> None:
 
 async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
     """After SIGKILL the program stays in the containers' folder; the next daemon answers it."""
-    assert_built()
+    require_built()
     program, refused = tmp_path / "pod" / "mgctl", "answers containers of pods alone"
     env = {"METAGPU_SOCKET": str(tmp_path / "pod" / "mgctl.sock")}
 

@@ -14,7 +14,7 @@ from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_daemon import METAGPU_ITSELF, Daemon, daemon
 from tests.rigs.agent import METAGPU, QUICK
 from tests.rigs.attack import attacker
-from tests.rigs.mgctl import PROGRAM, assert_built
+from tests.rigs.mgctl import PROGRAM, require_built
 from tests.rigs.waiting import becomes, until, within
 
 pytestmark = pytest.mark.long
@@ -76,7 +76,7 @@ async def test_descriptors_that_linger_delay_nobody(
     While another caller calls without an end, an Allocate takes, by the median, at most 50 ms more
     than five times what it takes without an attack, in ticks that a busy machine delays too.
     """
-    assert_built()
+    require_built()
     socket = tmp_path / "pod" / "mgctl.sock"
     async with daemon(tmp_path, MANY, program=program) as it:
         await it.until(80)

@@ -35,6 +35,7 @@ from metagpu.sim.nvml.library import SimLibrary
 from tests.agent.test_daemon import daemon
 from tests.agent.test_mps import MIXED, MPS, control_of
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
+from tests.rigs.mgctl import require_built
 from tests.rigs.mig import a_node, mig_pool, placements, pod
 
 NODE = "gpu-1"
@@ -78,6 +79,7 @@ async def uninstall(
 
 async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
     """A killed daemon's sockets and files go at once; what a pod has mounted goes after it."""
+    require_built()
     (tmp_path / "dp").mkdir()
     before = {*os.listdir(tmp_path)}  # noqa: PTH208 - names
     (tmp_path / "cdi").mkdir()
