@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from types import MappingProxyType
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
@@ -143,18 +143,35 @@ def unavailable_shares(
     )
 
 
+def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
+    """Return the shares of a GPU that conflict, computed once for each state."""
+    known: frozenset[ShareId] | None = state.__dict__.get("conflicting")
+    if known is None:
+        known = state.__dict__["conflicting"] = (
+            unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
+            if state.can_conflict or state.cleaning or state.provisioned
+            else NONE
+        )
+    return known
+
+
+def with_same_conflicts(before: GpuState, after: GpuState) -> GpuState:
+    """Return a state that has the conflicts of the one before, with these known."""
+    if (known := before.__dict__.get("conflicting")) is not None:
+        after.__dict__["conflicting"] = known
+    return after
+
+
 class Conflicts(msgspec.Struct, frozen=True):
     """The shares of one GPU that conflict with something, by what is in the way.
 
     Attributes:
-        all: every one of them.
         orphaned: those that wait for orphaned leases.
         occupied: those whose slots have something else on them, or a device that is not idle.
         staggered: those that are free and not on offer again yet.
         in_use: all others, while anything of the GPU is leased; `cleanup` while nothing is.
     """
 
-    all: frozenset[ShareId] = NONE
     orphaned: frozenset[ShareId] = NONE
     occupied: frozenset[ShareId] = NONE
     staggered: frozenset[ShareId] = NONE
@@ -162,24 +179,11 @@ class Conflicts(msgspec.Struct, frozen=True):
     cleanup: frozenset[ShareId] = NONE
 
 
-_NO_CONFLICTS: Final = Conflicts()
-
-
 def conflicts_of(state: GpuState) -> Conflicts:
-    """Return what conflicts on a GPU now, computed once for each state."""
-    if not (state.can_conflict or state.cleaning or state.provisioned):
-        return _NO_CONFLICTS
-    known = state.__dict__.get("conflicts")
-    if known is None:
-        known = state.__dict__["conflicts"] = _find_conflicts(state)
-    return cast("Conflicts", known)
-
-
-def _find_conflicts(state: GpuState) -> Conflicts:
-    """Find the conflicts of a GPU, each share by the first cause that applies."""
-    every = unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
+    """Find the causes of a GPU's conflicts, for each share the first that applies."""
+    every = conflicting_shares(state)
     if not every:
-        return _NO_CONFLICTS
+        return Conflicts()
     waiting = shares_to_wait(state.shares, state.leases)
     orphaned = every if waiting is None else every & waiting
     rest = {share.id: share for share in state.shares if share.id in every - orphaned}
@@ -187,14 +191,13 @@ def _find_conflicts(state: GpuState) -> Conflicts:
     for made in state.provisioned.values():
         blocked.update(made.blocked)
         delayed |= made.delayed
-    unidle = _unidle_devices(state) if rest else set()
+    unidle = _unidle_devices(state)
     slots = blocked.union(*(it.footprint for it in state.shares if it.id in unidle))
     free = without_conflict(rest.values(), (lease.share for lease in state.leases.values()))
     staggered = delayed & {share.id for share in free}
     occupied = {i for i, it in rest.items() if not it.footprint.isdisjoint(slots)}
     others = frozenset(rest.keys() - occupied - staggered)
     return Conflicts(
-        every,
         orphaned,
         frozenset(occupied),
         frozenset(staggered - occupied),

@@ -10,17 +10,18 @@ beforehand. They come back once they are free, in the choice of that moment.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.core.availability.conflict import NONE
+from metagpu.core.availability.conflict import NONE, with_same_conflicts
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import ResourceName, ShareId, count_containers
-from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
+from metagpu.core.model.snapshot import GpuState, HiddenShares, Offer, Snapshot, with_states
 
 
 class FreePart(msgspec.Struct, frozen=True):
@@ -121,36 +122,42 @@ def largest_request(rule: RequestRule, parts: Sequence[FreePart]) -> int:
 
 
 def with_held_back(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the shares that its offers' rules hold back.
+    """Return the snapshot with the shares that its offers' rules hide.
 
     These are free shares, and leased ones of pods that are about to end, or have ended.
     """
     held: dict[GpuId, dict[ResourceName, frozenset[ShareId]]] = {}
     ending = defaultdict[GpuId, set[ShareId]](set)
+    pods = snapshot.pods.terminating - snapshot.readmitted
     for resource, offer in snapshot.offers.items():
         if offer.rule.requests is not RequestRule.ANY:
             for gpu in held_back_gpus(offer.rule.requests, _counted_parts(snapshot, offer)):
                 held.setdefault(gpu, {})[resource] = offer.ids[gpu]
-            for gpu, shares in _ending_shares(snapshot, offer).items():
-                ending[gpu] |= shares
+            if pods:
+                for gpu, shares in _ending_shares(snapshot, offer, pods).items():
+                    ending[gpu] |= shares
 
-    changed = [
-        replace(
-            state,
-            held_back=MappingProxyType(held.get(gpu, {})),
-            ending_shares=frozenset(ending.get(gpu, NONE)),
-        )
-        for gpu, state in snapshot.gpus.items()
-        if state.held_back != held.get(gpu, {}) or state.ending_shares != ending.get(gpu, NONE)
-    ]
+    changed = []
+    for gpu, state in snapshot.gpus.items():
+        hidden = None
+        if gpu in held or gpu in ending:
+            own = MappingProxyType(held.get(gpu, {}))
+            hidden = HiddenShares(own, frozenset(ending.get(gpu, NONE)))
+        if hidden != state.hidden:
+            changed.append(with_same_conflicts(state, replace(state, hidden=hidden)))
     return with_states(snapshot, changed) if changed else snapshot
 
 
-def _ending_shares(snapshot: Snapshot, offer: Offer) -> Mapping[GpuId, set[ShareId]]:
-    """Return the shares of an offer that pods hold which are about to end."""
+def held_back_of(state: GpuState) -> Mapping[ResourceName, frozenset[ShareId]]:
+    """Return the shares of a GPU that are held back, by resource."""
+    return state.hidden.held_back if state.hidden is not None else {}
+
+
+def _ending_shares(
+    snapshot: Snapshot, offer: Offer, pods: AbstractSet[tuple[str, str]]
+) -> Mapping[GpuId, set[ShareId]]:
+    """Return the shares of an offer that these pods hold, which are about to end."""
     found = defaultdict[GpuId, set[ShareId]](set)
-    if not (pods := snapshot.pods.terminating - snapshot.readmitted):
-        return found
     for gpu, ids in offer.ids.items():
         for share, lease in snapshot.gpus[gpu].leases.items():
             holder = lease.holder
@@ -170,7 +177,8 @@ def with_place_for_arriving(
     numbers = dict(healthy)
     for resource in healthy.keys() & snapshot.pods.arriving.keys():
         ids = snapshot.offers[resource].ids
-        ending = sum(len(snapshot.gpus[gpu].ending_shares & ids[gpu]) for gpu in ids)
+        hidden = ((gpu, snapshot.gpus[gpu].hidden) for gpu in ids)
+        ending = sum(len(it.ending & ids[gpu]) for gpu, it in hidden if it is not None)
         wanted = min(snapshot.pods.requested.get(resource, 0), numbers[resource] + ending)
         numbers[resource] = max(numbers[resource], wanted)
     return numbers

@@ -6,6 +6,7 @@ reason is a new row. `python docs/availability.py` writes the table into docs/po
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import msgspec
 
 from metagpu.core.availability.conflict import (
     NONE,
+    conflicting_shares,
     conflicts_of,
     orphaned_leases,
     shares_on_faulty_devices,
@@ -61,6 +63,7 @@ class Reason(msgspec.Struct, frozen=True):
         free: whether reports count them as free, as far as nobody holds them.
         refusal: builds the error that Allocate raises; `None` where the shares are granted.
         taint: the key of the taint of a device of DRA all of whose shares are such.
+        together: finds the shares of all rows with these effects at once, where that is faster.
     """
 
     name: str
@@ -72,13 +75,13 @@ class Reason(msgspec.Struct, frozen=True):
     free: bool = False
     refusal: Callable[[GpuState, Share], RequestError] | None = None
     taint: str = ""
+    together: Callable[[GpuState], frozenset[ShareId]] | None = None
 
 
 class Availability:
     """The table applied to one state of a GPU.
 
     Attributes:
-        found: the rows that are about shares of it, in order, with these shares.
         unlisted: the shares that the kubelet sees as Unhealthy.
         uncounted: the shares that the Node's amount leaves out.
         unfree: the shares that count as free nowhere, whether anybody holds them or not.
@@ -86,28 +89,27 @@ class Availability:
         parts: the free part of each resource (`core/availability/exact.py`).
     """
 
-    __slots__ = ("_state", "found", "parts", "refused", "uncounted", "unfree", "unlisted")
-
     def __init__(self, state: GpuState) -> None:
         self._state = state
-        self.found: list[tuple[Reason, frozenset[ShareId]]] = []
         self.parts: dict[ResourceName, tuple[Offer, Any]] = {}
         self.unlisted = self.uncounted = self.unfree = self.refused = NONE
-        for row in REASONS if any(_EVIDENCE(state)) else _WITHOUT_EVIDENCE:
-            if shares := row.shares(state):
-                self.found.append((row, shares))
+        for row, evidence, find in _EFFECTS:
+            if any(evidence(state)) and (shares := find(state)):
+                hidden = shares.difference(state.leases) if row.listed is Listing.HELD else shares
                 if row.listed is not Listing.YES:
-                    hidden = (
-                        shares.difference(state.leases) if row.listed is Listing.HELD else shares
-                    )
                     self.unlisted |= hidden
+                if not row.counted:
                     self.uncounted |= hidden
-                elif not row.counted:
-                    self.uncounted |= shares
                 if not row.free:
                     self.unfree |= shares
                 if row.refusal is not None:
                     self.refused |= shares
+
+    @cached_property
+    def found(self) -> Sequence[tuple[Reason, frozenset[ShareId]]]:
+        """The rows that are about shares of the GPU, in order, with these shares."""
+        every = ((row, row.shares(self._state)) for row in REASONS)
+        return [(row, shares) for row, shares in every if shares]
 
     def count_free(self, shares: frozenset[ShareId]) -> int:
         """Count the shares of these that are free, held back or not."""
@@ -140,13 +142,14 @@ def refuse(shares: Sequence[Share], snapshot: Snapshot) -> None:
         RequestError: the message names the share or GPU, and the reason.
     """
     for gpu in {share.gpu for share in shares}:
-        available = availability_of(snapshot.gpus[gpu])
-        if available.refused:
-            own = [share for share in shares if share.gpu == gpu]
-            for row, concerned in available.found:
-                for share in own:
-                    if row.refusal is not None and share.id in concerned:
-                        raise row.refusal(snapshot.gpus[gpu], share)
+        state = snapshot.gpus[gpu]
+        available = availability_of(state)
+        if available.refused.isdisjoint([share.id for share in shares]):
+            continue
+        for row, concerned in available.found:
+            for share in shares:
+                if row.refusal is not None and share.id in concerned:
+                    raise row.refusal(state, share)
 
 
 def open_to(state: GpuState, backend: str) -> bool:
@@ -177,7 +180,9 @@ def _every(state: GpuState) -> frozenset[ShareId]:
 
 
 def _unhealthy(state: GpuState) -> frozenset[ShareId]:
-    return shares_on_faulty_devices(state) if state.verdict.healthy else _every(state)
+    if not state.verdict.healthy:
+        return _every(state)
+    return shares_on_faulty_devices(state) if state.mig_faults else NONE
 
 
 def _refuse_unhealthy(state: GpuState, share: Share) -> RequestError:
@@ -318,10 +323,11 @@ def _withdrawn(state: GpuState) -> frozenset[ShareId]:
 
 
 def _held_back(state: GpuState) -> frozenset[ShareId]:
-    return NONE.union(*state.held_back.values()).difference(state.leases, state.allocated)
+    shares = state.hidden.held_back.values() if state.hidden is not None else ()
+    return NONE.union(*shares).difference(state.leases, state.allocated)
 
 
-_CONFLICT: Final = ("can_conflict", "cleaning", "provisioned")
+_CONFLICT: Final = ("can_conflict", "cleanup.since", "provisioned")
 
 REASONS: Final = (
     Reason(
@@ -367,6 +373,7 @@ REASONS: Final = (
         "the shares that wait for a pod of an earlier configuration, or of another plugin",
         lambda state: conflicts_of(state).orphaned,
         _CONFLICT,
+        together=conflicting_shares,
         refusal=lambda state, share: ShareTaken(share.id, _orphaned_text(state)),
         taint=HELD,
     ),
@@ -375,6 +382,7 @@ REASONS: Final = (
         "a share on whose slots is a device that metagpu does not know, or not yet as idle",
         lambda state: conflicts_of(state).occupied,
         _CONFLICT,
+        together=conflicting_shares,
         refusal=lambda state, share: ShareTaken(share.id, _occupied_text(state, share)),
         taint=HELD,
     ),
@@ -383,6 +391,7 @@ REASONS: Final = (
         "a share whose slots have just become free: one MIG profile is offered after the other",
         lambda state: conflicts_of(state).staggered,
         _CONFLICT,
+        together=conflicting_shares,
         refusal=lambda state, share: ShareTaken(share.id, _staggered_text(state, share)),
         taint=HELD,
     ),
@@ -391,6 +400,7 @@ REASONS: Final = (
         "the shares that conflict with a lease: of another backend, or on the same slots",
         lambda state: conflicts_of(state).in_use,
         _CONFLICT,
+        together=conflicting_shares,
         refusal=lambda state, share: ShareTaken(share.id, _in_use_text(state)),
         taint=HELD,
     ),
@@ -399,6 +409,7 @@ REASONS: Final = (
         "the shares of all others while a backend cleans the GPU up, or has it for itself",
         lambda state: conflicts_of(state).cleanup,
         _CONFLICT,
+        together=conflicting_shares,
         refusal=lambda state, share: ShareTaken(share.id, _cleanup_text(state)),
         taint=HELD,
     ),
@@ -420,17 +431,25 @@ REASONS: Final = (
         "held-back",
         "the free shares that [no request could take](offers.md) beside those of other GPUs",
         _held_back,
-        ("held_back",),
+        ("hidden",),
         free=True,
     ),
     Reason(
         "pod-ending",
         "the shares of a pod that is about to end: they come back once they are free",
-        lambda state: state.ending_shares,
-        ("ending_shares",),
+        lambda state: NONE if state.hidden is None else state.hidden.ending,
+        ("hidden",),
     ),
 )
 """All reasons; of several about one share the first is shown."""
 
-_WITHOUT_EVIDENCE: Final = tuple(row for row in REASONS if not row.evidence)
-_EVIDENCE: Final = attrgetter(*dict.fromkeys(field for row in REASONS for field in row.evidence))
+_EFFECTS: Final = tuple(
+    (
+        row,
+        # Of a single name it would return no tuple; every state has a GPU.
+        attrgetter(*row.evidence, *row.evidence) if row.evidence else attrgetter("gpu", "gpu"),
+        find,
+    )
+    for find, row in {row.together or row.shares: row for row in REASONS}.items()
+)
+"""For each set of shares with the same effects: a row, its evidence, and what finds the shares."""

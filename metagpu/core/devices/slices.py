@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from metagpu.core.availability.conflict import conflicts_of, unavailable_shares
+from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
 from metagpu.core.availability.reasons import HELD, SUSPENDED, UNHEALTHY, availability_of
 from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
 from metagpu.core.devices.devices import (
@@ -159,7 +159,7 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     others = {i: lease for i, lease in state.leases.items() if i not in known}
     init_containers = state.allocated - state.leases.keys()
     # Also what a claim excludes today: the scheduler sees its end before the next slice.
-    unavailable = conflicts_of(state).all
+    unavailable = conflicting_shares(state)
     excluded = unavailable_shares(state.shares, others) & unavailable
     return (unavailable - counted) | others.keys() | init_containers | excluded
 

@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.config.config import Config, Pool
 from metagpu.core.config.errors import ConfigReason
 from metagpu.core.contracts.backend import Backend, Options
@@ -451,7 +451,7 @@ def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> It
     """Yield the places that fit together in the backend's order, then the others."""
     rest = list(places)
     while True:
-        unavailable = conflicts_of(snapshot.gpus[places[0].gpu]).all
+        unavailable = conflicting_shares(snapshot.gpus[places[0].gpu])
         free = [it for it in rest if it.id not in unavailable]
         if not free:
             break

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +24,36 @@ from metagpu.core.model.shares import (
 )
 
 
+class HiddenShares(msgspec.Struct, frozen=True):
+    """The shares of one GPU that the scheduler is not to count.
+
+    `core/availability/exact.py` finds them.
+
+    Attributes:
+        held_back: the resources whose free shares are hidden, each with the ids of its shares.
+        ending: the leased shares of pods that may end in the next moment, or have ended. They are
+            listed Unhealthy until they are free.
+    """
+
+    held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
+    ending: frozenset[ShareId] = frozenset()
+
+
+class Cleanup(msgspec.Struct, frozen=True):
+    """The cleanups of one GPU.
+
+    Attributes:
+        backends: those that clean the GPU up when their last lease has ended.
+        since: those that clean it up now, and since when.
+    """
+
+    backends: frozenset[str] = frozenset()
+    since: Mapping[str, float] = msgspec.field(default_factory=dict)
+
+
+NO_CLEANUP: Final = Cleanup()
+
+
 class GpuState(msgspec.Struct, frozen=True, dict=True):
     """One GPU with everything that changes about it.
 
@@ -36,15 +67,11 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
             are healthy. Some are without a lease: the shares of init containers.
         can_conflict: whether any two shares of the GPU, on offer or held, could conflict.
-        ending_shares: the leased shares of pods that may end in the next moment, or have ended
-            (`core/availability/exact.py`). They are listed Unhealthy until they are free.
-        held_back: the resources whose free shares of the GPU are not offered for now, although they
-            could be granted (`core/availability/exact.py`), each with the ids of its shares.
+        hidden: the shares that the scheduler is not to count, although they could be granted.
         suspended: the backends that grant no shares of the GPU for now, and why.
         cordons: the reasons to grant no shares of the GPU, by who has them.
         unheard: why NVML does not deliver the GPU's XIDs, `None` while it does.
-        needs_cleanup: the backends that clean the GPU up when their last lease has ended.
-        cleaning: the backends that clean it up now, and since when.
+        cleanup: the backends that clean the GPU up after their last lease.
         provisioned: by backend, all that backends have created on the GPU.
         turn: the backend that offers the GPU while it is idle, `None` where all do.
         mig_faults: the MIG devices that are out of service.
@@ -59,13 +86,11 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: frozenset[ShareId] = frozenset()
     can_conflict: bool = False
-    held_back: Mapping[ResourceName, frozenset[ShareId]] = msgspec.field(default_factory=dict)
-    ending_shares: frozenset[ShareId] = frozenset()
+    hidden: HiddenShares | None = None
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
     cordons: Mapping[CordonSource, Pause] = msgspec.field(default_factory=dict)
     unheard: Pause | None = None
-    needs_cleanup: frozenset[str] = frozenset()
-    cleaning: Mapping[str, float] = msgspec.field(default_factory=dict)
+    cleanup: Cleanup = NO_CLEANUP
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
     turn: OfferTurn | None = None
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
@@ -82,13 +107,18 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     def owner(self) -> str | None:
         """The backend that owns this GPU, `None` for a GPU that is idle and clean."""
         holders = (lease.share.backend for lease in self.leases.values())
-        return next(holders, next(iter(self.cleaning), None))
+        return next(holders, next(iter(self.cleanup.since), None))
 
     def used_by(self, backend: str) -> bool:
         """Return whether a backend has leases of this GPU, or cleans it up after them."""
         return backend in self.cleaning or any(
             lease.share.backend == backend for lease in self.leases.values()
         )
+
+    @property
+    def cleaning(self) -> Mapping[str, float]:
+        """The backends that clean the GPU up now, and since when."""
+        return self.cleanup.since
 
     @cached_property
     def backends(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.core.availability.exact import FreePart, free_parts, largest_request
+from metagpu.core.availability.exact import FreePart, free_parts, held_back_of, largest_request
 from metagpu.core.model.capacity import FreeCapacity
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
@@ -110,7 +110,7 @@ def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:
         held_back = False
         for part in parts:
             state = snapshot.gpus[part.gpu]
-            if resource in state.held_back:
+            if resource in held_back_of(state):
                 held_back = True
                 full = "the GPU serves as many containers as it can"
                 shares = f"{part.free} free shares of {resource} are held back"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.exact import free_parts, held_back_of, largest_request
 from metagpu.core.availability.reasons import availability_of, count_free, waits_for
 from metagpu.core.devices.devices import devices_of
 from metagpu.core.errors import UnknownGpu
@@ -139,7 +139,7 @@ def _offer_report(snapshot: Snapshot, offer: Offer) -> Mapping[str, int | str]:
     parts, resource = free_parts(snapshot, offer), offer.resource
     return {
         "free": sum(part.free for part in parts),
-        "heldBack": sum(it.free for it in parts if resource in snapshot.gpus[it.gpu].held_back),
+        "heldBack": sum(it.free for it in parts if resource in held_back_of(snapshot.gpus[it.gpu])),
         "largestRequest": largest_request(offer.rule.requests, parts),
         "requestRule": str(offer.rule.requests),
         **({"freeDevices": _free_devices(snapshot, offer)} if offer.api is Api.DRA else {}),

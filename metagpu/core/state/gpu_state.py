@@ -129,16 +129,18 @@ def _pause(current: Pause | None, reason: str, at: float) -> Pause:
 
 
 def _attached(state: GpuState, fact: BackendAttached) -> GpuState:
-    if fact.needs_cleanup and fact.backend not in state.needs_cleanup:
-        state = replace(state, needs_cleanup=state.needs_cleanup | {fact.backend})
+    if fact.needs_cleanup and fact.backend not in state.cleanup.backends:
+        backends = state.cleanup.backends | {fact.backend}
+        state = replace(state, cleanup=replace(state.cleanup, backends=backends))
     if fact.needs_setup:
         state = _suspended(state, BackendSuspended(fact.gpu, fact.backend, NOT_READY, fact.at))
     return state
 
 
 def _detached(state: GpuState, fact: BackendDetached) -> GpuState:
-    if fact.backend in state.needs_cleanup:
-        state = replace(state, needs_cleanup=state.needs_cleanup - {fact.backend})
+    if fact.backend in state.cleanup.backends:
+        backends = state.cleanup.backends - {fact.backend}
+        state = replace(state, cleanup=replace(state.cleanup, backends=backends))
     state = _cleaned(_resumed(state, fact.backend), fact)
     return _provisioned(state, fact.backend, ProvisionedState())
 
@@ -162,7 +164,8 @@ def _cleaned(state: GpuState, fact: CleanupFinished | BackendDetached) -> GpuSta
     if since is None or (isinstance(fact, CleanupFinished) and fact.since != since):
         return state
 
-    return replace(state, cleaning=_without(state.cleaning, fact.backend))
+    others = _without(state.cleaning, fact.backend)
+    return replace(state, cleanup=replace(state.cleanup, since=others))
 
 
 def _provisioned(state: GpuState, backend: str, reported: ProvisionedState) -> GpuState:

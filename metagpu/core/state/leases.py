@@ -18,7 +18,7 @@ from metagpu.core.model.shares import (
     by_gpu,
     gpu_of,
 )
-from metagpu.core.model.snapshot import GpuState, Snapshot, with_states
+from metagpu.core.model.snapshot import Cleanup, GpuState, Snapshot, with_states
 from metagpu.core.state.facts import (
     Fact,
     KubeletStarted,
@@ -316,7 +316,7 @@ def with_leases(
                     state,
                     leases=MappingProxyType(held),
                     can_conflict=state.can_conflict or unknown,
-                    cleaning=_cleaning(state, held, at),
+                    cleanup=_cleanup(state, held, at),
                 )
             )
 
@@ -327,15 +327,17 @@ def with_leases(
     return with_states(snapshot, states), tuple(events)
 
 
-def _cleaning(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Mapping[str, float]:
-    """Return the backends that clean a GPU up with these leases, and since when.
+def _cleanup(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Cleanup:
+    """Return the cleanups of a GPU with these leases.
 
     A backend begins when its last lease has ended, and stops when it gets another lease.
     """
-    if not state.needs_cleanup:
-        return state.cleaning
+    backends, since = state.cleanup.backends, state.cleanup.since
+    if not backends:
+        return state.cleanup
 
     before = {lease.share.backend for lease in state.leases.values()}
     now = {lease.share.backend for lease in held.values()}
-    begun = dict.fromkeys(sorted((before - now) & state.needs_cleanup), at)
-    return MappingProxyType({b: t for b, t in {**state.cleaning, **begun}.items() if b not in now})
+    begun = dict.fromkeys(sorted((before - now) & backends), at)
+    left = {backend: it for backend, it in {**since, **begun}.items() if backend not in now}
+    return Cleanup(backends, MappingProxyType(left))

@@ -14,7 +14,7 @@ from anyio import to_thread
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from msgspec.structs import replace
 
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.errors import describe_error
 from metagpu.core.model.offers import Api
 from metagpu.core.model.pods import PodIndex
@@ -308,7 +308,7 @@ class LeaseFollower:
             return min(max(2 * delay, timing.settle), timing.contended_period)
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
-        contended = any(conflicts_of(it).all for it in states if it.api is Api.DEVICE_PLUGIN)
+        contended = any(conflicting_shares(it) for it in states if it.api is Api.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
         if any(_has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)

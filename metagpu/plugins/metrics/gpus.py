@@ -7,7 +7,7 @@ from functools import cache
 from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import orphaned_leases
-from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.exact import free_parts, held_back_of, largest_request
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.sensors import GpuSensors, ThrottleReason
@@ -108,7 +108,7 @@ def _resources(snapshot: Snapshot) -> Iterator[Sample]:
         for gpu, shares in offer.by_gpu.items():
             state, left = snapshot.gpus[gpu], parts[gpu].free
             me = (*gpu_label_values(state.gpu), resource)
-            kept = left if resource in state.held_back else 0
+            kept = left if resource in held_back_of(state) else 0
             unlisted = availability_of(state).unlisted
             listed += sum(share.id not in unlisted for share in shares)
             free, held_back = free + left, held_back + kept

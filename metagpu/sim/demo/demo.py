@@ -23,7 +23,7 @@ from metagpu.agent.agent import Agent
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
-from metagpu.core.availability.conflict import conflicts_of, unavailable_shares
+from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
 from metagpu.core.grants.injection import VISIBLE_DEVICES
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
@@ -317,7 +317,7 @@ def _is_settled(state: GpuState) -> bool:
         for name, provisioned in state.provisioned.items()
     }
     unavailable = unavailable_shares(state.shares, state.leases, state.cleaning, undelayed)
-    return idle and unavailable == conflicts_of(state).all
+    return idle and unavailable == conflicting_shares(state)
 
 
 def _sizes(gpu: SimGpu) -> list[int]:

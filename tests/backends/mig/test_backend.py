@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.capabilities import Provisions
@@ -65,7 +65,7 @@ def free(snapshot: Snapshot, profile: str) -> list[Share]:
         for share in state.shares
         if share.id.partition("::")[2].startswith(f"{profile}@")
         and share.id not in state.leases
-        and share.id not in conflicts_of(state).all
+        and share.id not in conflicting_shares(state)
     ]
 
 
@@ -364,7 +364,7 @@ def test_a_share_before_its_stagger_is_unavailable() -> None:
 
     assert [it.number for it in free(after(late, since=node(A)), "3g.20gb")] == [1]
     held = after(SharesClaimed((share,), at=1), late, since=node(A))
-    assert share.id not in conflicts_of(held.gpus[A.id]).all
+    assert share.id not in conflicting_shares(held.gpus[A.id])
 
 
 def test_blocked_slots_are_unavailable_with_their_reason() -> None:
@@ -390,5 +390,5 @@ def test_a_gpu_in_mig_mode_is_of_no_other_backend() -> None:
         provisioned(A, exclusive=True),
     )
 
-    assert list(conflicts_of(snapshot.gpus[A.id]).all) == [ShareId(A.id)]
+    assert list(conflicting_shares(snapshot.gpus[A.id])) == [ShareId(A.id)]
     assert "reserved by mig" in refusal(snapshot.gpus[A.id])

@@ -11,7 +11,7 @@ from metagpu.backends.common.packing import PlacementPolicy
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.sharing import MigMpsOptions
-from metagpu.core.availability.conflict import conflicts, conflicts_of, orphaned_leases
+from metagpu.core.availability.conflict import conflicting_shares, conflicts, orphaned_leases
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
@@ -242,4 +242,4 @@ def test_no_instance_is_given_twice_by_a_reload(
     if before == now or (unchanged and "replicas" in before and "replicas" in now):
         assert orphaned_leases(state.shares, state.leases) == ()
     else:
-        assert {it.id for it in new} <= conflicts_of(state).all | state.leases.keys()
+        assert {it.id for it in new} <= conflicting_shares(state) | state.leases.keys()

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.reconciler import OfferStagger
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import GpuState
@@ -73,7 +73,7 @@ class Node:
 
     def offered(self) -> list[str]:
         """List the profiles of which an instance could be granted now, the largest first."""
-        shut = conflicts_of(self.state).all | self.state.leases.keys()
+        shut = conflicting_shares(self.state) | self.state.leases.keys()
         free = {slot.partition("@")[0] for slot, it in SHARES.items() if it.id not in shut}
         return sorted(free, key=lambda it: (-size(it), it))
 
@@ -131,9 +131,9 @@ def test_a_share_that_was_just_released_stays_on_offer() -> None:
     node.report(1)
     node.release("2g.10gb@4")
 
-    assert SHARES["2g.10gb@4"].id not in conflicts_of(node.state).all
+    assert SHARES["2g.10gb@4"].id not in conflicting_shares(node.state)
     for slot in ("1g.5gb@4", "3g.20gb@4", "7g.40gb@0"):
-        assert SHARES[slot].id in conflicts_of(node.state).all
+        assert SHARES[slot].id in conflicting_shares(node.state)
 
 
 def test_a_process_that_stays_keeps_all_slices() -> None:
@@ -145,7 +145,7 @@ def test_a_process_that_stays_keeps_all_slices() -> None:
     node.idle = False
     node.report(10)
 
-    assert SHARES["2g.10gb@4"].id in conflicts_of(node.state).all
+    assert SHARES["2g.10gb@4"].id in conflicting_shares(node.state)
     node.idle = True
     node.report(20)
     node.report(20 + STAGGER)

@@ -9,7 +9,7 @@ from anyio import to_thread
 
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.mps import backend
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
@@ -72,7 +72,7 @@ async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
         share, whole = it.care.share("mps"), it.care.share("whole")
         it.care.claim(share)
         assert it.care.state().owner == "mps"
-        assert whole.id in conflicts_of(it.care.state()).all
+        assert whole.id in conflicting_shares(it.care.state())
         with it.at().client():
             await it.mode(EXCLUSIVE)
             await it.at().servers()
@@ -83,7 +83,7 @@ async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
             assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
         await it.becomes(lambda state: state.owner is None)
 
-        assert whole.id not in conflicts_of(it.care.state()).all
+        assert whole.id not in conflicting_shares(it.care.state())
         assert it.care.node.gpus[0].compute_mode == DEFAULT
         assert await it.at().control.servers() == []
         assert await it.process() == process  # the control daemon itself holds nothing

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import (
+    conflicting_shares,
     conflicts,
-    conflicts_of,
     orphaned_leases,
     shares_to_wait,
     without_conflict,
@@ -35,8 +35,8 @@ def test_a_lease_of_another_backend_makes_shares_unavailable() -> None:
     recut = after(offer(*slices), since=LEASED)
     freed = after(SharesReleased(A_SHARES[:2], at=30), since=recut)
 
-    assert conflicts_of(recut.gpus[A.id]).all == {part.id for part in slices}
-    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
+    assert conflicting_shares(recut.gpus[A.id]) == {part.id for part in slices}
+    assert conflicting_shares(freed.gpus[A.id]) == frozenset()
     assert count_free(freed.gpus[A.id], METAGPU) == 2
 
 
@@ -131,13 +131,13 @@ def test_unavailable_shares_conflict_with_a_lease(history: list[Fact]) -> None:
         for state in snapshot.gpus.values():
             held = {lease.share for lease in state.leases.values()}
             if not orphaned_leases(state.shares, state.leases):
-                assert conflicts_of(state).all == {
+                assert conflicting_shares(state) == {
                     part.id
                     for part in state.shares
                     if part not in held and any(conflicts(part, it) for it in held)
                 }
             elif shares_to_wait(state.shares, state.leases) is None:
-                assert conflicts_of(state).all == {
+                assert conflicting_shares(state) == {
                     part.id for part in state.shares if part not in held
                 }
 
@@ -177,7 +177,7 @@ def test_equal_shares_of_one_backend_never_conflict(held: set[int], count: int) 
     state = after(GpusFound((A,), at=0), offer(*shares), SharesClaimed(granted, at=1)).gpus[A.id]
 
     assert not state.can_conflict
-    assert conflicts_of(state).all == frozenset()
+    assert conflicting_shares(state) == frozenset()
     assert count_free(state, METAGPU) == count - len(granted)
 
 
@@ -209,7 +209,7 @@ def test_a_gpu_divided_again_offers_what_is_free_of_it(before: int, held: int, n
     free = count_free(state, METAGPU)
     fits = (before - held) * now // before  # whole parts of the new division
     assert free == min(now - ids, fits)
-    assert not conflicts_of(state).all & state.leases.keys()
+    assert not conflicting_shares(state) & state.leases.keys()
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30))
@@ -240,7 +240,7 @@ def test_parts_of_another_kind_wait(change: str) -> None:
     state = after(GpusFound((A,), at=0), offer(*old), claimed, offer(*new)).gpus[A.id]
 
     assert shares_to_wait(state.shares, state.leases) is None
-    assert conflicts_of(state).all == {it.id for it in new}
+    assert conflicting_shares(state) == {it.id for it in new}
 
 
 def test_a_new_position_is_no_new_share() -> None:

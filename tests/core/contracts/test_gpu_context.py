@@ -225,7 +225,7 @@ async def test_a_removed_backend_cleans_its_gpu_first(calls: ServeCalls) -> None
         await rig.settled()
         assert calls.ended == [context]
         assert rig.state().owner is None
-        assert rig.state().needs_cleanup == frozenset()
+        assert rig.state().cleanup.backends == frozenset()
 
 
 async def test_a_removed_backend_waits_for_its_pods(calls: ServeCalls) -> None:
@@ -282,7 +282,7 @@ async def test_a_removed_backend_leaves_an_idle_gpu_at_once(calls: ServeCalls) -
 
         assert len(calls.ended) == 1
         assert rig.state().suspended == {}
-        assert rig.state().needs_cleanup == frozenset()
+        assert rig.state().cleanup.backends == frozenset()
 
 
 async def test_a_removed_backend_that_fails_at_cleanup_releases_its_gpu(

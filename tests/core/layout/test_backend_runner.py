@@ -192,7 +192,7 @@ async def test_a_backend_need_not_serve() -> None:
     """The default `serve` leaves a GPU as it is."""
     async with run_backends(pool()) as rig:
         assert rig.state().suspended == {}
-        assert rig.state().needs_cleanup == frozenset()
+        assert rig.state().cleanup.backends == frozenset()
 
 
 def test_a_layout_assigns_backends_to_gpus() -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.backends.fraction.backend import FractionBackend
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
@@ -355,7 +355,7 @@ def test_places_come_as_the_planner_would_fill_an_idle_gpu() -> None:
     backend = layout.backends[layout.shares[0].resource]
     places = [it for it in layout.shares if profile_of(it.id) == "1g.5gb"]
     for number, place in enumerate(places):
-        unavailable = conflicts_of(snapshot.gpus[of.id]).all
+        unavailable = conflicting_shares(snapshot.gpus[of.id])
         free = [it for it in plain if it in places[number:] and it.id not in unavailable]
         assert backend.prefer(free, (), 1, snapshot) == [place]
         snapshot = after(SharesClaimed((place,), at=0), since=snapshot)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.core.availability.conflict import conflicts_of, shares_on_faulty_devices
+from metagpu.core.availability.conflict import conflicting_shares, shares_on_faulty_devices
 from metagpu.core.availability.reasons import availability_of, count_free, open_to
 from metagpu.core.model.shares import (
     UNKNOWN_BACKEND,
@@ -124,13 +124,13 @@ def test_a_gpu_stays_its_backends_until_it_is_clean() -> None:
     """After its last lease a GPU stays with its backend until the cleanup is reported."""
     assert state(DIRTY).owner == "mps"
     assert state(DIRTY).cleaning == {"mps": 20}
-    assert conflicts_of(state(DIRTY)).all == {part.id for part in FRACTIONS}
+    assert conflicting_shares(state(DIRTY)) == {part.id for part in FRACTIONS}
     assert count_free(state(DIRTY), MPS) == 2
     assert open_to(state(DIRTY), "mps")
 
     clean, events = reduce(DIRTY, CleanupFinished(A.id, "mps", since=20, at=25))
     assert state(clean).owner is None
-    assert conflicts_of(state(clean)).all == frozenset()
+    assert conflicting_shares(state(clean)) == frozenset()
     assert events == (CleanupFinished(A.id, "mps", since=20, at=25),)
 
 
@@ -158,7 +158,7 @@ def test_a_grant_during_a_cleanup_ends_it() -> None:
     late = CleanupFinished(A.id, "mps", since=20, at=22)
 
     assert state(again).cleaning == {}
-    assert conflicts_of(state(again)).all == {part.id for part in FRACTIONS}
+    assert conflicting_shares(state(again)) == {part.id for part in FRACTIONS}
     assert reduce(again, late) == (again, ())
 
     dirty = after(SharesReleased(UNITS[1:], at=23), since=again)
@@ -186,7 +186,7 @@ def test_a_lease_of_another_plugin_does_not_end_a_cleanup() -> None:
     assert state(snapshot).cleaning == {"mps": 20}
     gone = after(LeasesObserved({}, at=22), since=snapshot)
     assert state(gone).owner == "mps"
-    assert conflicts_of(state(gone)).all == {part.id for part in FRACTIONS}
+    assert conflicting_shares(state(gone)) == {part.id for part in FRACTIONS}
 
 
 def test_a_backend_that_leaves_is_waited_for_no_more() -> None:
@@ -194,7 +194,7 @@ def test_a_backend_that_leaves_is_waited_for_no_more() -> None:
     left = BackendDetached(A.id, "mps", at=30)
 
     assert state(after(left, since=DIRTY)).owner is None
-    assert conflicts_of(state(after(left, since=DIRTY))).all == frozenset()
+    assert conflicting_shares(state(after(left, since=DIRTY))) == frozenset()
     assert state(after(left, since=BEGUN)).suspended == {}
 
     released = after(left, SharesReleased(UNITS[:1], at=31), since=HELD)
@@ -205,11 +205,11 @@ def test_a_cleaning_outlives_the_offer() -> None:
     """A GPU with new shares during a cleanup stays with its owner until the end."""
     recut = after(offer(*FRACTIONS), since=DIRTY)
 
-    assert conflicts_of(state(recut)).all == {part.id for part in FRACTIONS}
+    assert conflicting_shares(state(recut)) == {part.id for part in FRACTIONS}
     granted_beside = after(offer(*FRACTIONS), SharesReleased(UNITS[:1], at=20), since=HELD)
-    assert conflicts_of(state(granted_beside)).all == {part.id for part in FRACTIONS}
+    assert conflicting_shares(state(granted_beside)) == {part.id for part in FRACTIONS}
     clean = after(CleanupFinished(A.id, "mps", since=20, at=25), since=recut)
-    assert conflicts_of(state(clean)).all == frozenset()
+    assert conflicting_shares(state(clean)) == frozenset()
 
 
 # --- cordon ---------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_provisioned_state_is_known_until_its_backend_leaves() -> None:
     less = after(ProvisioningReported(A.id, "mps", ProvisionedState(), at=9), since=reported)
 
     assert state(reported).provisioned == {"mps": PROVISIONED}
-    assert conflicts_of(state(reported)).all == {unit.id for unit in UNITS}
+    assert conflicting_shares(state(reported)) == {unit.id for unit in UNITS}
     assert again is reported
     assert no_events == ()
     assert state(less) == state(NODE)
@@ -318,14 +318,14 @@ def test_an_idle_or_leased_device_blocks_no_share() -> None:
     devices = ProvisionedState({UNITS[0].id: HardwareDevice("MIG-x", 1, 0)})
     idle = ProvisionedState({UNITS[0].id: HardwareDevice("MIG-x", 1, 0, idle=True)})
 
-    assert conflicts_of(
+    assert conflicting_shares(
         state(after(ProvisioningReported(A.id, "mps", devices, at=7), since=NODE))
-    ).all == {UNITS[0].id}
-    assert not conflicts_of(
+    ) == {UNITS[0].id}
+    assert not conflicting_shares(
         state(after(ProvisioningReported(A.id, "mps", idle, at=7), since=NODE))
-    ).all
+    )
     held = after(ProvisioningReported(A.id, "mps", devices, at=7), since=HELD)
-    assert conflicts_of(state(held)).all == {fraction.id for fraction in FRACTIONS}
+    assert conflicting_shares(state(held)) == {fraction.id for fraction in FRACTIONS}
 
 
 def test_paused_shares_are_unhealthy_with_and_without_a_lease() -> None:
@@ -335,10 +335,10 @@ def test_paused_shares_are_unhealthy_with_and_without_a_lease() -> None:
     held = state(after(ProvisioningReported(A.id, "mps", paused, at=7), since=HELD))
 
     assert availability_of(idle).unlisted == {UNITS[0].id}
-    assert not conflicts_of(idle).all
+    assert not conflicting_shares(idle)
     assert idle.paused_shares == {UNITS[0].id: "it hangs"}
     assert UNITS[0].id in held.leases
-    assert availability_of(held).unlisted == conflicts_of(held).all | {UNITS[0].id}
+    assert availability_of(held).unlisted == conflicting_shares(held) | {UNITS[0].id}
 
 
 def test_mig_devices_of_other_plugins_are_known_from_the_kubelet() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from metagpu.core.availability.conflict import conflicts_of, orphaned_leases
+from metagpu.core.availability.conflict import conflicting_shares, orphaned_leases
 from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import Holder, Lease, ResourceName
 from metagpu.core.model.snapshot import Snapshot
@@ -213,7 +213,7 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
     other = LeasesObserved(held, at=9, resources={A_SHARES[0].id: ResourceName("nvidia.com/gpu")})
     snapshot, _ = reduce(TOLD, other)
 
-    assert conflicts_of(snapshot.gpus[A.id]).all == {part.id for part in A_SHARES}
+    assert conflicting_shares(snapshot.gpus[A.id]) == {part.id for part in A_SHARES}
     assert [
         lease.holder
         for lease in orphaned_leases(snapshot.gpus[A.id].shares, snapshot.gpus[A.id].leases)
@@ -222,7 +222,7 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
 
     freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
 
-    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
+    assert conflicting_shares(freed.gpus[A.id]) == frozenset()
 
 
 def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
@@ -230,11 +230,11 @@ def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
     new_shares = tuple(replace(part, resource=ResourceName("a.b/c")) for part in A_SHARES)
     snapshot = after(offer(*new_shares, *B_SHARES), since=LEASED)
 
-    assert conflicts_of(snapshot.gpus[A.id]).all == {part.id for part in new_shares}
+    assert conflicting_shares(snapshot.gpus[A.id]) == {part.id for part in new_shares}
 
     freed, _ = reduce(snapshot, SharesReleased(A_SHARES[:2], at=30))
 
-    assert conflicts_of(freed.gpus[A.id]).all == frozenset()
+    assert conflicting_shares(freed.gpus[A.id]) == frozenset()
 
 
 def test_releases_are_published_before_grants() -> None:
@@ -256,7 +256,7 @@ def test_leases_reported_before_the_offer_belong_to_it(resource: ResourceName | 
     early, late = after(FOUND, account, OFFERED), after(FOUND, OFFERED, account)
 
     assert early.gpus == late.gpus
-    assert not conflicts_of(early.gpus[A.id]).all
+    assert not conflicting_shares(early.gpus[A.id])
 
 
 def test_leases_reported_under_another_name_do_not_belong_to_the_offer() -> None:
@@ -266,7 +266,7 @@ def test_leases_reported_under_another_name_do_not_belong_to_the_offer() -> None
 
     state = after(FOUND, account, OFFERED).gpus[A.id]
 
-    assert conflicts_of(state).all == {share.id for share in A_SHARES}
+    assert conflicting_shares(state) == {share.id for share in A_SHARES}
 
 
 NAME = {A_SHARES[0].id: METAGPU}

@@ -5,7 +5,7 @@ import re
 import pytest
 from grpclib.const import Status
 
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import (
     DriverTimeout,
@@ -41,7 +41,7 @@ def listed(snapshot: Snapshot, resource: ResourceName = METAGPU) -> v1beta1.List
     for one in snapshot.offers[resource].shares.values():
         state = snapshot.gpus[one.gpu]
         node = state.gpu.numa_node
-        healthy = state.verdict.healthy and one.id not in conflicts_of(state).all
+        healthy = state.verdict.healthy and one.id not in conflicting_shares(state)
         devices.append(
             v1beta1.Device(
                 id=one.id,

@@ -9,7 +9,7 @@ import pytest
 from grpclib.client import Channel
 from grpclib.const import Status
 
-from metagpu.core.availability.conflict import conflicts_of
+from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendResumed,
@@ -72,9 +72,9 @@ async def test_a_grant_of_one_backend_makes_the_other_unavailable(
         # In the turn that answered: no request can see it otherwise.
         state = it.registry.snapshot.gpus[gpu(0).id]
         assert {
-            share.resource for share in state.shares if share.id in conflicts_of(state).all
+            share.resource for share in state.shares if share.id in conflicting_shares(state)
         } == {other}
-        assert all(conflicts_of(state).all >= {s.id} for s in state.shares if s.resource == other)
+        assert all(conflicting_shares(state) >= {s.id} for s in state.shares if s.resource == other)
 
         await it.until(capacity, capacity // 2, other)
         await it.kubelet.wait_for(lambda: it.kubelet.lists[other] == lists + 1)
