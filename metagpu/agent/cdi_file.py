@@ -5,7 +5,8 @@ from it, and stays when the daemon ends: containers restart while no daemon runs
 the file with /var/run; the daemon writes it again before it offers anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +18,11 @@ from anyio import to_thread
 from msgspec.structs import replace
 
 from metagpu.agent.driver_edits import DriverEdits
-from metagpu.agent.monitor_file import MonitorFile
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants import cdi
-from metagpu.core.grants.injection import Injection
+from metagpu.core.grants.injection import NO_DEVICES, VISIBLE_DEVICES, Injection
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice
@@ -59,6 +59,52 @@ class CdiTiming(msgspec.Struct, frozen=True):
     check: float = 30.0
     node_deadline: float = 1.0
     node_poll: float = 0.05
+
+
+class MonitorFile:
+    """The CDI specification of GPUs for monitoring, by claims with `adminAccess`.
+
+    A container with such a name can ask NVML about the GPU, and has no device node to compute with.
+    There is no file without such a claim.
+
+    Attributes:
+        wanted: whether a claim looks at a GPU of it.
+        names: the GPUs that are in it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.wanted = False
+        self.names = frozenset[GpuId]()
+        self._path = folder / cdi.MONITOR_FILE if folder is not None else None
+
+    def want(self, *, wanted: bool) -> None:
+        """Write the file from now on, or let it be removed."""
+        self.wanted = wanted
+
+    def replace(self, gpus: Iterable[Gpu], injection: Injection, edits: cdi.ContainerEdits) -> None:
+        """Write the file for GPUs that have their device nodes, if it is wanted. Blocks.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if not self.wanted or self._path is None:
+            return
+        named = {str(it.id): nodes for it in gpus if (nodes := injection.monitor_nodes(it))}
+        self.names = frozenset(map(GpuId, named))
+        if not named:
+            self._path.unlink(missing_ok=True)
+            return
+        variables = {VISIBLE_DEVICES: NO_DEVICES}
+        text = cdi.build_monitor_spec(named, injection.monitor_common_nodes(), edits, variables)
+        if not self._path.exists() or self._path.read_text() != text:
+            replace_text(self._path, text)
+
+    def remove(self) -> None:
+        """Remove the file, unless it is wanted again meanwhile. Blocks."""
+        self.names = frozenset()
+        if self._path is not None and not self.wanted:
+            with suppress(OSError):  # it harms nobody: no container names its devices any more
+                self._path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -143,7 +189,7 @@ class CdiFile:
         """
         if self._injection is None:
             return
-        self._monitors.wanted = bool(gpus)
+        self._monitors.want(wanted=bool(gpus))
         if not gpus:
             async with self._lock:
                 await to_thread.run_sync(self._monitors.remove)

@@ -302,10 +302,10 @@ def _foreign_config(converted: ConvertedConfig, document: Document, backends: Ba
     if (missing := converted.missing_backend(backends)) is not None:
         raise missing
     try:
-        config = _own_config(document, backends)
+        config = Config(document, backends, converted.at_origin)
     except ConfigError as error:
         raise converted.at_origin(error) from None
-    config.at_origin = converted.at_origin
+    check_layout(config)
     return config
 
 

@@ -236,14 +236,22 @@ class Config:
         file: the name of the file, for messages.
         envelope: the file's own keys.
         options: for each pool, the options of its backends, in order.
-        at_origin: returns an error as one about the file that this text was converted from.
+
+    Args:
+        at_origin: turns what `error` returns into an error about the file that this text was
+            converted from.
     """
 
-    def __init__(self, document: Document, backends: Mapping[str, type[Backend]]) -> None:
+    def __init__(
+        self,
+        document: Document,
+        backends: Mapping[str, type[Backend]],
+        at_origin: Callable[[ConfigError], ConfigError] = lambda error: error,
+    ) -> None:
+        self._at_origin = at_origin
         self._document = document
         self._backends = backends
         self.file = document.file
-        self.at_origin: Callable[[ConfigError], ConfigError] = lambda error: error
         _refuse_fronts(document)
         self.root = document.decode(RootConfig)
         self.options: dict[str, tuple[Options, ...]] = {}
@@ -274,7 +282,7 @@ class Config:
         """Return the error for a problem at `path`; an empty path means the whole file."""
         if not path:
             return ConfigError(problem, reason, file=self.file)
-        return self.at_origin(self._document.error(path, problem, reason))
+        return self._at_origin(self._document.error(path, problem, reason))
 
     def _check_injection(self) -> None:
         """Reject settings with which containers would get no GPU, or get one twice."""

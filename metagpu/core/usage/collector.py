@@ -86,6 +86,10 @@ class UsageCollector:
         self._utilization = UtilizationReader(driver, registry, timing)
         self._sensor_turns = SensorTurns(timing.costly_age)
 
+    def set_promised_memory(self, promised: PromisedMemory) -> None:
+        """Take in the memory promised to containers that are older than this daemon."""
+        self.promised_memory = promised
+
     async def collect_gpu(self, gpu: GpuId) -> GpuUsage:
         """Return the present usage of one GPU.
 

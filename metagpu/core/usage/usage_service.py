@@ -125,7 +125,7 @@ class UsageService:
 
     def set_promised_memory(self, promised: PromisedMemory) -> None:
         """Set the memory promised to containers that are older than this daemon."""
-        self._collector.promised_memory = promised
+        self._collector.set_promised_memory(promised)
 
     @property
     def rules(self) -> ReportRules:
