@@ -1,4 +1,4 @@
-"""Every change of another package's code, and every private name of one that metagpu uses.
+"""Every change of another package's code, and every private name that is used.
 
 Each stands beside the version that it was seen with. `tests/test_patches.py` fails where another
 version is installed: look at the patch again, and write the new version here. Libraries are loaded
@@ -57,7 +57,7 @@ def use_nvml_library(library: object | None) -> None:
 
 
 def lighten_http2() -> None:
-    """Let h2 and hyperframe do less for each call and each connection.
+    """Spare h2 and hyperframe work for each call and each connection.
 
     h2 remembers 65,536 closed streams of a connection, 6 MB of them, to tell a late frame from a
     wrong one. The kubelet keeps one connection for months and makes one call after the other. And

@@ -89,7 +89,7 @@ def _is_private(name: str) -> bool:
 
 
 def test_no_other_module_patches_a_library() -> None:
-    """What changes a library, or relies on a private name of it, stands in the one module."""
+    """Changes of a library, and private names of one, stand in one module."""
     modules = [it for it in PACKAGE.rglob("*.py") if it.name != "patches.py"]
     found = {str(it.relative_to(PACKAGE)): list(patches_in(it.read_text())) for it in modules}
 

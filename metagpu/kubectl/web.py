@@ -51,7 +51,7 @@ class _Objects(msgspec.Struct, frozen=True):
     lacking: str = ""
 
 
-class _Waiting(msgspec.Struct, frozen=True):
+class _WaitingPods(msgspec.Struct, frozen=True):
     """Pods that wait, their claims, and `refusal`: why Pods are not listed."""
 
     pods: Sequence[Object] = ()
@@ -123,7 +123,7 @@ class ClusterView(PolledView):
             names = [it.node for it in self._objects.agents] if self._objects else []
             silent = [NodeAnswer(it, problem=str(error)) for it in names]
             nothing = _Objects(0, (), ())
-            return _compose(nothing, silent, silent, _Waiting())
+            return _compose(nothing, silent, silent, _WaitingPods())
 
     async def _list_objects(self) -> _Objects:
         query = {"labelSelector": self._selector} if self._selector else {}
@@ -144,7 +144,7 @@ class ClusterView(PolledView):
                 raise
             return self._objects.agents, f"new nodes are not looked for: {error.message}"
 
-    async def _list_waiting(self) -> _Waiting:
+    async def _list_waiting(self) -> _WaitingPods:
         """List pods that wait; a right that is missing costs no node its row.
 
         Raises:
@@ -155,8 +155,8 @@ class ClusterView(PolledView):
         except ClusterError as error:
             if error.status != _FORBIDDEN:
                 raise
-            return _Waiting(refusal=error)
-        return _Waiting(pods, await self._read_claims(pods))
+            return _WaitingPods(refusal=error)
+        return _WaitingPods(pods, await self._read_claims(pods))
 
     async def _read_claims(self, pods: Sequence[Object]) -> ReadClaims:
         """Read the claims of pods that wait, known ones after some seconds only."""
@@ -188,7 +188,7 @@ def _compose(
     objects: _Objects,
     statuses: Sequence[NodeAnswer],
     usages: Sequence[NodeAnswer],
-    waiting: _Waiting,
+    waiting: _WaitingPods,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the view, and a digest of all in it that is no time of a look."""
     labels = {it["metadata"]["name"]: it["metadata"].get("labels") or {} for it in objects.nodes}

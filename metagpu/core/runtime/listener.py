@@ -1,4 +1,4 @@
-"""Listening unix sockets, and connections accepted at a limited rate, one source after another."""
+"""Listening unix sockets; connections accepted at a limited rate, source by source."""
 
 import asyncio
 import socket
@@ -65,7 +65,7 @@ async def accept(
     retry_delay: float = 1.0,
     most_waiting: int = MOST_WAITING,
 ) -> AsyncGenerator[tuple[socket.socket, str], None]:
-    """Yield connections at a limited rate, each with its source: the address of the client.
+    """Yield connections at a limited rate, each with the address of its client.
 
     Each source has its turn, however many connections another one opens. So they do not wait in
     the kernel, where the first come first, but here. A connection that cannot be accepted, for
@@ -119,7 +119,7 @@ class _Waiting:
             _reset(self._pop(most, self._sources[most].pop()))
 
     def next(self) -> tuple[socket.socket, str] | None:
-        """Return the next connection and its source, whose others come after those of all else."""
+        """Return the next connection and its source, which is then behind all others."""
         source = next(iter(self._sources), None)
         if source is None:
             return None

@@ -32,7 +32,7 @@ from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 
 class EnforcementRecord(msgspec.Struct):
-    """The enforcement since the daemon's start, and the containers above their limits now.
+    """The enforcement since the daemon's start, and containers above their limits.
 
     Attributes:
         warnings: how often a container was warned.
@@ -81,7 +81,7 @@ _TURN: Final = 32
 
 
 def memory_guard_of(usage: ContainerUsage, guards: Mapping[str, MemoryGuard]) -> MemoryGuard | None:
-    """Return what keeps a container within its memory; `None` when its backends differ."""
+    """Return what keeps a container within its memory, `None` if backends differ."""
     backends = {share.backend for share in usage.shares}
     found = {guards.get(backend) for backend in backends}
     return found.pop() if len(found) == 1 else None
