@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 12291, ("sim/*",)),
     Capability(
         "DRA",
-        4812,
+        4510,
         (
             "plugins/dra/*",
             "core/devices/*",

@@ -90,7 +90,7 @@ class Layout(msgspec.Struct, frozen=True):
         backend_assignments: each GPU with each backend of its pool.
         unused_pools: the pools without a GPU, each with the reason.
         misfits: the pools with GPUs that can have none of their shares.
-        apis: the API of each resource, where a pool has DRA.
+        apis: the API of each resource.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -299,10 +299,8 @@ def _apis_by_resource(
     assignments: Iterable[PoolAssignment],
     shares: Iterable[Share],
 ) -> Mapping[ResourceName, Api]:
-    """Return the API of each resource, nothing where no pool has DRA."""
+    """Return the API of each resource, by the pools that name it and by those of its shares."""
     apis = {pool.name: pool.api for pool, _ in pools}
-    if Api.DRA not in apis.values():
-        return {}
     named = {
         resource: pool.api
         for pool, backends in pools
@@ -313,10 +311,7 @@ def _apis_by_resource(
     for share in shares:
         its = of_gpu[share.gpu]
         if named.setdefault(share.resource, its) is not its:
-            problem = (
-                f"{share.resource} would be offered by pools of both APIs; give it another "
-                "`resource` in one of them"
-            )
+            problem = f"{share.resource} would have both APIs; give it another `resource` in a pool"
             raise config.error("", problem, ConfigReason.NAME_TAKEN)
     return named
 
@@ -324,15 +319,26 @@ def _apis_by_resource(
 def _with_allocation_order(
     pool: Pool, gpu: Gpu, backends: Iterable[Backend], shares: Sequence[Share]
 ) -> Sequence[Share]:
-    """Return a GPU's shares, for DRA in the order of their allocation."""
+    """Return a GPU's shares, for DRA in the order of their allocation.
+
+    The scheduler allocates the first device that fits, so the places of each MIG profile come in
+    the order in which the backend would fill an idle GPU.
+    """
     if pool.api is not Api.DRA:
         return shares
+    by_name = {backend.name: backend for backend in backends}
+    idle, _ = reduce(Snapshot(), GpusFound((gpu,), at=0))
+    resources = tuple(dict.fromkeys(share.resource for share in shares))
+    idle, _ = reduce(idle, SharesOffered(resources, tuple(shares)))
+    groups: dict[tuple[str, str], list[Share]] = {}
+    for share in shares:
+        has_places = is_mig(share.id) and not share_suffix(share.id)
+        profile = profile_of(share.id) if has_places else ""
+        groups.setdefault((share.backend, profile), []).append(share)
     return [
         share
-        for backend in backends
-        for share in _in_allocation_order(
-            backend, gpu, [it for it in shares if it.backend == backend.name]
-        )
+        for (backend, profile), those in groups.items()
+        for share in (_filled(by_name[backend], those, idle) if profile else those)
     ]
 
 
@@ -427,24 +433,6 @@ def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str
             )
             raise config.error(path, problem, ConfigReason.GIVEN_TWICE)
         seen.add(share.id)
-
-
-def _in_allocation_order(backend: Backend, gpu: Gpu, shares: Sequence[Share]) -> list[Share]:
-    """Return shares of a GPU, the places of each MIG profile in order.
-
-    The scheduler allocates the first device that fits, so they come in the order in which the
-    backend would fill an idle GPU.
-    """
-    if not shares or not is_mig(shares[0].id) or share_suffix(shares[0].id):
-        return list(shares)
-
-    idle, _ = reduce(Snapshot(), GpusFound((gpu,), at=0))
-    resources = tuple(dict.fromkeys(share.resource for share in shares))
-    idle, _ = reduce(idle, SharesOffered(resources, tuple(shares)))
-    by_profile: dict[str, list[Share]] = {}
-    for share in shares:
-        by_profile.setdefault(profile_of(share.id), []).append(share)
-    return [it for places in by_profile.values() for it in _filled(backend, places, idle)]
 
 
 def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> Iterator[Share]:

@@ -379,7 +379,7 @@ def test_the_resources_of_existing_instances_have_the_api_of_their_pool() -> Non
     assert snapshot.gpus[gpus[0].id].api is Api.DRA
 
     made[gpus[1].id] = [instance(gpus[1], "2g.10gb@2")]
-    with pytest.raises(ConfigError, match="would be offered by pools of both APIs"):
+    with pytest.raises(ConfigError, match="would have both APIs"):
         build_layout(config(EXISTING), gpus, Injection(), made)
 
 
