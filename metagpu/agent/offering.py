@@ -13,14 +13,14 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.takeover import Takeover
-from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.facts import EarlierLeases, GpusFound
 from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.kubelet import checkpoint
 from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoints import serve_offers
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower
+from metagpu.plugins.kubelet.pod_resources import UNREAD, LeaseFollower
 from metagpu.plugins.kubelet.succession import Succession
 
 log = structlog.get_logger()
@@ -79,8 +79,10 @@ class Offering:
             # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
             await self.claims_read.wait()
         if any(state.can_conflict for state in gpus):
-            # An older pod may hold what the kubelet would give to another pod.
-            await self.leases_known.wait()
+            # What an older pod may hold is refused until it is known. That takes a moment, and a
+            # list without these shares would lower the Node's amounts for it.
+            with anyio.move_on_after(self.context.timing.first_leases):
+                await self.leases_known.wait()
 
         async with anyio.create_task_group() as group:
             group.start_soon(
@@ -125,6 +127,7 @@ class Offering:
 
     async def follow_leases(self) -> None:
         """Observe the leases, by the kubelet's checkpoint and PodResources service."""
+        self.registry.apply(EarlierLeases(UNREAD))
         await self.context.surveyed.wait()
         promised = await to_thread.run_sync(checkpoint.read_promised_memory, self.paths.kubelet_dir)
         self.usage_service.set_promised_memory(promised)

@@ -147,12 +147,16 @@ def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
     """Return the shares of a GPU that conflict, computed once for each state."""
     known: frozenset[ShareId] | None = state.__dict__.get("conflicting")
     if known is None:
-        known = state.__dict__["conflicting"] = (
-            unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
-            if state.can_conflict or state.cleaning or state.provisioned
-            else NONE
-        )
+        known = state.__dict__["conflicting"] = _find_conflicting(state)
     return known
+
+
+def _find_conflicting(state: GpuState) -> frozenset[ShareId]:
+    if not (state.can_conflict or state.cleaning or state.provisioned):
+        return NONE
+    if state.unknown_leases:
+        return frozenset(share.id for share in state.shares if share.id not in state.leases)
+    return unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
 
 
 def with_same_conflicts(before: GpuState, after: GpuState) -> GpuState:
@@ -182,6 +186,8 @@ class Conflicts(msgspec.Struct, frozen=True):
 def conflicts_of(state: GpuState) -> Conflicts:
     """Find the causes of a GPU's conflicts, for each share the first that applies."""
     every = conflicting_shares(state)
+    if state.unknown_leases:
+        return Conflicts(every)
     if not every:
         return Conflicts()
     waiting = shares_to_wait(state.shares, state.leases)

@@ -170,7 +170,7 @@ def count_free(state: GpuState, resource: ResourceName) -> int:
 
 def waits_for(state: GpuState) -> str | None:
     """Return which pods of an earlier configuration a GPU waits for, `None` for none."""
-    if shares_to_wait(state.shares, state.leases) == NONE:
+    if not conflicts_of(state).orphaned:
         return None
     return _orphaned_text(state)
 
@@ -256,6 +256,8 @@ def _refuse_held_by_claim(state: GpuState, share: Share) -> RequestError:
 
 def _orphaned_text(state: GpuState) -> str:
     """Return which pods a GPU, or a part of it, waits for."""
+    if state.unknown_leases:
+        return f"GPU {state.gpu} waits until it is known which pods hold it: {state.unknown_leases}"
     orphaned = orphaned_leases(state.shares, state.leases)
     waiting = shares_to_wait(state.shares, state.leases)
     holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
@@ -370,7 +372,8 @@ REASONS: Final = (
     ),
     Reason(
         "orphaned-lease",
-        "the shares that wait for a pod of an earlier configuration, or of another plugin",
+        "the shares that wait for a pod of an earlier configuration or another plugin, or for the "
+        "kubelet, where nobody knows yet [what pods hold](leases.md#before-the-first-offer)",
         lambda state: conflicts_of(state).orphaned,
         _CONFLICT,
         together=conflicting_shares,

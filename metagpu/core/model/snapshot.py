@@ -66,6 +66,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
             are healthy. Some are without a lease: the shares of init containers.
+        unknown_leases: why the leases that a kubelet gave before this daemon started are unknown,
+            empty once they are known.
         can_conflict: whether any two shares of the GPU, on offer or held, could conflict.
         hidden: the shares that the scheduler is not to count, although they could be granted.
         suspended: the backends that grant no shares of the GPU for now, and why.
@@ -85,6 +87,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     api: Api = Api.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: frozenset[ShareId] = frozenset()
+    unknown_leases: str = ""
     can_conflict: bool = False
     hidden: HiddenShares | None = None
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
@@ -178,6 +181,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         unreadable_gpus: the GPUs that NVML counts and nobody has read yet, by index.
         competing_plugins: the resources that another device plugin serves, and which plugin.
         registration_problems: why the kubelet does not have these resources as metagpu lists them.
+        unknown_leases: as of each GPU.
         pods: the pods of this node, where the API server lists them.
         kubelet: the identity of the present kubelet's socket, `None` before the first one.
         readmitted: namespace and name of the pods that were about to end when this kubelet started.
@@ -191,6 +195,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     versions: Versions = msgspec.field(default_factory=Versions)
     competing_plugins: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
     registration_problems: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
+    unknown_leases: str = ""
     pods: PodIndex = msgspec.field(default_factory=PodIndex)
     kubelet: tuple[int, int, int] | None = None
     readmitted: frozenset[tuple[str, str]] = frozenset()

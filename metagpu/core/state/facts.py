@@ -241,6 +241,16 @@ class KubeletStarted(msgspec.Struct, frozen=True):
     kubelet: tuple[int, int, int]
 
 
+class EarlierLeases(msgspec.Struct, frozen=True):
+    """The leases that a kubelet gave before this daemon started are known, or are not.
+
+    Attributes:
+        unknown: why they are unknown, empty once they are known.
+    """
+
+    unknown: str
+
+
 class LeasesObserved(msgspec.Struct, frozen=True):
     """All that one look at the kubelet found: its list of holders, and its checkpoint.
 
@@ -434,6 +444,7 @@ Fact = (
     | ResourceClaimsRead
     | SharesReleased
     | KubeletStarted
+    | EarlierLeases
     | LeasesObserved
     | LeasesHandedOver
     | PodsListed

@@ -30,6 +30,7 @@ from metagpu.core.state.facts import (
     CompetingPluginFound,
     CompetingPluginGone,
     DriverRead,
+    EarlierLeases,
     Fact,
     GpuFact,
     GpusFound,
@@ -104,6 +105,8 @@ def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return with_leases(snapshot, fact.at, ended=[share.id for share in fact.shares])
         case KubeletStarted():
             return apply_kubelet_started(snapshot, fact)
+        case EarlierLeases():
+            return _earlier_leases(snapshot, fact)
         case LeasesObserved():
             return apply_observed(snapshot, fact)
         case LeasesHandedOver():
@@ -120,7 +123,8 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
     for gpu in fact.gpus:
         known = states.get(gpu.id)
         if known is None:
-            states[gpu.id] = GpuState(gpu, Verdict(healthy=True, since=fact.at))
+            verdict = Verdict(healthy=True, since=fact.at)
+            states[gpu.id] = GpuState(gpu, verdict, unknown_leases=snapshot.unknown_leases)
         elif known.gpu != gpu:
             states[gpu.id] = replace(known, gpu=gpu)
 
@@ -130,6 +134,13 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
     ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
     gpus = MappingProxyType({state.gpu.id: state for state in ordered})
     return replace(snapshot, gpus=gpus), (fact,)
+
+
+def _earlier_leases(snapshot: Snapshot, fact: EarlierLeases) -> tuple[Snapshot, tuple[Fact, ...]]:
+    if fact.unknown == snapshot.unknown_leases:
+        return snapshot, ()
+    states = [replace(it, unknown_leases=fact.unknown) for it in snapshot.gpus.values()]
+    return with_states(replace(snapshot, unknown_leases=fact.unknown), states), (fact,)
 
 
 def _unreadable_found(

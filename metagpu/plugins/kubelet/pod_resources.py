@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
+from typing import Final
 
 import anyio
 import structlog
@@ -23,6 +24,7 @@ from metagpu.core.model.snapshot import GpuState
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded, PodListRequested
 from metagpu.core.state.facts import (
+    EarlierLeases,
     KubeletStarted,
     LeasesObserved,
     SharesClaimed,
@@ -35,6 +37,9 @@ from metagpu.plugins.kubelet.kubelet_files import Identity, KubeletFiles, find_f
 from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+UNREAD: Final = "the kubelet's checkpoint and its list of pods are not read yet"
+UNREADABLE: Final = "neither the kubelet's checkpoint nor its list of pods can be read"
 
 log = structlog.get_logger()
 
@@ -97,6 +102,8 @@ class LeaseFollower:
 
     async def run(self) -> None:
         """Look at the kubelet until cancelled.
+
+        Until the first good look, nothing is granted that may conflict with what pods hold.
 
         The kubelet is asked at once; soon after every grant, change of the offer or start of a
         kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
@@ -252,12 +259,14 @@ class LeaseFollower:
         """Note whether the leases of earlier are known; once they are, they stay so."""
         if known:
             self.known.set()
+            self._registry.apply(EarlierLeases(""))
             if self._failures.clear("unknown"):
                 log.info("leases known")
         elif not self.known.is_set() and self._failures.is_new("unknown", ""):
+            self._registry.apply(EarlierLeases(UNREADABLE))
             log.warning(
                 "leases unknown",
-                reason="neither the kubelet's checkpoint nor its list of pods can be read",
+                reason=UNREADABLE,
                 effect="nothing is offered that may conflict with what pods hold",
                 socket=str(self._socket),
                 checkpoint=str(self._directory / CHECKPOINT_FILE),

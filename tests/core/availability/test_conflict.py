@@ -12,10 +12,11 @@ from metagpu.core.availability.conflict import (
     shares_to_wait,
     without_conflict,
 )
-from metagpu.core.availability.reasons import count_free
+from metagpu.core.availability.reasons import availability_of, count_free, waits_for
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
+    EarlierLeases,
     Fact,
     GpuFaulted,
     GpusFound,
@@ -250,3 +251,19 @@ def test_a_new_position_is_no_new_share() -> None:
 
     assert orphaned_leases(state.shares, state.leases) == ()
     assert count_free(state, METAGPU) == 1
+
+
+def test_while_earlier_leases_are_unknown_nothing_that_can_conflict_is_given() -> None:
+    """Free shares of several backends wait, those of GPUs that come later too; others do not."""
+    whole = [share(B, 0, backend="whole", resource="nvidia.com/gpu")]
+    both = offer(*A_SHARES, *whole, share(B, 0, backend="timeslice"))
+    unknown = after(EarlierLeases("the kubelet is late"), FOUND, both)
+    first, second = unknown.gpus.values()
+    assert availability_of(first).refused == frozenset()
+    assert availability_of(second).refused == {it.id for it in second.shares}
+    assert waits_for(second) == (
+        f"GPU {second.gpu} waits until it is known which pods hold it: the kubelet is late"
+    )
+
+    known = after(EarlierLeases(""), since=unknown)
+    assert not any(availability_of(it).refused for it in known.gpus.values())
