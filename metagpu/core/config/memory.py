@@ -40,8 +40,8 @@ class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             hundred MiB in every process, which a program cannot change.
         grace: seconds above the limit before a process of the container is ended.
         stop_timeout: seconds from SIGTERM to SIGKILL.
-        victims: whether the largest process is ended, then the next if needed, or all processes.
-        period: seconds from one check of the processes to the next.
+        victims: whether as many of the largest processes are ended as cover the excess, or all.
+        period: seconds in which the processes are checked once, at a random moment.
         dry_run: whether signals are only logged, and not sent.
         driver_limits: whether the driver's own memory limits are set too, where the driver has
             them and the policy is `kill`.

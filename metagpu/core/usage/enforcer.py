@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from random import SystemRandom
 from signal import Signals
 from time import time
 from typing import Any, Final
@@ -78,6 +79,7 @@ EnforcementSettings = Callable[[GpuId], MemoryEnforcement]
 _Key = tuple[Holder, str | None]
 _TURN: Final = 32
 """Containers that are judged at once: then the kubelet's requests have their turn."""
+_chance: Final = SystemRandom()
 
 
 def memory_guard_of(usage: ContainerUsage, guards: Mapping[str, MemoryGuard]) -> MemoryGuard | None:
@@ -87,14 +89,32 @@ def memory_guard_of(usage: ContainerUsage, guards: Mapping[str, MemoryGuard]) ->
     return found.pop() if len(found) == 1 else None
 
 
-def seconds_to_common_moment(period: float) -> float:
-    """Return the seconds to the next moment at which GPUs of this period are checked.
+class CheckMoments:
+    """The moments of checks: one in each period, the same for all GPUs of this period.
 
-    Checks at one moment share one change of threads for NVML, and one for /proc. Where a check has
-    taken nearly all of a period, the next moment is left out.
+    Checks at one moment share one change of threads for NVML, and one for /proc. Each moment is
+    drawn at random from its period: a container that could compute the moments would be within its
+    limit at these alone.
     """
-    left = period - anyio.current_time() % period
-    return left if left >= period / 10 else left + period
+
+    _EARLY: Final = 0.02
+    """The part of a period by which a timer may end early: a check does not follow itself."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[float, dict[int, float]] = {}
+
+    def seconds_to_next(self, period: float) -> float:
+        """Return the seconds to the next moment, two periods at most and a little.
+
+        Where a check has taken nearly until the next moment, that one is left out.
+        """
+        now = anyio.current_time()
+        number = int(now // period)
+        known = self._drawn.get(period, {})
+        drawn = {it: known.get(it) or _chance.random() for it in range(number, number + 3)}
+        self._drawn[period] = drawn
+        waits = ((it + part) * period - now for it, part in drawn.items())
+        return next(wait for wait in waits if wait >= self._EARLY * period)
 
 
 class Enforcer:
@@ -130,6 +150,7 @@ class Enforcer:
         self._guards = guards
         self._limits = limits
         self._timing = timing
+        self._moments = CheckMoments()
         self._logged = LogOnce()
         self._warnings_logged = False
 
@@ -157,7 +178,7 @@ class Enforcer:
                 violations.clear()
                 self.record.over_limit.pop(gpu, None)
                 await self._update_limits(gpu, settings)
-                pause = seconds_to_common_moment(self._timing.idle_period)
+                pause = self._moments.seconds_to_next(self._timing.idle_period)
             await anyio.sleep(pause)
 
     async def _update_limits(self, gpu: GpuId, settings: MemoryEnforcement) -> None:
@@ -187,7 +208,7 @@ class Enforcer:
             if self._limits is not None and isinstance(error, DriverUnavailable):
                 self._limits.forget(gpu)
             self._log_failure(gpu, error)
-            return seconds_to_common_moment(settings.period)
+            return self._moments.seconds_to_next(settings.period)
         self._logged.clear(gpu)
 
         found: dict[_Key, LimitViolation] = {}
@@ -216,7 +237,7 @@ class Enforcer:
         violations.clear()
         violations.update(found)
         self.record.over_limit[gpu] = over
-        return min([seconds_to_common_moment(settings.period), *pauses])
+        return min([self._moments.seconds_to_next(settings.period), *pauses])
 
     async def _enforced(self, gpu_usage: GpuUsage) -> AsyncIterator[ContainerUsage]:
         """Yield the containers that the enforcer guards; other tasks run in between."""

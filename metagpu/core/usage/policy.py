@@ -94,7 +94,7 @@ def decide(
         return decision
     if (left := since + settings.grace - now) > 0:
         return replace(decision, next_check=left)
-    return _with_signals(decision, current, usage, settings, now)
+    return _with_signals(decision, current, usage, settings, now, excess=usage.memory - limit)
 
 
 def _with_signals(
@@ -103,31 +103,37 @@ def _with_signals(
     usage: ContainerUsage,
     settings: MemoryEnforcement,
     now: float,
+    *,
+    excess: int,
 ) -> EnforcementDecision:
-    """Add the signals of a decision: SIGTERM first, SIGKILL for a process that stays."""
+    """Add the signals of a decision: SIGTERM first, SIGKILL for a process that stays.
+
+    With `largest`, as many of the largest processes end as cover the excess in bytes, less what
+    those that are ending already will free. One that stays listed a stop timeout after SIGKILL, as
+    a zombie may, frees nothing: it does not keep the others for ever.
+    """
     signals: list[tuple[ProcessUsage, Signals]] = []
     due = [float(settings.stop_timeout)]
+    candidates = []
 
     for process in usage.processes:
         identity = process.identity
         last, at = violation.signalled.get(identity, (None, now)) if identity else (None, now)
         left = at + settings.stop_timeout - now
-        if last is not None and left > 0:
+        if last is None:
+            candidates.append(process)
+        elif left > 0:
             due.append(left)
+            excess -= process.memory or 0
         elif last is Signals.SIGTERM:
             signals.append((process, Signals.SIGKILL))
+            excess -= process.memory or 0
 
-    # While the largest process is ending, the need to end another one is not known yet. One that
-    # stays listed after SIGKILL, as a zombie may, does not keep the others for ever.
-    ending = len(due) > 1 or signals
-    if settings.victims is VictimSelection.ALL or not ending:
-        candidates = [
-            process
-            for process in usage.processes
-            if process.memory and process.identity and process.identity not in violation.signalled
-        ]
-        chosen = candidates if settings.victims is VictimSelection.ALL else candidates[:1]
-        signals += [(process, Signals.SIGTERM) for process in chosen]
+    for process in candidates:  # the largest first
+        if process.memory and process.identity:
+            if settings.victims is VictimSelection.ALL or excess > 0:
+                signals.append((process, Signals.SIGTERM))
+            excess -= process.memory
 
     sent = {process.identity: (signal, now) for process, signal in signals if process.identity}
     return replace(

@@ -28,7 +28,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
         mixed_period: between two checks for containers that hold shares of several resources.
         cache_age: for which callers share one collection of all GPUs.
         recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
-            little more than the enforcer's period.
+            little more than twice the enforcer's period: checks come once in each.
         turn: for which a collection waits for each GPU's answer before it goes on without it. It is
             longer than a GPU that hangs may delay the others, 40 ms.
         costly_age: from which a scrape reads in any case what costs NVML much: the utilization of
@@ -48,7 +48,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
     absent_after: float = 600.0
     mixed_period: float = 5.0
     cache_age: float = 0.9
-    recent: float = 0.6
+    recent: float = 1.1
     turn: float = 0.05
     costly_age: float = 300.0
 

@@ -4,8 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
 from metagpu.core.state.facts import PodsListed
 from metagpu.core.usage import collector, enforcer
 from metagpu.core.usage.accounting import ContainerUsage, GpuUsage
+from metagpu.core.usage.enforcer import CheckMoments
 from metagpu.sim.kubelet.kubelet import SimContainer, SimKubelet, SimPod
 from metagpu.sim.machine.containers import SimHost, container_of
 from metagpu.sim.machine.gpu import SimProcess
@@ -262,26 +263,56 @@ async def test_the_end_of_a_grace_is_one_check(tmp_path: Path) -> None:
     assert checks == 2
 
 
-@pytest.mark.parametrize("now", [0.0, 7.3, 7.49, 7.5, 1e6 + 0.1])
-async def test_checks_of_all_gpus_come_at_the_same_moments(
-    monkeypatch: pytest.MonkeyPatch, now: float
-) -> None:
-    """Checks share threads so; none follows at once, and none is later than a tenth."""
-    with monkeypatch.context() as patched:
-        patched.setattr(asyncio.get_running_loop(), "time", lambda: now)
-        pause = enforcer.seconds_to_common_moment(0.5)
-    assert 0.05 <= pause <= 0.55
-    assert 2 * (now + pause) == pytest.approx(round(2 * (now + pause)), abs=1e-6)
+async def test_checks_of_all_gpus_come_at_the_same_moments() -> None:
+    """Checks share threads so: the next moment is one for all GPUs, and in its period."""
+    moments = CheckMoments()
+    with turned_clock() as clock:
+        for now in (0.0, 7.3, 7.49, 7.5, 1e6 + 0.1):
+            clock.now = now
+            pause = moments.seconds_to_next(0.5)
+            assert 0.01 <= pause <= 1.01
+            clock.now += pause / 2  # another GPU's check took longer
+            assert moments.seconds_to_next(0.5) == pytest.approx(pause / 2, abs=1e-6) or (
+                pause / 2 < 0.01
+            )
+
+
+async def test_no_container_can_be_within_its_limit_at_each_check() -> None:
+    """A container that is within its limit around each multiple of the period is seen above it."""
+    moments, checks, above = CheckMoments(), 0, 0
+    with turned_clock() as clock:
+        while clock.now < 200:
+            clock.now += moments.seconds_to_next(0.5)
+            checks += 1
+            above += 0.06 < clock.now % 0.5 < 0.46
+
+    assert 380 <= checks <= 401  # on average, as many as there are periods
+    assert above > 200
 
 
 async def test_the_enforcer_waits_for_common_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each GPU is checked again at the moment of its period, with a container or without."""
-    monkeypatch.setattr(enforcer, "seconds_to_common_moment", lambda _: 0.01)
+    monkeypatch.setattr(CheckMoments, "seconds_to_next", lambda *_: 0.01)
     async with ground(tmp_path, msgspec.structs.replace(terms(), period=LONG)) as it:
         it.hold(ALICE, 25, gpu=0)
         await it.looked()
+
+
+class Clock:
+    """The time of the loop in a test."""
+
+    now = 0.0
+
+
+@contextmanager
+def turned_clock() -> Iterator[Clock]:
+    """Have the loop's time set by the test while the block lasts; nothing may wait in it."""
+    clock, loop = Clock(), asyncio.get_running_loop()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "time", lambda: clock.now)
+        yield clock
 
 
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
