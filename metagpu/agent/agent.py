@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,8 +17,8 @@ from metagpu.agent.config_loader import ConfigLoader, InitialConfig, read_initia
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.context import ConfigInForce, NodeContext
 from metagpu.agent.driver_edits import DriverEdits
+from metagpu.agent.exchange import Exchange
 from metagpu.agent.fault_note_file import FaultNoteFile
-from metagpu.agent.hand_over import Duties
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.offering import Offering
 from metagpu.agent.optional_parts import (
@@ -30,10 +30,9 @@ from metagpu.agent.optional_parts import (
     turn_tasks,
 )
 from metagpu.agent.paths import AgentPaths
+from metagpu.agent.preparation import Preparation
 from metagpu.agent.privileges import PrivilegeCheck
 from metagpu.agent.resource_claims import ResourceClaims
-from metagpu.agent.takeover import Takeover
-from metagpu.agent.tenure import TenureEnd, build_tenure
 from metagpu.agent.timing import AgentTiming
 from metagpu.agent.usage import build_usage_service, running_holders
 from metagpu.core.config.config import Config
@@ -47,7 +46,7 @@ from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.runtime.tasks import MainTasks, PausableTasks, Work, run_with_restart, serve
+from metagpu.core.runtime.tasks import MainTasks, Work, run_with_restart, serve
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
 from metagpu.host.daemons import HostDaemons
@@ -61,6 +60,7 @@ from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.http.address import ListenAddress
+from metagpu.plugins.kubelet.folder_lock import FolderLock
 from metagpu.plugins.pod_api.server import PodFolder, PodMgctlServer, no_events
 
 log = structlog.get_logger()
@@ -82,9 +82,8 @@ class Agent:
         status_address: the address of the status API, `None` for none.
         web_address: the address of the page, `None` for none.
         beside: what runs around the agent's tasks, as a simulated cluster does.
-        take_over: whether to take the node over from another daemon; without it, another daemon
-            is an error.
-        asks_after: seconds to the first attempt of that; `None` waits for the other daemon's end.
+        take_over: whether to wait for the end of another daemon, and to take the node then;
+            without it, another daemon is an error.
     """
 
     source: ConfigSource
@@ -103,12 +102,12 @@ class Agent:
     beside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
     timing: AgentTiming = field(default_factory=AgentTiming)
     take_over: bool = False
-    asks_after: float | None = 0.0
 
     def __post_init__(self) -> None:
         backends, settings = installed_backends(), self.cluster_settings
-        waits = settings is not None and Feature.CONFIG in settings.features
-        initial = read_initial(self.source, backends, waits_for_cluster=waits)
+        follows = settings is not None and Feature.CONFIG in settings.features
+        reports_errors = follows or self.take_over
+        initial = read_initial(self.source, backends, reports_errors=reports_errors)
         own = HostPrograms(program_roots(self.paths.roots), links=self.paths.run_dir / "lib")
         on_host = HostDaemons(own, roots=host_roots(self.paths.roots))
         self.host_daemons = self.daemons or on_host
@@ -128,24 +127,17 @@ class Agent:
         self._build_layout(initial)
         self._build_services()
         self._build_commands()
-        self._guests = PausableTasks(self._guest_tasks)
-        duties = Duties(
+        self.exchange = Exchange(
+            self.paths.run_dir,
+            FolderLock(self.paths.kubelet_dir, self.timing.kubelet.watch_period),
+            lambda: {**self.commands, **self.handlers},
+            self.preparation,
             self.registry,
             self.context.call_stats,
-            self.backend_runner,
-            self._guests,
-            self.cluster,
-            lambda: self.health.note,
-            self._offering.lease_follower.catch_up,
+            self.timing.exchange,
+            self.context.taken,
         )
-        self.tenure = build_tenure(
-            self.paths,
-            lambda: {**self.commands, **self.handlers},
-            self._offering.gate,
-            duties,
-            self.timing,
-            probes=self.exporter.run_probes if self.exporter else anyio.sleep_forever,
-        )
+        self._withdrawn, self._guests_ended = anyio.Event(), anyio.Event()
 
     def _build_layout(self, initial: InitialConfig) -> None:
         """Build what makes a layout of the configuration and the GPUs."""
@@ -177,6 +169,9 @@ class Agent:
         self.cluster = build_cluster(
             context, self.config_loader, self.resource_claims.wait_registered, self.pcie_root
         )
+        self.preparation = Preparation(
+            self.health, self.config_loader, self.layout_manager, self.cluster
+        )
         self.usage_service = build_usage_service(context, running)
         self.recent_events = build_recent_events(context, (self.status_address, self.web_address))
         self.pod_server = PodMgctlServer(
@@ -198,6 +193,7 @@ class Agent:
             nvml_problem=lambda: self.health.unusable,
             cluster=self.cluster,
             claims=self.resource_claims.report,
+            preparation=self.preparation,
         )
         self._offering = Offering(
             context,
@@ -217,8 +213,7 @@ class Agent:
         }
         ports = {name: address.port for name, address in addresses.items() if address}
         self._privileges = PrivilegeCheck(lambda: self.config, ports)
-        gate = self._offering.gate
-        self.operator_commands = OperatorCommands(self.registry, self.health, lambda: gate.closed)
+        self.operator_commands = OperatorCommands(self.registry, self.health)
         self._agent_commands = AgentCommands(
             self.context,
             self.layout_manager,
@@ -234,18 +229,6 @@ class Agent:
         reports = self._agent_commands.reports
         self.status_api = build_status_api(self.context, self.status_address, reports)
         self.web = build_web(self.context, self.web_address, reports)
-
-    def _build_takeover(self) -> Takeover:
-        return Takeover(
-            self.registry,
-            self.health,
-            self.layout_manager,
-            self.config_loader,
-            self.context.call_stats,
-            self._offering.leases_known,
-            self.timing.first_leases,
-            self.timing.exchange,
-        )
 
     @property
     def config(self) -> Config:
@@ -269,51 +252,90 @@ class Agent:
         raise_file_limit()
         await self._privileges.run()
 
-        takeover = self._build_takeover() if self.take_over else None
-        serving = partial(
-            self.tenure.run,
-            self._main_tasks(takeover),
-            self._guests,
-            takeover,
-            asks_after=self.asks_after,
-            beside=self.beside,
-        )
         report = partial(report_state, self._offering.ready)
-        if await serve(serving, report, reload=self.reload, over=self.tenure.over):
-            self.tenure.end = TenureEnd.STOPPED  # a signal may come while the node is handed over
+        await serve(
+            self._live,
+            report,
+            reload=self.reload,
+            withdraw=self._withdraw,
+            over=self.exchange.over,
+        )
+
+    async def _live(self) -> None:
+        """Prepare, take the node, and serve it until cancelled; the locks fall last."""
+        async with AsyncExitStack() as held:
+            if not self.take_over:
+                await self.exchange.take(held)
+            async with self.beside(), anyio.create_task_group() as main:
+                async with anyio.create_task_group() as guests:
+                    guests.start_soon(self._end_guests, guests.cancel_scope)
+                    # First the one that counts events: none may be missed.
+                    for task in self._preparing_tasks:
+                        guests.start_soon(task)
+                    main.start_soon(self._main_task("health", self._watch_health))
+                    if self.take_over:
+                        await self.exchange.wait_and_take(held)
+                        await self.fault_note_file.load()  # the last word of the daemon before
+                    for task in self._node_tasks:
+                        guests.start_soon(task)
+                    for task in (*self._main_tasks, self.exchange.lock.run):
+                        main.start_soon(task)
+                self._guests_ended.set()
+                await anyio.sleep_forever()
+
+    async def _withdraw(self) -> None:
+        """Serve the pods on their way, and end all but what the kubelet needs."""
+        await self.exchange.withdraw()
+        if self.context.taken.is_set():
+            await self.fault_note_file.save()
+            self._withdrawn.set()
+            await self._guests_ended.wait()
+
+    async def _end_guests(self, guests: anyio.CancelScope) -> None:
+        await self._withdrawn.wait()
+        guests.cancel()
+
+    async def serve_node(self) -> None:
+        """Serve the node without its locks, as nobody else can have it; until cancelled."""
+        self.context.taken.set()
+        async with anyio.create_task_group() as group:
+            health = self._main_task("health", self._watch_health)
+            for task in (*self._preparing_tasks, health, *self._node_tasks, *self._main_tasks):
+                group.start_soon(task)
+
+    def _main_task(self, name: str, work: Work) -> Work:
+        return self.main_tasks.keep(name, work)
 
     @property
-    def tasks(self) -> tuple[Work, ...]:
-        """The tasks that together serve the node.
-
-        The exporter comes first: it counts events, and none may be missed.
-        """
-        return *self._guest_tasks, *self._main_tasks()
-
-    def _main_tasks(self, takeover: Takeover | None = None) -> tuple[Work, ...]:
-        """The tasks that serve the kubelet."""
-        main: Mapping[str, Work] = {
-            "health": self._watch_health,
-            "offers": partial(self._offering.run, takeover),
-            "backends": self.backend_runner.run,
-            "leases": self._offering.follow_leases,
-        }
-        return tuple(self.main_tasks.keep(name, work) for name, work in main.items())
+    def _main_tasks(self) -> tuple[Work, ...]:
+        """The tasks that serve the kubelet, beside the watch of the GPUs' health."""
+        return (
+            self._main_task("leases", self._offering.follow_leases),
+            self._main_task("offers", self._offering.run),
+            self._main_task("backends", self.backend_runner.run),
+        )
 
     @property
-    def _guest_tasks(self) -> tuple[Work, ...]:
-        """The other tasks, which end before another daemon takes over."""
+    def _preparing_tasks(self) -> tuple[Work, ...]:
+        """The tasks that change nothing of the node before this daemon has it."""
         return (
             *((self.exporter.run,) if self.exporter else ()),
-            *self.usage_service.tasks,
             partial(run_with_restart, self.config_loader.follow_files, "watch of files"),
+            *((self.cluster.run,) if self.cluster else ()),
+            *((self.recent_events.run,) if self.recent_events else ()),
+        )
+
+    @property
+    def _node_tasks(self) -> tuple[Work, ...]:
+        """The tasks for the node that the kubelet can do without."""
+        return (
+            self.exchange.yield_to_ready,
+            *self.usage_service.tasks,
             partial(run_with_restart, self._serve_pods, "mgctl in containers"),
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
             partial(run_with_restart, self.resource_claims.run, "resource claims"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
             partial(run_with_restart, self._link_nodes, "links in /dev/char"),
-            *((self.cluster.run,) if self.cluster else ()),
-            *((self.recent_events.run,) if self.recent_events else ()),
             *((self.status_api.run,) if self.status_api else ()),
             *((self.web.run,) if self.web else ()),
             *turn_tasks(self.context),

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from anyio import to_thread
 
 from metagpu import __version__
 from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.context import NodeContext
+from metagpu.agent.exchange import read_standby
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
 from metagpu.core.reports.status import status_report
@@ -69,6 +71,7 @@ class AgentCommands:
 
     async def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state of the node and of every part of the daemon."""
+        standby = await to_thread.run_sync(read_standby, self.context.paths.run_dir)
         roots = await to_thread.run_sync(self.context.find_roots)
         snapshot, layout = self.context.registry.snapshot, self.context.layout
         # In a thread: a report of very many shares must not keep the kubelet waiting.
@@ -87,6 +90,7 @@ class AgentCommands:
             "privileges": self.privileges(),
             "driverRoots": roots.to_dict(),
             "mgctl": self.pod_server.report(),
+            "standby": standby and msgspec.to_builtins(standby),
         }
 
     async def plan(self, request: Mapping[str, Any]) -> object:

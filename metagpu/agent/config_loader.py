@@ -19,11 +19,19 @@ from metagpu.agent.config_source import (
 from metagpu.agent.config_watch import changes
 from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
-from metagpu.core.config.errors import ConfigError
-from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, ConfigStatus
+from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.config.profiles import (
+    LAST_GOOD,
+    NOTHING_OFFERED,
+    ClusterChoice,
+    ConfigOutcome,
+    ConfigStatus,
+)
 from metagpu.core.errors import InternalError
 from metagpu.core.state.events import ConfigRejected
 
+NOTHING: Final = "<nothing>"
+"""The name of the configuration in force where there is none."""
 _HASH_DIGITS: Final = 12
 
 log = structlog.get_logger()
@@ -33,9 +41,9 @@ class InitialConfig(msgspec.Struct, frozen=True):
     """A source as it is read before the agent runs.
 
     Attributes:
-        loaded: the configuration to begin with.
-        texts: the source's texts; `None` if the source has no usable configuration yet.
-        error: why there is none yet.
+        loaded: the configuration to begin with; nothing is offered by it if there is an error.
+        texts: the source's texts; `None` with an error.
+        error: why there is no configuration.
     """
 
     loaded: Loaded
@@ -44,12 +52,12 @@ class InitialConfig(msgspec.Struct, frozen=True):
 
 
 def read_initial(
-    source: ConfigSource, backends: Backends, *, waits_for_cluster: bool = False
+    source: ConfigSource, backends: Backends, *, reports_errors: bool = False
 ) -> InitialConfig:
     """Read a source for the first time. Blocks.
 
-    With `waits_for_cluster`, a profile that only a label of the node can choose is no error:
-    nothing is offered until the label is known.
+    With `reports_errors`, an error is part of the result: the daemon reports it, and reads the
+    source again when that changes.
 
     Raises:
         ConfigError: if the configuration is wrong.
@@ -58,9 +66,9 @@ def read_initial(
         texts = source.read()
         return InitialConfig(source.parse(texts, backends), texts)
     except ConfigError as error:
-        if not waits_for_cluster:
+        if not reports_errors:
             raise
-        nothing = source.parse((ConfigText("<nothing>", NO_SHARING),), backends)
+        nothing = source.parse((ConfigText(NOTHING, NO_SHARING),), backends)
         return InitialConfig(nothing, None, error)
 
 
@@ -100,7 +108,12 @@ class ConfigLoader:
             self._count_accepted()
         else:
             self._count_rejected(str(initial.error), initial.error.reason)
-            log.warning("configuration waits for the cluster", error=self.error, reason=self.reason)
+            if initial.error.reason is ConfigReason.NO_CHOICE:
+                log.warning(
+                    "configuration waits for the cluster", error=self.error, reason=self.reason
+                )
+            else:
+                self._log_rejected()
 
     async def reload(self, *, again: bool = True) -> None:
         """Read the source and apply it, with `again` also if its texts are as they were.
@@ -108,7 +121,7 @@ class ConfigLoader:
         An error is logged and published, and the configuration in force stays.
         """
         if (refused := await self._reload(again=again)) is not None:
-            self._context.registry.events.publish(ConfigRejected(refused, time()))
+            self._context.registry.events.publish(ConfigRejected(refused, time(), self.effect))
 
     async def _reload(self, *, again: bool) -> str | None:
         """Read and apply the source; return why it is refused, unless that was known."""
@@ -129,16 +142,12 @@ class ConfigLoader:
                 self._count_rejected(str(error), error.reason)
                 if self.error == known and not again:
                     return None
-                log.error(
-                    "configuration rejected; the last good one stays",
-                    error=self.error,
-                    reason=self.reason,
-                )
+                self._log_rejected()
                 return self.error
             except Exception as error:
                 self._content = None
                 log.exception(
-                    "configuration failed by a fault of metagpu's own; the last good one stays"
+                    "configuration failed by a fault of metagpu's own", effect=self.effect
                 )
                 self._count_rejected(
                     f"metagpu failed ({type(error).__name__}: {error}); see its log",
@@ -159,7 +168,12 @@ class ConfigLoader:
         pools = self.loaded.config.root.pools
         missing = [*filter(None, (pool.reason for pool in pools)), *self._misfits]
         reason = "; ".join(dict.fromkeys(missing))
-        return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "")
+        return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "", self.effect)
+
+    @property
+    def effect(self) -> str:
+        """The effect of an error: what is in force instead."""
+        return NOTHING_OFFERED if self.loaded.config.file == NOTHING else LAST_GOOD
 
     @property
     def _misfits(self) -> list[str]:
@@ -181,6 +195,7 @@ class ConfigLoader:
             "deviceListStrategy": [str(it) for it in self.loaded.config.root.strategies],
             "error": self.error,
             "reason": self.reason,
+            "effect": self.effect if self.error else None,
             "misfits": self._misfits,
         }
 
@@ -202,6 +217,11 @@ class ConfigLoader:
     def _count_accepted(self) -> None:
         self._accepted += 1
         self._accepted_at = time()
+
+    def _log_rejected(self) -> None:
+        log.error(
+            "configuration rejected", error=self.error, reason=self.reason, effect=self.effect
+        )
 
     def _count_rejected(self, error: str, reason: str) -> None:
         self.error, self.reason = error, reason

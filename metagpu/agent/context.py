@@ -44,6 +44,7 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
         cluster_settings: the uses of the API server, `None` for none.
         call_stats: the kubelet's calls.
         surveyed: set once NVML has been read for the first time.
+        taken: set once this daemon has the node.
     """
 
     node: str
@@ -58,6 +59,7 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
     timing: AgentTiming
     call_stats: KubeletCallStats = msgspec.field(default_factory=KubeletCallStats)
     surveyed: anyio.Event = msgspec.field(default_factory=anyio.Event)
+    taken: anyio.Event = msgspec.field(default_factory=anyio.Event)
 
     @property
     def config(self) -> Config:

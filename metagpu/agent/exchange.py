@@ -1,91 +1,274 @@
-"""The messages between two daemons, of which one takes over from the other.
+"""The exchange of daemons: prepare, withdraw, take.
 
-Both may be of any version: a reader ignores fields that it does not know, and a field that is
-missing has its default. So a field is never renamed, and a new one has a default.
+A new daemon prepares and waits, the old one withdraws and ends, and the new one takes the node.
+
+The daemon with the lock of the run folder and the lock of the kubelet's folder has the node. No
+daemon gives a lock to another one: the one that ends releases both, and takes nothing back.
 """
 
+import fcntl
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+import anyio
 import msgspec
+import structlog
 
-from metagpu.core.config.profiles import ClusterChoice
-from metagpu.core.health.fault_note import FaultNote
-from metagpu.core.model.shares import Lease, ResourceName
+from metagpu import __version__
+from metagpu.agent.preparation import Preparation
+from metagpu.agent.timing import ExchangeTiming
+from metagpu.core.errors import AnotherDaemon
+from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.events import DaemonNotReady
+from metagpu.core.state.facts import NodeWithdrawn
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.control.socket import CommandHandler, control_server, is_locked
+from metagpu.plugins.kubelet.folder_lock import FolderLock
 
-COMMAND: Final = "takeover"
-"""The command on the control socket that begins the exchange."""
-PROTOCOL: Final = 1
-"""The version of the order of the steps; another one is refused."""
+STANDBY_FILE: Final = "standby.json"
 
-
-class Step:
-    """The steps of an exchange, in order; each is asked for by the new daemon.
-
-    Attributes:
-        BEGIN: the old daemon holds the kubelet's calls, leaves the GPUs as they are, and answers
-            with its `HandedState`.
-        DETACH: the kubelet is about to forget the old daemon's registrations.
-        END_LISTS: the old daemon forwards calls to the new one's `sockets`, and ends its lists.
-        FINISH: the kubelet reads all lists of the new daemon; the old one releases its locks,
-            and ends once the calls that it forwarded are answered.
-    """
-
-    BEGIN: Final = "begin"
-    DETACH: Final = "detach"
-    END_LISTS: Final = "end-lists"
-    FINISH: Final = "finish"
+log = structlog.get_logger()
 
 
-class ExchangeTiming(msgspec.Struct, frozen=True):
-    """Seconds.
+class Standby(msgspec.Struct, frozen=True):
+    """A daemon that waits for the node.
 
     Attributes:
-        poll: between two attempts to get the locks of a daemon that is about to release them.
-        probes: from the begin of a wait for the node to the probes of the daemon that waits: the
-            one that got the node needs their port first, where both are in one network.
-        retry: between two attempts to take over, and to get the locks while another daemon runs.
-        calls: for calls of the kubelet that are in flight when an exchange begins.
-        pause: for everything of the old daemon that changes the node to end.
-        answer: for the old daemon's answer to one step.
-        ready: for the backends of the new daemon to get their GPUs ready.
-        lists: for the kubelet to read the new daemon's lists.
-        successor: for the new daemon's steps: it gives up before the old one goes on.
-        exchange: for a whole exchange, after which the old daemon goes on.
-        look: for the old daemon's look at what the kubelet gave out meanwhile, before it goes on.
+        problems: why it is not ready to take the node; none if it is.
     """
 
-    poll: float = 0.01
-    probes: float = 2.0
-    retry: float = 1.0
-    calls: float = 5.0
-    pause: float = 10.0
-    answer: float = 15.0
-    ready: float = 5.0
-    lists: float = 10.0
-    successor: float = 35.0
-    exchange: float = 45.0
-    look: float = 6.0
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """The first message of the old daemon."""
-
-    protocol: int = 0
     version: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """True if it takes the node as soon as nobody has it."""
+        return not self.problems
 
 
-class HandedState(msgspec.Struct, frozen=True):
-    """All that the memory of the old daemon has, and the new one's may not.
+class StandbyFile:
+    """The file by which a daemon that waits shows itself to the one that serves.
 
-    Attributes:
-        leases: all; the kubelet does not report claims whose pods are being admitted, nor shares
-            that it has forgotten, and the new daemon's look at the others may be older.
-        listed: the resources whose lists the kubelet reads.
-        note: the faults and cordons; the file of the note has them too, a moment later.
-        choice: the part of the configuration that the cluster chose; `None` if it chose none.
+    It counts while it is locked, and the kernel unlocks it at any end of the process.
     """
 
-    leases: tuple[Lease, ...] = ()
-    listed: tuple[ResourceName, ...] = ()
-    note: FaultNote | None = None
-    choice: ClusterChoice | None = None
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STANDBY_FILE
+        self._file: int | None = None
+        self._shown: Standby | None = None
+
+    def show(self, standby: Standby) -> None:
+        """Write a state, unless another daemon that waits has the file."""
+        if self._file is None and not self._open():
+            return
+        if standby != self._shown and self._file is not None:
+            content = msgspec.json.encode(standby)
+            os.pwrite(self._file, content, 0)
+            os.ftruncate(self._file, len(content))
+            self._shown = standby
+
+    def close(self) -> None:
+        """Unlock the file: this daemon waits no more."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = self._shown = None
+
+    def _open(self) -> bool:
+        self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        self._file = file
+        return True
+
+
+def read_standby(folder: Path) -> Standby | None:
+    """Return the daemon that waits for the node of a run folder, `None` without one."""
+    try:
+        file = os.open(folder / STANDBY_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass
+    else:
+        return None
+    finally:
+        content = os.pread(file, 65536, 0)
+        os.close(file)
+    try:
+        return msgspec.json.decode(content, type=Standby)
+    except msgspec.MsgspecError:
+        return Standby(problems=("it has just started",))
+
+
+@dataclass
+class Exchange:
+    """Gets the node, holds it, and gives it up.
+
+    Attributes:
+        run_dir: the folder of the control socket.
+        lock: the lock of the kubelet's folder.
+        commands: the commands on the control socket, by name.
+        preparation: finds what keeps this daemon from being ready to take the node.
+        taken: set once this daemon has the node.
+        over: set when it gives the node to a daemon that is ready, as it has nothing to serve.
+    """
+
+    run_dir: Path
+    lock: FolderLock
+    commands: Callable[[], dict[str, CommandHandler]]
+    preparation: Preparation
+    registry: Registry
+    call_stats: KubeletCallStats
+    timing: ExchangeTiming
+    taken: anyio.Event
+    over: anyio.Event = field(default_factory=anyio.Event)
+    _logged: LogOnce = field(default_factory=LogOnce)
+    _unready_since: float | None = None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what keeps this daemon from being ready to take the node."""
+        return self.preparation.problems
+
+    async def take(self, held: AsyncExitStack) -> None:
+        """Get the node at once; the stack gives it up when it closes.
+
+        Raises:
+            AnotherDaemon: another daemon has it.
+            MetagpuError: the control socket cannot be created.
+        """
+        try:
+            await self._hold(held)
+        except AnotherDaemon:
+            await anyio.sleep(self.timing.poll)  # another one may have looked whether it is free
+            await self._hold(held)
+        self.taken.set()
+
+    async def wait_and_take(self, held: AsyncExitStack) -> None:
+        """Get the node as soon as this daemon is ready for it and nobody has it.
+
+        A daemon that is not ready takes the node only where nobody else does for a while: it can
+        report its problems then.
+        """
+        free_since: float | None = None
+        with closing(StandbyFile(self.run_dir)) as file:
+            while not self.taken.is_set():
+                await self._update()
+                file.show(Standby(__version__, self.problems))
+                now = anyio.current_time()
+                if self.problems and is_locked(self.run_dir):
+                    free_since = None
+                elif self.problems and free_since is None:
+                    free_since = now
+                if not self.problems or (free_since and now - free_since >= self.timing.alone):
+                    try:
+                        await self._hold(held)
+                    except AnotherDaemon as other:
+                        self._log_waiting(str(other))
+                    else:
+                        self.taken.set()
+                        break
+                # With jitter: several that wait must not try in step.
+                period = self.timing.look if self.problems else self.timing.poll
+                await anyio.sleep(period * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
+        log.info("node taken", ready=not self.problems)
+
+    async def yield_to_ready(self) -> None:
+        """Leave the node to a daemon that is ready, until this one serves.
+
+        Nobody misses what it has not offered yet. Returns once it serves.
+        """
+        while True:
+            await self._update()
+            if not self.problems or self.registry.snapshot.offers:
+                return
+            standby = read_standby(self.run_dir)
+            if standby is not None and standby.ready:
+                log.warning("node given to a daemon that is ready", reason=self.problems[0])
+                self.over.set()
+                return
+            await anyio.sleep(self.timing.look)
+
+    async def withdraw(self) -> None:
+        """Keep new pods away, and serve those that are on their way.
+
+        The scheduler hears it by the Node's amounts, which fall to what pods request. Without an
+        API server nobody can tell it: the calls of now are answered, and to serve longer would
+        protect no pod.
+        """
+        if not self.taken.is_set():
+            return
+        standby, timing = read_standby(self.run_dir), self.timing
+        hands_over = standby is not None and standby.ready
+        self.registry.apply(NodeWithdrawn(hands_over))
+        began = anyio.current_time()
+        with anyio.move_on_after(timing.most) as waiting:
+            snapshot = self.registry.snapshot
+            if snapshot.pods.listed and snapshot.offers:
+                await anyio.sleep(timing.least)
+            while self._admits():  # noqa: ASYNC110 - two sources, one of them without an event
+                await anyio.sleep(timing.poll)
+        log.info(
+            "node withdrawn",
+            after=f"{anyio.current_time() - began:.2f}s",
+            hands_over=hands_over,
+            pods_on_their_way=waiting.cancelled_caught,
+        )
+
+    def _admits(self) -> bool:
+        """Return whether pods that need this daemon are on their way."""
+        if self.call_stats.in_flight:
+            return True
+        snapshot = self.registry.snapshot
+        return not snapshot.offers.keys().isdisjoint(snapshot.pods.arriving) or any(
+            pod.arriving and pod.claims for pod in snapshot.pods.by_uid.values()
+        )
+
+    async def _update(self) -> None:
+        """Look at what keeps this daemon from being ready, and report it once it lasts."""
+        await self.preparation.look()
+        now = anyio.current_time()
+        if not self.problems:
+            self._unready_since = None
+            if self._logged.clear("not ready"):
+                log.info("daemon ready")
+            return
+        if self._unready_since is None:
+            self._unready_since = now
+        lasts = now - self._unready_since >= self.timing.report
+        reason = _joined(self.problems)
+        if lasts and self._logged.is_new("not ready", reason):
+            log.error("daemon not ready", reason=reason, effect="it takes nothing over")
+            self.registry.events.publish(DaemonNotReady(reason))
+
+    def _log_waiting(self, reason: str) -> None:
+        if self._logged.is_new(self.run_dir, reason):
+            log.info("waiting for the node", reason=reason, until="the other daemon ends")
+
+    async def _hold(self, held: AsyncExitStack) -> None:
+        """Take both locks and serve the control socket until the stack is closed.
+
+        Raises:
+            AnotherDaemon: another daemon has one of the locks.
+            MetagpuError: the control socket cannot be created.
+        """
+        async with AsyncExitStack() as attempt:
+            await attempt.enter_async_context(control_server(self.run_dir, self.commands()))
+            await attempt.enter_async_context(self.lock.held())
+            held.push_async_exit(attempt.pop_all())
+
+
+def _joined(problems: Sequence[str]) -> str:
+    return "; ".join(problems)

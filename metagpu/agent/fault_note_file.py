@@ -46,10 +46,19 @@ class FaultNoteFile:
 
     async def load(self) -> None:
         """Pass the last daemon's note to the health watch, if it can be used."""
+        if (note := await self._read_usable()) is not None:
+            self.health.adopt(note)
+
+    async def save(self) -> None:
+        """Write the note of now, for the daemon after this one."""
+        if self.health.surveyed.is_set():
+            await to_thread.run_sync(self._write, self.health.note)
+
+    async def _read_usable(self) -> FaultNote | None:
         try:
-            note = await to_thread.run_sync(self._read)
+            return await to_thread.run_sync(self._read)
         except FileNotFoundError:
-            return
+            return None
         except (OSError, MetagpuError) as error:
             log.warning(
                 "note of faults ignored",
@@ -57,8 +66,7 @@ class FaultNoteFile:
                 error=str(error),
                 fix="look at `metagpu status`: faults of before the start may be forgotten",
             )
-        else:
-            self.health.adopt(note)
+            return None
 
     async def follow(self) -> None:
         """Write the note at each change until cancelled."""

@@ -52,22 +52,54 @@ class LayoutManager:
     _existing: Existing = field(default_factory=dict)
     _backends: dict[ResourceName, Backend] = field(default_factory=dict)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _begun: bool = False
 
     def backend(self, resource: ResourceName) -> Backend:
         """Return a resource's backend, also while the resource's endpoint stops."""
         return self._backends[resource]
 
+    async def begin(self) -> None:
+        """Apply the present configuration to this node, as far as its GPUs can have it.
+
+        There is none to keep instead. From now on `apply` changes the node.
+
+        Raises:
+            ConfigError: if the CDI specification cannot be written.
+        """
+        self._begun = True
+        await self.apply()
+
     async def apply(self, config: Config | None = None) -> None:
         """Apply a configuration, by default the present one, and run its backends.
 
-        The present one is applied as far as the GPUs can have it: there is none to keep instead.
+        Before `begin`, the node is not changed: the configuration is checked, and kept for it.
 
         Raises:
             ConfigError: if it does not fit the GPUs; everything stays as it was.
         """
+        if not self._begun:
+            layout = await self.check(config)
+            self._log_misfits(layout)
+            self.context.in_force.replace(config or self.context.config, layout)
+            return
         async with self._lock:  # a caller that waited here applies to what the first one left
             self.backend_runner.apply(await self.prepare(config))
             self.context.registry.events.publish(LayoutApplied())
+
+    async def check(self, config: Config | None = None) -> Layout:
+        """Check that a configuration, by default the present one, fits the GPUs.
+
+        Returns:
+            The layout that it would give.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        config = config or self.context.config
+        nodes, existing = await self._scan_nodes(), await self.read_existing(config)
+        layout = await to_thread.run_sync(self._lay_out, config, nodes, existing)
+        check_fit(config, layout)
+        return layout
 
     async def prepare(self, new: Config | None = None) -> Layout:
         """Put a configuration in force without running any backend, as `apply` does.

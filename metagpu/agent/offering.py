@@ -12,16 +12,13 @@ from anyio import to_thread
 from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.resource_claims import ResourceClaims
-from metagpu.agent.takeover import Takeover
 from metagpu.core.state.facts import EarlierLeases, GpusFound
 from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.plugins.kubelet import checkpoint
-from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoints import serve_offers
 from metagpu.plugins.kubelet.pod_resources import UNREAD, LeaseFollower
-from metagpu.plugins.kubelet.succession import Succession
 
 log = structlog.get_logger()
 
@@ -34,10 +31,9 @@ class Offering:
         running: tells which holders' containers run.
         wait_for_choice: waits for the configuration that the cluster chooses; `None` without an
             API server.
-        gate: holds the kubelet's calls while another daemon takes over.
         claims_read: set once the leases of ResourceClaims have begun.
         leases_known: set once the leases that the kubelet gave earlier are known.
-        ready: set once a kubelet that starts gets its lists at once, and no other daemon's.
+        ready: set once a kubelet that starts gets its lists at once.
     """
 
     context: NodeContext
@@ -46,7 +42,6 @@ class Offering:
     running: RunningHolders
     resource_claims: ResourceClaims
     wait_for_choice: Callable[[], Awaitable[None]] | None
-    gate: CallGate = field(default_factory=CallGate)
     claims_read: anyio.Event = field(default_factory=anyio.Event)
     ready: anyio.Event = field(default_factory=anyio.Event)
 
@@ -65,9 +60,12 @@ class Offering:
         )
         self.leases_known = self.lease_follower.known
 
-    async def run(self, takeover: Takeover | None = None) -> None:
-        """Offer shares, also of GPUs that are added later; a takeover is waited for."""
-        succession = await self._prepare(takeover)
+    async def run(self) -> None:
+        """Offer shares, also of GPUs that are added later."""
+        await self.context.surveyed.wait()
+        if self.wait_for_choice is not None:
+            await self.wait_for_choice()
+        await self.layout_manager.begin()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("resource offered", resource=resource, shares=len(offer.shares))
 
@@ -75,9 +73,8 @@ class Offering:
         gc.freeze()
 
         gpus = self.registry.snapshot.gpus.values()
-        if succession is None:
-            # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
-            await self.claims_read.wait()
+        # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
+        await self.claims_read.wait()
         if any(state.can_conflict for state in gpus):
             # What an older pod may hold is refused until it is known. That takes a moment, and a
             # list without these shares would lower the Node's amounts for it.
@@ -94,36 +91,15 @@ class Offering:
                     self.context.call_stats,
                     ensure_cdi_names=self.layout_manager.cdi_file.ensure_names,
                     pod_resources=self.paths.pod_resources,
-                    gate=self.gate,
-                    succession=succession,
                     timing=self.context.timing.kubelet,
                 )
             )
             group.start_soon(self.layout_manager.follow_nodes)
-            if succession is None or takeover is None:
-                self.ready.set()
-            else:
-                group.start_soon(self._report_takeover, takeover)
+            self.ready.set()
 
             with self.registry.events.subscribe(GpusFound) as events:
                 async for _ in events:
                     await self.layout_manager.reapply()
-
-    async def _report_takeover(self, takeover: Takeover) -> None:
-        await takeover.finished.wait()
-        self.ready.set()
-
-    async def _prepare(self, takeover: Takeover | None) -> Succession | None:
-        """Wait until this daemon may offer, and apply the layout unless the takeover did."""
-        await self.context.surveyed.wait()
-        if takeover is not None:
-            await takeover.granted.wait()
-            if takeover.succession is not None:
-                return takeover.succession
-        if self.wait_for_choice is not None:
-            await self.wait_for_choice()
-        await self.layout_manager.apply()
-        return None
 
     async def follow_leases(self) -> None:
         """Observe the leases, by the kubelet's checkpoint and PodResources service."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.context import NodeContext
+from metagpu.agent.preparation import Preparation
 from metagpu.core.contracts.capabilities import metric_kinds_of, sharing_strategy_of
 from metagpu.core.layout.turns import TurnRunner
 from metagpu.core.model.gpu import Gpu
@@ -53,6 +54,7 @@ def build_cluster(
         dra_driver=lambda: context.config.root.dra.driver,
         pcie_root=pcie_root or read_pcie_root,
         wait_registered=wait_registered,
+        taken=context.taken,
     )
     return Cluster(cluster_context, run_command)
 
@@ -67,6 +69,7 @@ def build_exporter(
     nvml_problem: Callable[[], str],
     cluster: "Cluster | None",
     claims: Callable[[], Mapping[str, Any] | None],
+    preparation: Preparation,
 ) -> "Exporter | None":
     """Build the exporter of metrics and probes, `None` without an address for them."""
     if address is None:
@@ -90,6 +93,8 @@ def build_exporter(
         driver_limits=lambda: usage_service.driver_limits,
         cluster=lambda: cluster.report() if cluster else None,
         claims=claims,
+        has_node=context.taken.is_set,
+        problems=lambda: preparation.problems,
         ended=lambda: main_tasks.problems,
     )
     return Exporter(address, sources, context.timing.metrics, context.timing.http)

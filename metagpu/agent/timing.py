@@ -4,7 +4,6 @@ import msgspec
 
 from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
-from metagpu.agent.exchange import ExchangeTiming
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.turns import TurnTiming
 from metagpu.core.runtime.tasks import MainTaskTiming
@@ -13,6 +12,28 @@ from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.plugins.metrics.sources import MetricsTiming
 from metagpu.plugins.pod_api.socket import PodApiTiming
+
+
+class ExchangeTiming(msgspec.Struct, frozen=True):
+    """Seconds.
+
+    Attributes:
+        poll: between two attempts of a daemon that is ready to get the node.
+        look: between two looks at what keeps a daemon from being ready.
+        report: for which it is kept from being ready, before an Event says so.
+        alone: for which nobody has the node, before a daemon that is not ready takes it: one that
+            has crashed is back before.
+        least: from the withdrawal to the end, where the API server lists pods: the scheduler goes
+            by the old amounts of the Node, and pods are on their way.
+        most: the longest time from the withdrawal to the end.
+    """
+
+    poll: float = 0.02
+    look: float = 0.2
+    report: float = 3.0
+    alone: float = 5.0
+    least: float = 1.0
+    most: float = 5.0
 
 
 class AgentTiming(msgspec.Struct, frozen=True):
@@ -27,7 +48,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
             node comes with the first CUDA program.
         main_tasks: restarts of main tasks that end.
         turns: the turns of backends that share idle GPUs.
-        exchange: of the exchange with another daemon.
+        exchange: of the exchange of two daemons.
         config_watch, cdi, kubelet, usage, health, http, metrics, pod_api: timing of the
             agent's parts.
     """

@@ -82,8 +82,8 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "--take-over",
         action="store_true",
         default=flag("METAGPU_TAKE_OVER"),
-        help="take the node over from a daemon that runs already, without a gap, and wait where "
-        "that one cannot give it; without this option, a second daemon ends with an error",
+        help="prepare beside a daemon that runs already, and take the node when that one ends; "
+        "without this option, a second daemon ends with an error",
     )
     add_run_dir(it)
     add_metrics(it)

@@ -1,7 +1,6 @@
 """The commands of `metagpu`; their arguments stand in `metagpu.cli.arguments`."""
 
 import argparse
-import gc
 import os
 import sys
 import traceback
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
     from metagpu.agent.config_source import ConfigSource
     from metagpu.plugins.cluster.settings import ClusterSettings
     from metagpu.plugins.http.address import ListenAddress
-
-
-TAKEOVER_RETRY: Final = 10.0
-"""Seconds from a failed exchange of the daemon to the next attempt; they double each time."""
-LONGEST_TAKEOVER_RETRY: Final = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,8 +95,6 @@ def _run(args: argparse.Namespace) -> int:
     with loading():
         import anyio
 
-        from metagpu.agent.tenure import TenureEnd
-        from metagpu.core.runtime.rate_limit import Backoff
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
         use_simulated_cluster(args)
@@ -111,34 +103,19 @@ def _run(args: argparse.Namespace) -> int:
         web_address = web_of(args, cluster_settings)
         check_kubelet_dir(args.kubelet_dir)
         configure_log(args.log_level, args.log_format)
-        paths = _paths(args)
-        source, take_over = source_of(args), args.take_over
-
-        def build(asks_after: float | None = 0.0) -> "Agent":
-            agent = _agent(
-                source,
-                args.simulate,
-                paths,
-                cluster_settings,
-                metrics,
-                status_address=status_address,
-                web_address=web_address,
-                cluster_node=args.node_name if args.with_kubelet else None,
-            )
-            agent.take_over, agent.asks_after = take_over, asks_after
-            return agent
-
-        args.agent = build()
-
-    retries = Backoff(TAKEOVER_RETRY, LONGEST_TAKEOVER_RETRY)
-    while True:
-        anyio.run(args.agent.run)
-        end = args.agent.tenure.end
-        if not take_over or end is TenureEnd.STOPPED:
-            return 0
-        # A daemon that was taken over from stands by: it serves again if the new one ends.
-        gc.unfreeze()  # what the ended attempt froze is garbage now
-        args.agent = build(None if end is TenureEnd.HANDED_OVER else retries.next())
+        args.agent = _agent(
+            source_of(args),
+            args.simulate,
+            _paths(args),
+            cluster_settings,
+            metrics,
+            status_address=status_address,
+            web_address=web_address,
+            cluster_node=args.node_name if args.with_kubelet else None,
+            take_over=args.take_over,
+        )
+    anyio.run(args.agent.run)
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -390,6 +367,7 @@ def _agent(
     status_address: "ListenAddress | None" = None,
     web_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
+    take_over: bool = False,
 ) -> "Agent":
     """Build the agent; `cluster_node` is the name of the Node of a simulated cluster."""
     with loading():
@@ -408,6 +386,7 @@ def _agent(
             metrics=metrics,
             status_address=status_address,
             web_address=web_address,
+            take_over=take_over,
         )
 
     from metagpu.cli.simulation import simulated_agent
@@ -421,6 +400,7 @@ def _agent(
         status_address=status_address,
         web_address=web_address,
         cluster_node=cluster_node,
+        take_over=take_over,
     )
 
 

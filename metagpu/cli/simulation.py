@@ -66,6 +66,7 @@ def simulated_agent(
     status_address: "ListenAddress | None" = None,
     web_address: "ListenAddress | None" = None,
     cluster_node: str | None = None,
+    take_over: bool = False,
 ) -> "Agent":
     """Build an agent on a simulated node; a `cluster_node` names that of its cluster.
 
@@ -97,6 +98,7 @@ def simulated_agent(
         metrics=metrics,
         status_address=status_address,
         web_address=web_address,
+        take_over=take_over,
     )
     if cluster is not None:
         agent.beside = cluster.running

@@ -31,8 +31,6 @@ MetagpuError
 │   └── ProgramMissing      the host has no such program
 ├── HostError               the host: the kernel refused a system call
 ├── AnotherDaemon           another metagpu has the node
-├── TakeoverLasts           another daemon is taking the node over, and the command may be repeated
-├── TakeoverFailed          the other metagpu keeps the node: the exchange of the daemon failed
 ├── CdiError                the host: the CDI specification cannot be written
 ├── ClaimCheckpointUnreadable  the kubelet: its checkpoint of ResourceClaims cannot be read
 ├── KubeletError            the kubelet: it refused a registration, or cannot be reached
@@ -176,14 +174,6 @@ class HostError(MetagpuError):
 
 class AnotherDaemon(MetagpuError):
     """Raised when another daemon of metagpu has the run folder or the kubelet's."""
-
-
-class TakeoverLasts(MetagpuError):
-    """Raised when another daemon is taking the node over."""
-
-
-class TakeoverFailed(MetagpuError):
-    """Raised when a daemon cannot take the node over from the one that has it."""
 
 
 class CdiError(MetagpuError):

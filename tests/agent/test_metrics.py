@@ -318,8 +318,10 @@ async def test_without_nvml(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path, drivers=False, metrics=ANY) as it:
         page = await page_when(it, lambda page: page.value("metagpu_nvml_up") == 0)
         assert page.values("metagpu_gpu_healthy") == []
+        await it.agent.preparation.look()
         status, _, body = await asked(await port_of(it), "/readyz")
-        assert (status, body) == (503, "no resource is offered yet\n")
+        assert (status, body.splitlines()) == (503, list(it.agent.preparation.problems))
+        assert body.startswith("the driver: the NVIDIA driver is not loaded")
 
 
 async def test_the_api_server_has_metrics(tmp_path: Path) -> None:

@@ -418,21 +418,3 @@ async def test_pods_come_and_go(tmp_path: Path) -> None:
             await it.kubelet.delete(gone)
         await until_placed(it, index=0)
         await until_placed(it, index=1)
-
-
-async def test_idle_instances_are_left_to_another_daemon(tmp_path: Path) -> None:
-    """An exchange of the daemon removes no instance; the next owner of the GPU adopts it."""
-    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
-        await it.until(3, 3, TWO)
-        first = pod("first")
-        before = (await it.kubelet.admit(first))["main"]
-        await it.wait_holders()
-        await it.kubelet.delete(first)
-        await until(lambda: [m.idle for m in created(it).values()] == [True])
-
-        await it.agent.backend_runner.release()
-        assert len(placements(it.node)) == 1
-
-        it.agent.backend_runner.resume()
-        after = (await it.kubelet.admit(pod("second")))["main"]
-        assert after.envs == before.envs

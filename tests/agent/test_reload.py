@@ -117,7 +117,8 @@ async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
             patched.setattr(FractionBackend, "shares", fail)
             await it.agent.reload()
         [line] = [each for each in lines if each["log_level"] == "error"]
-        assert "by a fault of metagpu's own; the last good one stays" in line["event"]
+        assert "by a fault of metagpu's own" in line["event"]
+        assert line["effect"] == "the last good configuration stays"
         assert line["exc_info"]
         assert it.agent.config_loader.report()["error"] == (
             "metagpu failed (RuntimeError: nobody thought of that); see its log"

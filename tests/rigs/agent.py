@@ -194,7 +194,6 @@ async def agent_at_work(
         nullcontext(kubelet) if kubelet else own.running() as present,
         anyio.create_task_group() as group,
     ):
-        for task in agent.tasks:
-            group.start_soon(task)
+        group.start_soon(agent.serve_node)
         yield Scene(node, present, agent, config_file)
         group.cancel_scope.cancel()

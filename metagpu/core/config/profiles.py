@@ -108,6 +108,12 @@ def _bare(name: str) -> str:
     return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name)
 
 
+LAST_GOOD: Final = "the last good configuration stays"
+"""The effect of a rejected configuration, where another one is in force."""
+NOTHING_OFFERED: Final = "nothing is offered until it is corrected"
+"""The effect of a rejected configuration, where none is in force."""
+
+
 class ConfigOutcome(msgspec.Struct, frozen=True):
     """The outcome of a choice that the cluster made.
 
@@ -115,11 +121,13 @@ class ConfigOutcome(msgspec.Struct, frozen=True):
         rejection: why the configuration was rejected, `None` for an accepted one.
         has_mig_layouts: whether layouts of mig-parted are part of the configuration.
         mig_mismatch: why GPUs of such a layout are not offered; empty if all are.
+        effect: what is in force instead of a rejected one.
     """
 
     rejection: str | None = None
     has_mig_layouts: bool = False
     mig_mismatch: str = ""
+    effect: str = LAST_GOOD
 
 
 class ConfigStatus(msgspec.Struct, frozen=True):

@@ -74,7 +74,6 @@ class _RunContext(msgspec.Struct, frozen=True):
     _registry: Registry
     _driver: Driver
     _clock: Callable[[], float]
-    _runner: "BackendRunner"
 
     @property
     def gpu(self) -> Gpu:
@@ -98,7 +97,7 @@ class _RunContext(msgspec.Struct, frozen=True):
 
     @property
     def hands_over(self) -> bool:
-        return self._runner.leaves_gpus
+        return self._registry.snapshot.hands_over
 
     async def wait_until(self, is_so: Callable[[GpuState], bool]) -> GpuState:
         return await _wait_until(self._registry, self.gpu, is_so)
@@ -149,11 +148,7 @@ class _RunContext(msgspec.Struct, frozen=True):
 
 
 class BackendRunner:
-    """Attaches backends to their GPUs as the layout has them, and runs `serve`.
-
-    Attributes:
-        leaves_gpus: whether a `serve` that ends leaves its GPU as it is, for another daemon.
-    """
+    """Attaches backends to their GPUs as the layout has them, and runs `serve`."""
 
     def __init__(
         self,
@@ -173,8 +168,6 @@ class BackendRunner:
         self._timing = timing or BackendRunnerTiming()
         self._assignments: tuple[BackendAssignment, ...] = ()
         self._runs: list[_Run] = []
-        self.leaves_gpus = self._released = False
-        self._left = anyio.Event()
         self._changed = anyio.Event()
 
     def apply(self, layout: Layout) -> None:
@@ -201,23 +194,7 @@ class BackendRunner:
             while True:
                 self._changed = anyio.Event()
                 await self._follow_layout(group)
-                if self._released:
-                    self._left.set()
                 await self._changed.wait()
-
-    async def release(self) -> None:
-        """End each `serve`, and leave the GPUs as they are for another daemon.
-
-        The registry keeps all that was reported.
-        """
-        self.leaves_gpus, self._released, self._left = True, True, anyio.Event()
-        self._changed.set()
-        await self._left.wait()
-
-    def resume(self) -> None:
-        """Manage the GPUs again after a release."""
-        self.leaves_gpus = self._released = False
-        self._changed.set()
 
     def _attach(self, assignment: BackendAssignment) -> None:
         backend = assignment.backend
@@ -248,9 +225,6 @@ class BackendRunner:
         return state.used_by(run.backend) and not self._has_successor(run)
 
     async def _follow_layout(self, group: TaskGroup) -> None:
-        if self._released:
-            for run in self._runs:
-                run.dismissed = True
         while leaving := [it for it in self._runs if it.dismissed]:
             for run in leaving:
                 run.scope.cancel()
@@ -269,7 +243,7 @@ class BackendRunner:
         present = [it.assignment for it in self._runs]
         new = [
             _Run(assignment)
-            for assignment in (() if self._released else self._assignments)
+            for assignment in self._assignments
             if not any(_same(assignment, it) for it in present)
         ]
         self._runs += new
@@ -292,7 +266,7 @@ class BackendRunner:
 
     async def _serve(self, run: _Run) -> None:
         context = _RunContext(
-            self._programs, self._daemons, run, self._registry, self._driver, self._clock, self
+            self._programs, self._daemons, run, self._registry, self._driver, self._clock
         )
         backend, longest = run.assignment.backend, self._timing.longest_delay
         backoff = Backoff(self._timing.first_delay, longest)

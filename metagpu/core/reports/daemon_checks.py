@@ -156,7 +156,8 @@ def check_configuration(status: Status) -> Finding:
     """Check that the configuration of now is in force, on all GPUs that it names."""
     configuration = status.get("configuration") or {}
     if error := configuration.get("error"):
-        fix = "correct the place that the message names; the last good configuration stays"
+        effect = configuration.get("effect") or "the last good configuration stays"
+        fix = f"correct the place that the message names; {effect}"
         return ERROR, f"the configuration was rejected: {error}", fix
     if misfits := configuration.get("misfits"):
         fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"

@@ -1,10 +1,11 @@
-"""Tasks of a program: the main group, restarts, pauses, and works done together."""
+"""Tasks of a program: the main group, restarts, and works done together."""
 
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
@@ -18,24 +19,24 @@ log = structlog.get_logger()
 async def serve(
     *tasks: Callable[[], Coroutine[Any, Any, None]],
     reload: Callable[[], Awaitable[None]],
+    withdraw: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint,
     over: anyio.Event | None = None,
-) -> bool:
+) -> None:
     """Run all tasks until SIGTERM or SIGINT, or until it is over; SIGHUP reloads.
 
     Signals that come during a reload are heard: a reload that waits delays no end, and is followed
     by one more for all SIGHUPs that came meanwhile.
 
+    At a signal `withdraw` runs first, beside the tasks; a second signal ends it.
+
     At the end all tasks are cancelled together; each leaves its blocks in order, so the kubelet
     sees its streams end before the process ends. A task that fails ends the others, and its error
     is raised.
 
-    Returns:
-        Whether a signal asked for the end, also one that came while all ended for another reason.
-
     Raises:
         InternalError: all tasks were cancelled, neither by a signal nor because it is over.
     """
-    wanted, over = anyio.Event(), over or anyio.Event()
+    wanted, stopping, over = anyio.Event(), anyio.Event(), over or anyio.Event()
 
     async def reload_when_wanted() -> None:
         nonlocal wanted
@@ -44,32 +45,32 @@ async def serve(
             wanted = anyio.Event()
             await reload()
 
-    stopped = False
+    async def withdraw_when_stopped() -> None:
+        await stopping.wait()
+        await withdraw()
+        over.set()
+
+    async def listen(signals: AsyncIterator[signal.Signals]) -> None:
+        async for received in signals:
+            if received is signal.SIGHUP:
+                wanted.set()
+                continue
+            log.info("stopping", signal=received.name, at_once=stopping.is_set())
+            if stopping.is_set():
+                over.set()
+            stopping.set()
+
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with anyio.create_task_group() as listening:
+            listening.start_soon(listen, signals)
             async with anyio.create_task_group() as group:
-
-                async def end() -> None:
-                    await over.wait()
-                    group.cancel_scope.cancel()
-
-                async def listen() -> None:
-                    nonlocal stopped
-                    async for received in signals:
-                        if received is signal.SIGHUP:
-                            wanted.set()
-                        else:
-                            log.info("stopping", signal=received.name)
-                            stopped = True
-                            group.cancel_scope.cancel()
-
-                listening.start_soon(listen)
-                for task in (reload_when_wanted, end, *tasks):
+                for task in (reload_when_wanted, withdraw_when_stopped, *tasks):
                     group.start_soon(task)
+                await over.wait()
+                group.cancel_scope.cancel()
             listening.cancel_scope.cancel()
-    if not (stopped or over.is_set()):
+    if not over.is_set():
         raise InternalError("all tasks of metagpu ended without a signal: a fault of metagpu's own")
-    return stopped
 
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -149,52 +150,6 @@ async def _run_once(name: str, work: Work) -> str:
         log.exception("main task failed", task=name)
         return f"{type(error).__name__}: {describe_error(error)}"
     return "it returned"
-
-
-class PausableTasks:
-    """A group of tasks; it runs unless it is paused."""
-
-    def __init__(self, tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        self._tasks = tasks
-        self._paused = self._idle = False
-        self._changed = anyio.Event()
-
-    async def run(self) -> None:
-        """Run the tasks until cancelled; each has ended at the return.
-
-        A task that fails ends the others, and its error is raised.
-        """
-        while True:
-            self._set_idle(idle=False)
-            async with anyio.create_task_group() as group:
-                for task in self._tasks:
-                    group.start_soon(task)
-                while not self._paused:
-                    await self._changed.wait()
-                group.cancel_scope.cancel()
-            self._set_idle(idle=True)
-            while self._paused:
-                await self._changed.wait()
-
-    async def pause(self) -> None:
-        """End the tasks, and wait until they have ended."""
-        self._paused = True
-        self._notify()
-        while not self._idle:
-            await self._changed.wait()
-
-    def resume(self) -> None:
-        """Start the tasks again."""
-        self._paused = False
-        self._notify()
-
-    def _set_idle(self, *, idle: bool) -> None:
-        self._idle = idle
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
 
 async def run_with_restart(

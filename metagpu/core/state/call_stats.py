@@ -82,12 +82,14 @@ class ResourceCallStats(msgspec.Struct):
         listed: whether the kubelet reads our list of shares now.
         registrations: the registrations that the kubelet accepted.
         lists: the lists that were sent.
+        in_flight: the calls that are not answered yet.
         refusals: the refused calls, by the class of the error.
     """
 
     listed: bool = False
     registrations: int = 0
     lists: int = 0
+    in_flight: int = 0
     calls: dict[KubeletCall, CallStats] = msgspec.field(
         default_factory=lambda: {call: CallStats() for call in KubeletCall}
     )
@@ -118,6 +120,11 @@ class KubeletCallStats(msgspec.Struct):
     def of_resource(self, resource: ResourceName) -> ResourceCallStats:
         """Return the counters of a resource."""
         return self.resources.setdefault(resource, ResourceCallStats())
+
+    @property
+    def in_flight(self) -> int:
+        """The calls of the kubelet that are not answered yet."""
+        return sum(it.in_flight for it in self.resources.values())
 
     def record_kubelet(self, kubelet: object) -> None:
         """Record the kubelet that accepted a resource; `None` if it is unknown."""

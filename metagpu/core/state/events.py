@@ -100,14 +100,26 @@ class MixedRequestFound(msgspec.Struct, frozen=True):
 
 
 class ConfigRejected(msgspec.Struct, frozen=True):
-    """A configuration was rejected; the last good one stays. One event per fault.
+    """A configuration was rejected. One event per fault.
 
     Attributes:
         reason: file, line and path, and the problem there.
+        effect: the configuration that is in force instead, if any.
     """
 
     reason: str
     at: float
+    effect: str
+
+
+class DaemonNotReady(msgspec.Struct, frozen=True):
+    """This daemon cannot take the node, and takes nothing over from another one.
+
+    Attributes:
+        reason: all that is missing.
+    """
+
+    reason: str
 
 
 class XidReported(msgspec.Struct, frozen=True):
@@ -242,6 +254,7 @@ Event = (
     | ContainerAbsent
     | MixedRequestFound
     | ConfigRejected
+    | DaemonNotReady
     | XidReported
     | MemoryErrorReported
     | LayoutApplied

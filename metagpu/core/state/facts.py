@@ -15,7 +15,6 @@ from metagpu.core.model.shares import (
     CordonSource,
     Fault,
     Holder,
-    Lease,
     OfferTurn,
     ProvisionedState,
     Recovery,
@@ -297,16 +296,15 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     )
 
 
-class LeasesHandedOver(msgspec.Struct, frozen=True):
-    """The daemon of before reported its leases.
+class NodeWithdrawn(msgspec.Struct, frozen=True):
+    """This daemon is about to give the node up, and takes nothing back.
 
-    Some of them the kubelet does not report: claims whose pods are still being admitted, and shares
-    that the kubelet has forgotten. Others are newer than our look at the kubelet. So each begins
-    now, unless both daemons know the same holder: no look of before says anything about it.
+    Attributes:
+        hands_over: whether another daemon waits for the node: GPUs, labels and conditions stay as
+            they are for it.
     """
 
-    leases: tuple[Lease, ...]
-    at: float
+    hands_over: bool
 
 
 class PodsListed(msgspec.Struct, frozen=True):
@@ -446,7 +444,7 @@ Fact = (
     | KubeletStarted
     | EarlierLeases
     | LeasesObserved
-    | LeasesHandedOver
+    | NodeWithdrawn
     | PodsListed
     | GpuFact
 )

@@ -22,7 +22,6 @@ from metagpu.core.model.snapshot import Cleanup, GpuState, Snapshot, with_states
 from metagpu.core.state.facts import (
     Fact,
     KubeletStarted,
-    LeasesHandedOver,
     LeasesObserved,
     ResourceClaimsRead,
     SharesClaimed,
@@ -258,22 +257,6 @@ def apply_resource_claims(
         for share_id in device.share_ids
         if share_id not in state.leases
     ]
-    return with_leases(snapshot, fact.at, started=_by_gpu(leases))
-
-
-def apply_handed_over(
-    snapshot: Snapshot, fact: LeasesHandedOver
-) -> tuple[Snapshot, tuple[Fact, ...]]:
-    """Begin the leases of the daemon of before; a holder that both know stays."""
-    leases = []
-    for lease in fact.leases:
-        state = snapshot.gpus.get(lease.share.gpu)
-        known = state.leases.get(lease.share.id) if state else None
-        same = known is not None and known.holder is not None and known.holder == lease.holder
-        if state is None or same:
-            continue
-        share = _held_share(snapshot, lease.share.id, known, lease.share.resource)
-        leases.append(replace(lease, share=share, since=fact.at, unanswered=False))
     return with_leases(snapshot, fact.at, started=_by_gpu(leases))
 
 

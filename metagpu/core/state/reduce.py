@@ -35,8 +35,8 @@ from metagpu.core.state.facts import (
     GpuFact,
     GpusFound,
     KubeletStarted,
-    LeasesHandedOver,
     LeasesObserved,
+    NodeWithdrawn,
     PodsListed,
     RegistrationProblemFound,
     RegistrationProblemGone,
@@ -52,7 +52,6 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.gpu_state import apply_gpu_fact
 from metagpu.core.state.leases import (
     apply_claimed,
-    apply_handed_over,
     apply_kubelet_started,
     apply_observed,
     apply_pending,
@@ -109,8 +108,8 @@ def _follow(  # noqa: C901, PLR0911, PLR0912 - one return for each kind of fact
             return _earlier_leases(snapshot, fact)
         case LeasesObserved():
             return apply_observed(snapshot, fact)
-        case LeasesHandedOver():
-            return apply_handed_over(snapshot, fact)
+        case NodeWithdrawn():
+            return replace(snapshot, withdrawn=True, hands_over=fact.hands_over), (fact,)
         case PodsListed():
             return _pods_listed(snapshot, fact)
         case _:

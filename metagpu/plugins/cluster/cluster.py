@@ -13,7 +13,6 @@ import anyio
 import structlog
 from anyio import to_thread
 
-from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.competing_pods import (
@@ -42,7 +41,6 @@ class Cluster:
     Attributes:
         parts: the parts that outlive a connection.
         connection: the present connection, `None` before the first.
-        keeps_labels: whether labels and condition stay at the end, for another daemon.
     """
 
     connection: NodeConnection | None = None
@@ -50,7 +48,6 @@ class Cluster:
     def __init__(self, context: ClusterContext, run_command: RunCommand) -> None:
         settings, registry = context.settings, context.registry
         features, timing = settings.features, settings.timing
-        self.keeps_labels = False
         self._context = context
         self._run_command = run_command
         instance = f"metagpu-{settings.node}"  # deploy/admission-policy.yaml requires this name
@@ -76,9 +73,15 @@ class Cluster:
         )
 
     @property
-    def choice(self) -> ClusterChoice | None:
-        """The choice that was applied last, `None` before the first."""
-        return self.parts.config_follower.followed
+    def preparation_problem(self) -> str:
+        """Return why a daemon is not ready to serve the node, empty without a reason."""
+        node = self.connection.node if self.connection else None
+        if node is None or not node.known:
+            return (node.problem if node else "") or "it has not answered yet"
+        follower = self.parts.config_follower
+        if Feature.CONFIG in self._context.settings.features and not follower.decided.is_set():
+            return follower.problem or "the node's profile is not known yet"
+        return ""
 
     async def wait_for_choice(self) -> None:
         """Wait until the Node's labels are followed, for `choice_timeout` at most."""
@@ -103,7 +106,7 @@ class Cluster:
             await anyio.sleep(delay)
 
     async def _run_connected(self) -> None:
-        settings = self._context.settings
+        settings, registry = self._context.settings, self._context.registry
         library = await to_thread.run_sync(_load_client)
         kubeconfig, timing = settings.kubeconfig, settings.timing
 
@@ -112,7 +115,8 @@ class Cluster:
             try:
                 await self.connection.run()
             finally:
-                if settings.remove_labels and not self.keeps_labels:
+                stays = not self._context.taken.is_set() or registry.snapshot.hands_over
+                if settings.remove_labels and not stays:
                     with anyio.move_on_after(timing.shutdown_timeout, shield=True):
                         await self.connection.remove()
 

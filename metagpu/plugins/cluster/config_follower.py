@@ -9,7 +9,7 @@ import anyio
 import structlog
 
 from metagpu.core.availability.conflict import orphaned_leases
-from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome, has_profile
+from metagpu.core.config.profiles import LAST_GOOD, ClusterChoice, ConfigOutcome, has_profile
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import LogOnce
@@ -119,14 +119,15 @@ class ConfigFollower:
         return changed
 
     def _reject(self, reason: str) -> None:
-        self.problem = f"{reason}; the last good configuration stays"
+        self.problem = f"{reason}; {LAST_GOOD}"
         if self._logged.is_new(self, self.problem):
             log.error("configuration rejected", error=self.problem)
-            self.registry.events.publish(ConfigRejected(reason, time.time()))
+            self.registry.events.publish(ConfigRejected(reason, time.time(), LAST_GOOD))
 
     def _record_outcome(self, wanted: ClusterChoice) -> None:
         if (refusal := self._outcome.rejection) is not None:
-            self.registry.events.publish(ConfigRejected(refusal, time.time()))
+            effect = self._outcome.effect
+            self.registry.events.publish(ConfigRejected(refusal, time.time(), effect))
         elif self._outcome.mig_mismatch:
             self.record_event(
                 EventReason.MIG_LAYOUT_REJECTED,

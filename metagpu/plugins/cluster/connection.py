@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import structlog
 from anyio import to_thread
+from anyio.abc import TaskGroup
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.errors import ClusterError
@@ -60,6 +61,8 @@ class ClusterContext:
         dra_driver: returns the name of the DRA driver.
         pcie_root: returns the PCIe root complex of a GPU.
         wait_registered: waits until the kubelet has the DRA driver, before the first slice.
+        taken: set once this daemon has the node; before, it follows its profile and reports its
+            own errors, and writes nothing else.
     """
 
     settings: ClusterSettings
@@ -70,6 +73,7 @@ class ClusterContext:
     dra_driver: Callable[[], str]
     pcie_root: Callable[[Gpu], str | None]
     wait_registered: Callable[[], Awaitable[None]]
+    taken: anyio.Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,26 +151,38 @@ class NodeConnection:
 
     async def run(self) -> None:
         """Run all features in use until cancelled."""
-        parts, features = self._parts, self._context.settings.features
         async with anyio.create_task_group() as group:
             group.start_soon(self.node.run)
             if self.config_map is not None:
                 group.start_soon(self.config_map.run)
-            if self.pods is not None:
-                group.start_soon(self.pods.run)
-            if Feature.COMPETING_PLUGINS in features:
-                group.start_soon(parts.competing_pods.run)
-            for reconciler in (*(it for _, it in self._reconcilers), *self._unnamed):
-                group.start_soon(reconciler.run)
-            group.start_soon(self._trigger_amounts)
-            group.start_soon(self._trigger_others)
-            if Feature.FREE_LABELS in features:
-                group.start_soon(self._trigger_free_labels)
-            for task in self._event_tasks():
+            for feature, reconciler in self._reconcilers:
+                if feature is Feature.CONFIG:
+                    group.start_soon(reconciler.run)
+            for task in self._node_event_tasks():
                 group.start_soon(task)
-            if self.janitor is not None:
-                group.start_soon(self.janitor.watch)
-            group.start_soon(self._publish_slices)
+            await self._context.taken.wait()
+            self._start_writers(group)
+            self.trigger()
+
+    def _start_writers(self, group: TaskGroup) -> None:
+        """Start what the daemon that has the node does, and no other one."""
+        parts, features = self._parts, self._context.settings.features
+        if self.pods is not None:
+            group.start_soon(self.pods.run)
+        if Feature.COMPETING_PLUGINS in features:
+            group.start_soon(parts.competing_pods.run)
+        others = (it for feature, it in self._reconcilers if feature is not Feature.CONFIG)
+        for reconciler in (*others, *self._unnamed):
+            group.start_soon(reconciler.run)
+        group.start_soon(self._trigger_amounts)
+        group.start_soon(self._trigger_others)
+        if Feature.FREE_LABELS in features:
+            group.start_soon(self._trigger_free_labels)
+        for task in self._pod_event_tasks():
+            group.start_soon(task)
+        if self.janitor is not None:
+            group.start_soon(self.janitor.watch)
+        group.start_soon(self._publish_slices)
 
     async def remove(self) -> None:
         """Remove labels and conditions, as far as the API server allows."""
@@ -240,14 +256,17 @@ class NodeConnection:
         if self._parts.upgrade_follower is not None:
             yield Reconciler("driver upgrade", self._follow_upgrade, timing)
 
-    def _event_tasks(self) -> Iterator[Work]:
+    def _node_event_tasks(self) -> Iterator[Work]:
         parts, registry, client = self._parts, self._context.registry, self._client
-        features, node = self._context.settings.features, self._context.settings.node
-        if Feature.EVENTS in features:
+        if Feature.EVENTS in self._context.settings.features:
             yield lambda: parts.node_events.recorder.run(client)
             yield lambda: record_node_events(
                 registry, parts.node_events, parts.competing_pods.name_competitor
             )
+
+    def _pod_event_tasks(self) -> Iterator[Work]:
+        parts, registry, client = self._parts, self._context.registry, self._client
+        node = self._context.settings.node
         if (recorder := parts.pod_events) is not None:
             yield lambda: recorder.run(client)
             yield lambda: record_pod_events(registry, recorder)

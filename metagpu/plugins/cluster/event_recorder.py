@@ -64,6 +64,7 @@ class EventReason(StrEnum):
     COMPETING_PLUGIN = "CompetingDevicePlugin"
     CONFIG_APPLIED = "ConfigApplied"
     CONFIG_REJECTED = "ConfigRejected"
+    DAEMON_NOT_READY = "DaemonNotReady"
     DRIVER_UPGRADE_ENDED = "DriverUpgradeEnded"
     DRIVER_UPGRADE_UNDER_WAY = "DriverUpgradeUnderWay"
     GPU_CLAIM_REFUSED = "GPUClaimRefused"

@@ -16,6 +16,7 @@ from metagpu.core.state.events import (
     ClaimRefusalEnded,
     ConfigRejected,
     ContainerAbsent,
+    DaemonNotReady,
     DevicesLost,
     Event,
     MemoryExceeded,
@@ -66,6 +67,7 @@ NODE_EVENT_KINDS: Final = (
     *(GpuFaulted, GpuRecovered, GpuUnheard, InstanceFaulted, InstanceRecovered),
     *(GpuCordoned, GpuUncordoned, CompetingPluginFound, BackendSuspended, UnauthorizedUseFound),
     *(ConfigRejected, RegistrationProblemFound, UnreadableGpusFound, AllocationRefused),
+    DaemonNotReady,
 )
 """The events that become Events of the node."""
 
@@ -81,9 +83,11 @@ def node_event_of(  # noqa: PLR0911 - one return for each kind of event
     `competitor_of` names the competing plugin that serves a resource.
     """
     match event:
-        case ConfigRejected(reason):
-            note = f"{reason}; the last good configuration stays"
+        case ConfigRejected(reason, _, effect):
+            note = f"{reason}; {effect}"
             return EventData(node, EventReason.CONFIG_REJECTED, note, "Configure", warning=True)
+        case DaemonNotReady(reason):
+            return EventData(node, EventReason.DAEMON_NOT_READY, reason, "Start", warning=True)
         case CompetingPluginFound(resource, sockets):
             note = f"{resource} is served by {competitor_of(resource)} on {sockets}, not by metagpu"
             return EventData(node, EventReason.COMPETING_PLUGIN, note, "Register", warning=True)

@@ -51,6 +51,7 @@ class NodeStatusWriter:
     call_stats: KubeletCallStats
     timing: ClusterTiming
     _lowered: dict[ResourceName, frozenset[str]] = field(default_factory=dict)
+    _met: set[ResourceName] = field(default_factory=set)
 
     @property
     def node(self) -> WatchedObject:
@@ -98,6 +99,7 @@ class NodeStatusWriter:
         Those of resources in turns too: the kubelet may have lowered them first. A number rises to
         the lowest one of the delay: what came back in between needs a delay of its own.
         """
+        self._adopt_lowered()
         in_turns = resources_in_turns(self.registry.snapshot)
         if not self._lowered and not in_turns:
             return
@@ -113,6 +115,16 @@ class NodeStatusWriter:
         amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), lowest)
         ours = self._lowered.keys() | in_turns
         await self._write({it: n for it, n in amounts.items() if it in ours and self._listed(it)})
+
+    def _adopt_lowered(self) -> None:
+        """Count low numbers of new lists as lowered by the daemon before this one."""
+        shown = _allocatable(self.node.object or {})
+        for resource, amount in allocatable_of(self.registry.snapshot).items():
+            if resource in self._met or resource not in shown or not self._listed(resource):
+                continue
+            self._met.add(resource)
+            if (whole_number(shown[resource]) or 0) < amount:
+                self._lowered.setdefault(resource, frozenset((shown[resource],)))
 
     def _listed(self, resource: ResourceName) -> bool:
         """Return whether the kubelet has our list of a resource."""
@@ -156,7 +168,8 @@ def watched_state(snapshot: Snapshot) -> object:
     )
     node = snapshot.topology, snapshot.versions, snapshot.competing_plugins
     pods = snapshot.pods.terminating, snapshot.pods.arriving
-    return pods, gpus, snapshot.unreadable_gpus, snapshot.offers, *node
+    requested = snapshot.pods.requested if snapshot.withdrawn else None
+    return pods, requested, gpus, snapshot.unreadable_gpus, snapshot.offers, *node
 
 
 @dataclass(eq=False)

@@ -1,12 +1,12 @@
 """Operator commands of a running daemon: cordon, uncordon, acknowledge."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
 
-from metagpu.core.errors import NotCordoned, TakeoverLasts
+from metagpu.core.errors import NotCordoned
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.reports.status import find_gpu
@@ -23,13 +23,9 @@ class OperatorCommands:
     A command that fails raises a `MetagpuError` with the reason.
     """
 
-    def __init__(
-        self, registry: Registry, health: HealthWatch, hands_over: Callable[[], bool] = bool
-    ) -> None:
-        """Store the parts; `hands_over` is true while another daemon takes the node over."""
+    def __init__(self, registry: Registry, health: HealthWatch) -> None:
         self._registry = registry
         self._health = health
-        self._hands_over = hands_over
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
@@ -42,7 +38,6 @@ class OperatorCommands:
 
     async def acknowledge(self, request: Mapping[str, Any]) -> object:
         """Take a GPU, or one MIG device, back into service."""
-        self._require_node()
         name = str(request.get("gpu", ""))
         for state in self._registry.snapshot.gpus.values():
             if name in state.mig_faults:
@@ -73,12 +68,7 @@ class OperatorCommands:
         log.info("gpu uncordoned", gpu=gpu)
         return f"GPU {self._title(gpu)} gives new shares again"
 
-    def _require_node(self) -> None:
-        if self._hands_over():  # the other daemon would not hear of this command
-            raise TakeoverLasts("another daemon is taking the node over; repeat the command")
-
     def _find(self, request: Mapping[str, Any]) -> GpuId:
-        self._require_node()
         return find_gpu(self._registry.snapshot, str(request.get("gpu", "")))
 
     def _title(self, gpu: GpuId) -> str:

@@ -13,7 +13,6 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -35,8 +34,6 @@ LINE_LIMIT: Final = 16 * 1024 * 1024
 """Bytes of one request."""
 _BACKLOG: Final = 100
 _REFUSAL: Final = b'{"error":"only root may ask the daemon","reason":"not_permitted"}\n'
-_LONGEST_FIRST: Final = 4096
-"""Bytes of a request that begins a conversation."""
 _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: pid, uid and gid (unix(7))."""
 
@@ -46,55 +43,10 @@ CommandHandler = Callable[[Mapping[str, Any]], Awaitable[object]]
 log = structlog.get_logger()
 
 
-class Conversation:
-    """A connection whose requests belong together, such as an exchange of the daemon.
-
-    Attributes:
-        unanswered: whether the caller waits for an answer, as it does at the beginning.
-
-    Args:
-        reader: the caller's requests.
-        writer: the caller.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self.unanswered = True
-
-    async def receive(self) -> Mapping[str, Any] | None:
-        """Return the next request; `None` once the caller has hung up.
-
-        Raises:
-            MalformedRequest: the request is no JSON object.
-        """
-        try:
-            line = await self._reader.readline()
-            self.unanswered = True
-            return msgspec.json.decode(line, type=dict[str, Any]) if line else None
-        except (ConnectionError, ValueError) as error:
-            raise MalformedRequest(f"no request: {error}") from error
-
-    async def send(self, answer: object) -> None:
-        """Answer the last request.
-
-        Raises:
-            ConnectionError: the caller has hung up.
-        """
-        self._writer.write(msgspec.json.encode({"ok": answer}) + b"\n")
-        self.unanswered = False
-        await self._writer.drain()
-
-
-ConversationHandler = Callable[[Conversation], Awaitable[None]]
-"""Holds a conversation, which a request for it began; raises a `MetagpuError` with the reason."""
-
-
 @asynccontextmanager
 async def control_server(
     run_dir: Path,
     handlers: Mapping[str, CommandHandler],
-    conversations: Mapping[str, ConversationHandler] = MappingProxyType({}),
     line_limit: int = LINE_LIMIT,
 ) -> AsyncIterator[Path]:
     """Answer requests `{"command": NAME, …}` by their handlers, while the block lasts.
@@ -105,7 +57,6 @@ async def control_server(
     Args:
         run_dir: the folder of the socket and of the lock that keeps a second daemon out.
         handlers: the commands, by their names.
-        conversations: commands that take the rest of their connection, which ends with them.
         line_limit: bytes of one request; a longer one ends the connection.
 
     Raises:
@@ -118,9 +69,6 @@ async def control_server(
         connections.add(writer)
         try:
             while line := await reader.readline():
-                if converse := conversations.get(_command_of(line)):
-                    writer.write(await _converse(converse, Conversation(reader, writer)))
-                    return  # its end is the connection's, so that the caller notices it
                 writer.write(await _answer(line, handlers))
                 await writer.drain()
         except (ConnectionError, ValueError):
@@ -166,28 +114,6 @@ async def _answer(line: bytes, handlers: Mapping[str, CommandHandler]) -> bytes:
         return msgspec.json.encode({"ok": await handler(request)}) + b"\n"
     except Exception as error:  # noqa: BLE001 - the caller gets it
         return _error_line(error)
-
-
-async def _converse(converse: ConversationHandler, conversation: Conversation) -> bytes:
-    try:
-        await converse(conversation)
-    except ConnectionError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the caller gets it
-        line = _error_line(error)
-        if conversation.unanswered:
-            return line
-    return b""
-
-
-def _command_of(line: bytes) -> str:
-    """Return the command of a request that may begin a conversation, else nothing."""
-    if len(line) > _LONGEST_FIRST:
-        return ""
-    try:
-        return str(msgspec.json.decode(line, type=dict[str, Any]).get("command"))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""
 
 
 def _error_line(error: Exception) -> bytes:
@@ -248,6 +174,21 @@ def lock_of(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_NAME
     with _lock(path) if path.exists() else nullcontext():
         yield
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a daemon has the lock of a run folder."""
+    try:
+        file = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 @contextmanager

@@ -135,12 +135,6 @@ class PageServer:
                 log.info(served, address=str(address))
                 await self._serve(listener)
 
-    async def run_if_free(self) -> None:
-        """Serve until cancelled, or return at once where the port cannot be bound."""
-        silence = self._timing.silence
-        with suppress(OSError), closing(bind_address(self._address, silence)) as listener:
-            await self._serve(listener)
-
     async def _serve(self, listener: socket.socket) -> None:
         self.port = listener.getsockname()[1]
         try:

@@ -6,7 +6,6 @@ specification.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +13,6 @@ import anyio
 import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
-from grpclib.exceptions import GRPCError
 
 from metagpu.core.availability.reasons import refuse
 from metagpu.core.contracts.backend import Backend
@@ -34,7 +32,6 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import fast_codec, messages
-from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.granting import (
     Claim,
     EnsureCdiNames,
@@ -68,7 +65,6 @@ class DevicePluginService:
         backend: finds the resource's backend, at each call: a reload may change it.
         clock: returns the event loop's time.
         ensure_cdi_names: makes CDI names known to the container runtime.
-        gate: closed while another daemon takes over; one of its own unless given.
         timing: deadlines.
     """
 
@@ -81,7 +77,6 @@ class DevicePluginService:
         *,
         ensure_cdi_names: EnsureCdiNames = no_cdi,
         record: ResourceCallStats | None = None,
-        gate: CallGate | None = None,
         timing: KubeletTiming = TIMING,
     ) -> None:
         self.resource = resource
@@ -89,7 +84,6 @@ class DevicePluginService:
         self._backend = backend
         self._clock = clock
         self._ensure_cdi_names = ensure_cdi_names
-        self._gate = gate or CallGate()
         self._flush_deadline = timing.flush_deadline
         self._calls_before_start = False
         self.record = record or ResourceCallStats()
@@ -155,8 +149,6 @@ class DevicePluginService:
             try:
                 reply = await answer_alone(answer(request or b""))
             except Exception as error:
-                if isinstance(error, GRPCError):  # the successor's refusal
-                    raise
                 raise messages.to_grpc_error(error) from error
             await stream.send_message(reply)
 
@@ -168,33 +160,25 @@ class DevicePluginService:
         record = self.record.calls[call]
 
         async def counted(request: bytes) -> bytes:
-            began, path = perf_counter(), f"{_SERVICE}{call}"
+            began = perf_counter()
+            self.record.in_flight += 1
             try:
-                reply, forwarded = await self._gate.answer(self.resource, path, request, answer)
+                reply = await answer(request)
             except BaseException as error:
                 self.record.record_failure(call, perf_counter() - began, error)
                 raise
+            finally:
+                self.record.in_flight -= 1
             record.record(CallOutcome.ANSWERED, perf_counter() - began)
-            if forwarded and call is KubeletCall.ALLOCATE:
-                self._record_forwarded(request)
             return reply
 
         return self._answering(counted)
-
-    def _record_forwarded(self, request: bytes) -> None:
-        """Record what the successor granted, in case it fails and this daemon goes on."""
-        snapshot = self._registry.snapshot
-        for ids in fast_codec.decode_allocate_request(request):
-            with suppress(RequestError):  # it may offer other shares
-                shares = find_shares(self.resource, ids, snapshot)
-                self._registry.apply(SharesClaimed(tuple(shares), self._clock()))
 
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()
 
         async def send(done: anyio.Event) -> None:
             async with sending:  # two messages at once would mix on the stream
-                await self._gate.wait_open()
                 view = self._list.view(self._registry.snapshot)
                 await stream.send_message(self._list.encode(view))
             self.record.lists += 1

@@ -1,7 +1,7 @@
 """One resource name at the kubelet: serve, register, and again after a loss."""
 
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -13,14 +13,12 @@ from metagpu.core.errors import KubeletError, describe_error
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.competing_sockets import find_competing_socket
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc
 from metagpu.plugins.kubelet.messages import build_register_request
 from metagpu.plugins.kubelet.registration import RegistrationClient, RegistrationLease
-from metagpu.plugins.kubelet.succession import Succession
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 NO_KUBELET: Final = "a kubelet that takes registrations"
@@ -43,8 +41,6 @@ class Endpoint:
         client: registers with the kubelet.
         on_competitor: receives the socket of a competing plugin, `None` when there is none.
         record: counts the kubelet's restarts; one of its own unless given.
-        gate: closed while another daemon takes over; one of its own unless given.
-        succession: how to register what an old daemon still has, `None` without one.
         timing: deadlines and delays.
     """
 
@@ -56,8 +52,6 @@ class Endpoint:
         on_competitor: Callable[[Path | None], None] = lambda _: None,
         record: KubeletCallStats | None = None,
         *,
-        gate: CallGate | None = None,
-        succession: Succession | None = None,
         timing: KubeletTiming = TIMING,
     ) -> None:
         self._service = service
@@ -65,13 +59,9 @@ class Endpoint:
         self._client = client
         self._on_competitor = on_competitor
         self._record = record or KubeletCallStats()
-        self._gate = gate or CallGate()
-        self._succession = succession
         self._timing = timing
         self._backoff: Backoff | None = None
         self._attempt = anyio.CancelScope()
-        # After a failed exchange, the kubelet's calls come here until the next registration.
-        self._previous = AsyncExitStack()
         self._log = log.bind(resource=service.resource)
         self.problem = ""
         self._wait_for("its first attempt")
@@ -84,16 +74,9 @@ class Endpoint:
         next registration: with both open, the end of the old stream would make the kubelet drop
         the new registration.
         """
-        try:
-            await self._keep_registered()
-        finally:
-            await self._close_previous()
-
-    async def _keep_registered(self) -> None:
         while True:
             with anyio.CancelScope() as self._attempt:
-                if not self._succeeds:
-                    await self._wait_for_competitor()
+                await self._wait_for_competitor()
                 self._service.encode_ahead()
                 self._wait_for(NO_KUBELET)
                 with closing(await self._client.acquire()) as lease:
@@ -103,19 +86,9 @@ class Endpoint:
                 await self._wait_retry(kubelet, anyio.current_time() - began, problem)
 
     def register_again(self, reason: str) -> None:
-        """End the present registration, or attempt to register, and begin the next one.
-
-        Nothing is done while another daemon takes over: the kubelet is that one's then.
-        """
-        if self._gate.closed:
-            return
+        """End the present registration, or attempt to register, and begin the next one."""
         self._log.warning("registering again", reason=reason)
         self._attempt.cancel()
-
-    @property
-    def _succeeds(self) -> bool:
-        """True while an old daemon has the resource, and gives it to this one."""
-        return self._succession is not None and self._succession.is_due(self._service.resource)
 
     def _wait_for(self, what: str) -> None:
         self.waits_for, self.since = what, anyio.current_time()
@@ -148,24 +121,12 @@ class Endpoint:
         if kubelet is not None:  # before it can ask for a share
             self._service.greet(kubelet)
         try:
-            async with AsyncExitStack() as server:
-                methods, linger = self._service.methods(calls), self._timing.linger
-                connections = await server.enter_async_context(
-                    serve_grpc(path, methods, calls, linger)
-                )
+            async with serve_grpc(path, self._service.methods(calls), calls, self._timing.linger):
                 self._wait_for("the kubelet's answer to its registration")
-                if self._succession is not None:
-                    resource = self._service.resource
-                    await self._succession.wait_turn(self._directory, resource, path, lease)
                 await self._register(lease, path)
                 lease.close()
                 self._record.record_kubelet(kubelet)
-                with self._gate.serving(calls, connections):
-                    await self._wait_lost(path, kubelet, calls)
-                    if self._gate.closed:
-                        await self._wait_open()
-                        await self._close_previous()
-                        self._previous = server.pop_all()
+                await self._wait_lost(path, kubelet, calls)
         except KubeletError as error:
             self._log.warning("registration refused", error=str(error))
             return error
@@ -174,18 +135,6 @@ class Endpoint:
             self._log.warning("registration failed", socket=str(path), error=reason)
             return error
         return None
-
-    async def _wait_open(self) -> None:
-        """Wait until no other daemon takes over, and for calls that it answers."""
-        try:
-            await self._gate.wait_open()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._gate.wait_answered()
-
-    async def _close_previous(self) -> None:
-        previous, self._previous = self._previous, AsyncExitStack()
-        await previous.aclose()
 
     async def _wait_retry(
         self,
@@ -243,7 +192,6 @@ class Endpoint:
                 reason = "the kubelet did not open the list"
                 return
             self._service.record.listed = True
-            await self._close_previous()
             await calls.wait_ended()
             reason = "the kubelet closed the list"
 

@@ -15,14 +15,12 @@ from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import CompetingPluginFound, CompetingPluginGone
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet.call_gate import CallGate
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoint import Endpoint
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, no_cdi
 from metagpu.plugins.kubelet.registration import RegistrationClient
 from metagpu.plugins.kubelet.registration_watch import RegistrationWatch
-from metagpu.plugins.kubelet.succession import Succession
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 
@@ -34,8 +32,6 @@ async def serve_offers(
     *,
     ensure_cdi_names: EnsureCdiNames = no_cdi,
     pod_resources: Path | None = None,
-    gate: CallGate | None = None,
-    succession: Succession | None = None,
     timing: KubeletTiming = TIMING,
 ) -> None:
     """Serve and register all resources of the device plugin API, until cancelled.
@@ -49,11 +45,9 @@ async def serve_offers(
         record: counts calls and registrations; one of its own unless given.
         ensure_cdi_names: makes the CDI names of an answer known to the container runtime.
         pod_resources: the kubelet's PodResources socket, which says what the kubelet counts.
-        gate: closed while another daemon takes over; one of its own unless given.
-        succession: how to register what an old daemon still has, `None` without one.
         timing: deadlines and delays.
     """
-    record, gate = record or KubeletCallStats(), gate or CallGate()
+    record = record or KubeletCallStats()
     endpoints: dict[ResourceName, Endpoint] = {}
     scopes: dict[ResourceName, anyio.CancelScope] = {}
     # A name that is offered again waits for its old endpoint: the end of an old list would make
@@ -82,7 +76,6 @@ async def serve_offers(
                         backend,
                         ensure_cdi_names=ensure_cdi_names,
                         record=record.of_resource(resource),
-                        gate=gate,
                         timing=timing,
                     )
                     on_competitor = partial(_apply_competitor, registry, resource)
@@ -92,8 +85,6 @@ async def serve_offers(
                         client,
                         on_competitor,
                         record,
-                        gate=gate,
-                        succession=succession,
                         timing=timing,
                     )
                     endpoints[resource] = endpoint

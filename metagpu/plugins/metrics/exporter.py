@@ -91,7 +91,8 @@ class DetailedSensorReader:
 
 
 _FAILED: Final = "metagpu failed to render the page; its log has the details\n"
-_WAITS: Final = "another daemon has the node\n"
+_WAITS: Final = "standby: another daemon has the node, and serves its metrics\n"
+_STANDBY: Final = "standby"
 _INDEX: Final = "metagpu: see /metrics, /dcgm, /healthz, /readyz\n"
 
 Readings: TypeAlias = Mapping[GpuId, DetailedSensors]
@@ -151,18 +152,6 @@ class Exporter:
             group.start_soon(partial(run_with_restart, meter, "time of namespaces"))
             group.start_soon(partial(run_with_restart, self._serve, "metrics server"))
 
-    async def run_probes(self) -> None:
-        """Serve the probes of a daemon that waits for the node, until cancelled.
-
-        A port that is taken is the other daemon's, and is left to it.
-        """
-        pages = {"/healthz": self._healthz, "/readyz": self._waits, "/metrics": self._waits}
-        server = PageServer(self._address, pages, self._http_timing)
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._lag_probe.run)
-            await server.run_if_free()
-            group.cancel_scope.cancel()
-
     async def _serve(self) -> None:
         async with anyio.create_task_group() as group:
             for part in (
@@ -208,6 +197,8 @@ class Exporter:
         return await to_thread.run_sync(render)
 
     async def _rendered(self, page: SingleFlight[HttpResponse], _: HttpRequest) -> HttpResponse:
+        if not self._sources.has_node():  # two daemons of a node would count everything twice
+            return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, _WAITS.encode())
         response = await page.get()
         if response is None:
             return HttpResponse(HTTPStatus.INTERNAL_SERVER_ERROR, _FAILED.encode())
@@ -219,10 +210,12 @@ class Exporter:
 
     async def _readyz(self, _: HttpRequest) -> HttpResponse:
         it = self._sources
-        return _probe_response(readiness_problems(it.registry.snapshot, it.kubelet, it.claims()))
-
-    async def _waits(self, _: HttpRequest) -> HttpResponse:
-        return HttpResponse(HTTPStatus.SERVICE_UNAVAILABLE, _WAITS.encode())
+        if not it.has_node():
+            return _probe_response(list(it.problems()), _STANDBY)
+        problems = list(it.problems()) if not it.registry.snapshot.offers else []
+        return _probe_response(
+            problems or readiness_problems(it.registry.snapshot, it.kubelet, it.claims())
+        )
 
     async def _index(self, _: HttpRequest) -> HttpResponse:
         return HttpResponse(HTTPStatus.OK, _INDEX.encode())
@@ -236,6 +229,6 @@ def _page(text: bytes) -> HttpResponse:
     return HttpResponse(HTTPStatus.OK, text, CONTENT_TYPE, gzip.compress(text, 1, mtime=0))
 
 
-def _probe_response(problems: list[str]) -> HttpResponse:
+def _probe_response(problems: list[str], fine: str = "ok") -> HttpResponse:
     status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
-    return HttpResponse(status, "".join(f"{line}\n" for line in problems or ["ok"]).encode())
+    return HttpResponse(status, "".join(f"{line}\n" for line in problems or [fine]).encode())

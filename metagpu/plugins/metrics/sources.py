@@ -65,6 +65,8 @@ class MetricSources(msgspec.Struct, frozen=True):
         lease_differences: containers whose leases differ from processes, cgroups or MIG devices.
         cluster: the report of `Cluster`, `None` where no API server is used.
         claims: the report of the DRA driver, `None` where no pool has it.
+        has_node: whether this daemon has the node; one that waits for it serves probes alone.
+        problems: what keeps the daemon from being ready for the node, or from an offer.
         ended: why main tasks of the daemon have ended, though the daemon runs, by task.
     """
 
@@ -83,4 +85,6 @@ class MetricSources(msgspec.Struct, frozen=True):
     lease_differences: Callable[[], Mapping[LeaseDifferenceKind, int]]
     cluster: Callable[[], Mapping[str, Any] | None]
     claims: Callable[[], Mapping[str, Any] | None]
+    has_node: Callable[[], bool]
+    problems: Callable[[], Sequence[str]]
     ended: Callable[[], Mapping[str, str]]

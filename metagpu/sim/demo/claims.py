@@ -50,8 +50,7 @@ async def run_claims(folder: Path) -> dict[str, Any]:
         ),
     )
     async with cluster.running(), anyio.create_task_group() as group:
-        for task in agent.tasks:
-            group.start_soon(task)
+        group.start_soon(agent.serve_node)
         claims = [await _add(cluster, it, len(node.gpus)) for it in CLAIMS]
         for it in CLAIMS:
             await cluster.claims.end(it.name, "default")

@@ -294,8 +294,7 @@ async def _running_node(
     kubelet = SimKubelet(paths.kubelet_dir, pod_resources=paths.pod_resources, numa_nodes=(0, 1))
 
     async with kubelet.running(), anyio.create_task_group() as group:
-        for task in agent.tasks:
-            group.start_soon(task)
+        group.start_soon(agent.serve_node)
         yield DemoNode(node, kubelet, agent)
         group.cancel_scope.cancel()
 

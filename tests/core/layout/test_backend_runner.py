@@ -14,7 +14,7 @@ from metagpu.core.layout import backend_runner
 from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.facts import GpusFound, NodeWithdrawn
 from metagpu.core.state.registry import Registry
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.programs import sim_daemons
@@ -215,21 +215,8 @@ def test_a_layout_assigns_backends_to_gpus() -> None:
     assert applied.backend_assignments[0].backend is applied.backends[METAGPU]
 
 
-async def test_released_gpus_are_left_to_another_daemon(calls: CallLog) -> None:
-    """A release ends each backend, which knows that another daemon follows, and reports stay."""
+async def test_a_backend_knows_at_its_end_whether_another_daemon_waits(calls: CallLog) -> None:
+    """A backend leaves its GPU as it is then."""
     async with running(A, B) as runner:
-        before = runner._registry.snapshot
-        await runner.release()
-        assert sorted(calls.lines[2:]) == ["end 0/10", "end 1/10"]
-        assert calls.handed_over == [True, True]
-        assert runner._registry.snapshot is before
-
-        runner.apply(layout(A, B))  # as when a device node comes
-        await anyio.wait_all_tasks_blocked()
-        assert len(calls.lines) == 4
-
-        runner.resume()
-        await anyio.wait_all_tasks_blocked()
-        assert sorted(calls.lines[4:]) == ["serve 0/10", "serve 1/10"]
-
-    assert calls.handed_over[2:] == [False, False]
+        runner._registry.apply(NodeWithdrawn(hands_over=True))
+    assert calls.handed_over == [True, True]

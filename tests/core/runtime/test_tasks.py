@@ -1,4 +1,4 @@
-"""Tasks of a program: the main group, restarts, pauses, and works done together."""
+"""Tasks of a program: the main group, restarts, and works done together."""
 
 import asyncio
 import signal
@@ -13,7 +13,6 @@ from metagpu.core.runtime import tasks
 from metagpu.core.runtime.tasks import (
     MainTasks,
     MainTaskTiming,
-    PausableTasks,
     run_with_restart,
     serve,
     start_together,
@@ -59,23 +58,37 @@ async def test_a_signal_ends_every_task(number: signal.Signals) -> None:
     assert [task.ended for task in tasks] == [True, True]
 
 
-@pytest.mark.parametrize("late", [False, True])
-async def test_a_signal_while_all_ends_is_heard(*, late: bool) -> None:
-    """A signal that comes when another reason has begun the end is returned, and not lost."""
-    over = anyio.Event()
+async def test_a_signal_withdraws_first_and_a_second_one_ends_at_once() -> None:
+    """Tasks go on while the daemon withdraws; a second signal waits for nothing."""
+    withdrawing, task = anyio.Event(), Task()
 
-    async def task() -> None:
-        over.set()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                if late:
-                    signal.raise_signal(signal.SIGTERM)
-                await anyio.wait_all_tasks_blocked()
+    async def withdraw() -> None:
+        withdrawing.set()
+        await anyio.sleep_forever()
+
+    async def steer() -> None:
+        await task.started.wait()
+        signal.raise_signal(signal.SIGTERM)
+        await withdrawing.wait()
+        assert not task.ended
+        signal.raise_signal(signal.SIGINT)
 
     with anyio.fail_after(30):
-        assert await serve(task, reload=no_reload, over=over) is late
+        await serve(task.run, steer, reload=no_reload, withdraw=withdraw)
+    assert task.ended
+
+
+async def test_the_end_may_have_another_reason() -> None:
+    """A daemon that is over ends without a signal."""
+    over, task = anyio.Event(), Task()
+
+    async def end() -> None:
+        await task.started.wait()
+        over.set()
+
+    with anyio.fail_after(30):
+        await serve(task.run, end, reload=no_reload, over=over)
+    assert task.ended
 
 
 async def test_a_hangup_reloads_and_goes_on() -> None:
@@ -252,44 +265,6 @@ async def test_an_error_of_ours_ends_the_daemon(error: Exception) -> None:
 
     with pytest.raises(type(error)):
         await MainTasks().keep("offers", decides)()
-
-
-async def test_paused_tasks_have_ended_and_start_again() -> None:
-    """A pause returns once every task has ended; a resumption starts all again."""
-    lines: list[str] = []
-
-    async def work() -> None:
-        lines.append("begin")
-        try:
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(0.01)
-            lines.append("end")
-
-    tasks = PausableTasks([work, work])
-    async with anyio.create_task_group() as group:
-        group.start_soon(tasks.run)
-        await anyio.wait_all_tasks_blocked()
-        await tasks.pause()
-        assert lines == ["begin", "begin", "end", "end"]
-
-        tasks.resume()
-        await anyio.wait_all_tasks_blocked()
-        assert lines[4:] == ["begin", "begin"]
-        group.cancel_scope.cancel()
-
-
-async def test_failure_of_a_task_is_raised() -> None:
-    """A task that fails ends the others, and its error reaches the caller."""
-
-    async def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ExceptionGroup) as raised:
-        await PausableTasks([anyio.sleep_forever, fail]).run()
-
-    assert raised.group_contains(ZeroDivisionError)
 
 
 async def test_a_failed_task_starts_again() -> None:

@@ -7,12 +7,11 @@ from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import conflicting_shares, orphaned_leases
 from metagpu.core.availability.reasons import count_free
-from metagpu.core.model.shares import Holder, Lease, ResourceName
+from metagpu.core.model.shares import Lease, ResourceName
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     GpuFaulted,
     KubeletStarted,
-    LeasesHandedOver,
     LeasesObserved,
     SharesClaimed,
     SharesOffered,
@@ -353,38 +352,3 @@ def test_the_checkpoint_begins_leases_while_the_list_says_nothing() -> None:
 def test_the_same_kubelet_starts_once() -> None:
     """A second registration with a kubelet leaves leases as they are."""
     assert reduce(FORGOTTEN, KubeletStarted((0, 0, 1))) == (FORGOTTEN, ())
-
-
-def test_leases_of_the_daemon_before_begin_now() -> None:
-    """Claims that only the old daemon knew are leases, which an older look does not end."""
-    claimed = Lease(A_SHARES[0], 5)
-    forgotten = Lease(A_SHARES[1], 3, ALICE, unconfirmed=True)
-    snapshot, events = reduce(NODE, LeasesHandedOver((claimed, forgotten), at=100))
-
-    assert leases(snapshot) == {
-        A_SHARES[0].id: replace(claimed, since=100),
-        A_SHARES[1].id: replace(forgotten, since=100),
-    }
-    assert events == (SharesClaimed((A_SHARES[0], A_SHARES[1]), at=100),)
-    older, _ = reduce(snapshot, LeasesObserved({}, at=99))
-    assert leases(older) == leases(snapshot)
-
-
-@pytest.mark.parametrize("handed", [None, ALICE])
-def test_leases_of_the_daemon_before_are_newer_than_our_look(handed: Holder | None) -> None:
-    """A share that was granted again after our look is not the former holder's: no look ends it."""
-    listed, _ = reduce(NODE, LeasesObserved({A_SHARES[0].id: BOB}, at=50))
-    lease = Lease(A_SHARES[0], 5, handed)
-    snapshot, events = reduce(listed, LeasesHandedOver((lease,), at=100))
-
-    assert leases(snapshot) == {A_SHARES[0].id: replace(lease, since=100)}
-    assert events == ()
-    gone, _ = reduce(snapshot, LeasesObserved({}, at=99))
-    assert leases(gone) == leases(snapshot)
-
-
-def test_holder_that_both_daemons_know_keeps_its_lease() -> None:
-    """A lease that both daemons have goes on."""
-    listed, _ = reduce(NODE, LeasesObserved({A_SHARES[0].id: BOB}, at=50))
-    snapshot, _ = reduce(listed, LeasesHandedOver((Lease(A_SHARES[0], 5, BOB),), at=100))
-    assert snapshot is listed

@@ -111,12 +111,14 @@ async def cluster_at_work(
             drain_on_driver_upgrade=drain_on_driver_upgrade,
             timing=timing,
         )
-        stats = KubeletCallStats()
+        stats, taken = KubeletCallStats(), anyio.Event()
+        taken.set()
         context = ClusterContext(
             *(settings, registry, follow, STRATEGIES, stats),
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
             wait_registered=anyio.lowlevel.checkpoint,
+            taken=taken,
         )
         cluster = Cluster(context, run_command)
         scene = Scene(server, registry, cluster, stats)

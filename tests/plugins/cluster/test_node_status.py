@@ -282,7 +282,7 @@ async def test_shares_that_a_backend_holds_back_are_no_amount(tmp_path: Path) ->
 
 
 async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -> None:
-    """Only numbers that we lowered are ours to raise."""
+    """Only numbers that we lowered are ours to raise, and those of the daemon before us."""
     timing = ClusterTiming(raise_delay=0.01)
     server = SimApiServer()
     server.add_node(NODE)
@@ -291,11 +291,12 @@ async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -
     features = (Feature.ALLOCATABLE, Feature.LABELS)
     async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
         it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"] == {METAGPU: "20"})
+        server.report(NODE, {METAGPU: 20}, {METAGPU: 5})
         it.offer(count=3)
         await it.has_labels(nvidia_com__gpu_count="3")
 
-        assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "0"}
+        assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "5"}
 
 
 async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:

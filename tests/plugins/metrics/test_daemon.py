@@ -93,6 +93,8 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
         kinds=(),
         rules=RULES,
         layout=lambda: layout_of(A),
+        has_node=lambda: True,
+        problems=tuple,
         usage=find_no_usage,
         sensors=find_no_sensors,
         instance_sensors=find_no_instances,

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from metagpu.core.config.profiles import LAST_GOOD
 from metagpu.core.model.shares import CordonSource, Holder
 from metagpu.core.state.events import ConfigRejected, LayoutApplied, MemoryExceeded
 from metagpu.core.state.facts import (
@@ -99,7 +100,7 @@ async def test_faults_cordons_and_configurations_are_sentences(registry: Registr
         registry.apply(GpuUncordoned(A.id, at=7))  # the upgrade still keeps pods away
         registry.apply(GpuUncordoned(A.id, at=8, source=upgrade))
         registry.events.publish(LayoutApplied())
-        registry.events.publish(ConfigRejected("metagpu.yaml: 3: no such key", at=9))
+        registry.events.publish(ConfigRejected("metagpu.yaml: 3: no such key", 9, LAST_GOOD))
         found = await said(recent, 6)
 
     assert found == [
