@@ -13,7 +13,7 @@ from metagpu.cli.options import source_of
 from metagpu.compat.contract import CompatNote
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.core.devices.extended_resources import (
+from metagpu.core.devices.devices import (
     ExtendedResource,
     classes_of_driver,
     extended_resource_of,

@@ -49,7 +49,6 @@ NOT_OF_FRACTIONS: Final = (
     *("metagpu.backends.whole", "metagpu.backends.common.mps_daemon", "metagpu.testing"),
     *("metagpu.plugins.cluster.cluster", "metagpu.plugins.cluster.watch"),
     *("metagpu.plugins.dra", "metagpu.core.devices.slices"),
-    *("metagpu.core.devices.attributes", "metagpu.core.devices.comparison"),
     *("metagpu.plugins.metrics.exporter", "metagpu.plugins.metrics.families"),
     *("metagpu.plugins.http.server", "metagpu.plugins.http.messages"),
     *("metagpu.plugins.web.access", "metagpu.plugins.web"),

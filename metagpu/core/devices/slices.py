@@ -3,16 +3,22 @@
 Each GPU has a ResourceSlice pool of its own: a change of one GPU leaves the pools of the others
 complete. Counters tell the scheduler the one rule of sharing: a MIG device consumes the slots of
 its footprint, and a device of another backend consumes all slots of the GPU.
+
+ResourceClaims select by attributes, whose names are those of NVIDIA's DRA driver, and of Kubernetes
+where it has one; one without a domain belongs to the driver. The API server writes quantities in a
+form of its own, adds times to taints, and drops fields of features that are off without an error:
+wanted slices and present ones are compared by what is left.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
 from metagpu.core.availability.reasons import HELD, SUSPENDED, UNHEALTHY, availability_of
-from metagpu.core.devices.attributes import attributes_of, fixed_capacity, quantity
 from metagpu.core.devices.devices import (
+    MEMORY,
     MIG_TYPE,
     WHOLE_TYPE,
     Device,
@@ -20,10 +26,103 @@ from metagpu.core.devices.devices import (
     monitor_device,
     pool_name,
 )
-from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.mig import share_suffix
+from metagpu.core.model.gpu import MIB, Gpu, GpuId
+from metagpu.core.model.mig import profile_of, share_suffix, slot_of
+from metagpu.core.model.quantities import quantity_value
 from metagpu.core.model.shares import Share, ShareId, count_containers
-from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.model.snapshot import GpuState, Snapshot, Versions
+
+_STANDARD: Final = "resource.kubernetes.io"
+_TWO_WORDS: Final = {"ada": "Ada Lovelace"}
+"""The architecture that NVIDIA's spelling has in two words."""
+_MAX_TEXT: Final = 64
+"""Characters of a text or version."""
+
+
+def attributes_of(
+    device: Device, gpu: Gpu, versions: Versions, pcie_root: str | None = None
+) -> dict[str, Any]:
+    """Return the attributes of a device; what is unknown is missing.
+
+    Args:
+        device: the device.
+        gpu: its GPU.
+        versions: those of the driver and of CUDA.
+        pcie_root: the PCIe root complex of the GPU, as `pci0000:00`.
+    """
+    texts = {
+        "type": device.type,
+        "resource": device.resource if len(device.resource) <= _MAX_TEXT else "",
+        **_identity(device),
+        "productName": gpu.name,
+        "brand": gpu.brand,
+        "architecture": _architecture(gpu),
+        f"{_STANDARD}/pciBusID": gpu.pci_bus_id,
+        f"{_STANDARD}/pcieRoot": pcie_root,
+    }
+    semantic = {
+        "cudaComputeCapability": _version(*(gpu.compute_capability or ())),
+        "driverVersion": _version(*map(int, re.findall(r"\d+", versions.driver)[:3])),
+        "cudaDriverVersion": _version(*(versions.cuda or ())),
+    }
+    return {
+        **{name: {"string": text[:_MAX_TEXT]} for name, text in texts.items() if text},
+        **{name: {"version": version} for name, version in semantic.items() if version},
+        **({} if gpu.numa_node is None else {f"{_STANDARD}/numaNode": {"int": gpu.numa_node}}),
+    }
+
+
+def fixed_capacity(device: Device, gpu: Gpu) -> dict[str, Any]:
+    """Return the capacities of a device that one ResourceClaim has alone.
+
+    ResourceClaims would consume every capacity of a shared device, so it has one alone.
+    """
+    mig = device.type == MIG_TYPE
+    memory = device.shares[0].memory if mig else gpu.memory
+    amounts = {MEMORY: quantity(memory)} if memory else {}
+    amounts.update(_parts(device, gpu) if mig else {})
+    return {name: {"value": amount} for name, amount in amounts.items()}
+
+
+def quantity(amount: int) -> str:
+    """Return an amount as a Quantity of Kubernetes; whole MiB are written so."""
+    return f"{amount // MIB}Mi" if amount and amount % MIB == 0 else str(amount)
+
+
+def _parts(device: Device, gpu: Gpu) -> Mapping[str, str]:
+    """Return the engines and memory slices of a MIG device, under NVIDIA's names."""
+    name, _, start = slot_of(device.shares[0].id).rpartition("@")
+    profile = next(it for it in gpu.mig_profiles if it.name == name)
+    place = next(it for it in profile.placements if it.start == int(start))
+    engines = profile.engines
+    amounts = {
+        "multiprocessors": profile.multiprocessors,
+        "copyEngines": engines.copy,
+        "decoders": engines.decoder,
+        "encoders": engines.encoder,
+        "jpegEngines": engines.jpeg,
+        "ofaEngines": engines.ofa,
+        **{f"memorySlice{number}": 1 for number in place.slices},
+    }
+    return {name: str(amount) for name, amount in amounts.items()}
+
+
+def _architecture(gpu: Gpu) -> str | None:
+    """Return the architecture in the spelling of NVIDIA's DRA driver, as `Ampere`."""
+    name = gpu.architecture
+    return name and _TWO_WORDS.get(name, name.capitalize())
+
+
+def _identity(device: Device) -> Mapping[str, str]:
+    if device.type != MIG_TYPE:
+        return {"uuid": device.gpu}
+    return {"parentUUID": device.gpu, "profile": profile_of(device.shares[0].id)}
+
+
+def _version(*numbers: int) -> str:
+    """Return a semantic version, empty without numbers."""
+    return ".".join(map(str, (*numbers, 0, 0)[:3])) if numbers else ""
+
 
 SliceSpec = Mapping[str, Any]
 """The `spec` of a ResourceSlice, in generation 1 of its pool."""
@@ -216,3 +315,52 @@ def _taints(device: Device, state: GpuState, *, held: bool) -> list[Mapping[str,
         {"key": key, **({"value": value} if value else {}), "effect": "NoSchedule"}
         for key, value in found.items()
     ]
+
+
+_OF_THE_SERVER: Final = frozenset(("timeAdded", "generation"))
+"""Fields that differ without a difference: the time of a taint, and the pool's generation."""
+
+
+def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a spec in which equal contents are equal values."""
+    if isinstance(spec, Mapping):
+        return {key: comparable(it) for key, it in spec.items() if key not in _OF_THE_SERVER}
+    if isinstance(spec, list | tuple):
+        return [comparable(it) for it in spec]
+    if isinstance(spec, str) and "." not in spec:  # 12.8 and 12.80 are versions
+        return spec if (amount := quantity_value(spec)) is None else amount
+    return spec
+
+
+def dropped_fields(sent: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
+    """Return the paths of fields that were sent and are not in the answer."""
+    return list(dict.fromkeys(_missing(sent, answer, "")))
+
+
+def sent_fields(sent: Mapping[str, Any]) -> frozenset[str]:
+    """Return the paths of all fields that `dropped_fields` could name."""
+    return frozenset(_fields(sent, ""))
+
+
+def _fields(sent: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    if isinstance(sent, Mapping):
+        for key, it in sent.items():
+            if it:
+                yield (place := f"{path}.{key}" if path else key)
+                yield from _fields(it, place)
+    elif isinstance(sent, list | tuple):
+        for it in sent:
+            yield from _fields(it, f"{path}[]")
+
+
+def _missing(sent: Any, answer: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    if isinstance(sent, Mapping) and isinstance(answer, Mapping):
+        for key, it in sent.items():
+            place = f"{path}.{key}" if path else key
+            if it and not answer.get(key):
+                yield place
+            else:
+                yield from _missing(it, answer.get(key), place)
+    elif isinstance(sent, list | tuple) and isinstance(answer, list | tuple):
+        for one, other in zip(sent, answer, strict=False):
+            yield from _missing(one, other, f"{path}[]")

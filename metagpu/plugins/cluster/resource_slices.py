@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.core.availability.reasons import CORDONED
-from metagpu.core.devices.comparison import dropped_fields, sent_fields
+from metagpu.core.devices.slices import dropped_fields, sent_fields
 from metagpu.plugins.cluster.node_object import FIELD_MANAGER, KubeObject
 from metagpu.plugins.cluster.watch import Informer
 

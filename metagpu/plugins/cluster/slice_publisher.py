@@ -14,13 +14,12 @@ import msgspec
 import structlog
 from anyio import to_thread
 
-from metagpu.core.devices.comparison import comparable, dropped_fields
-from metagpu.core.devices.extended_resources import (
+from metagpu.core.devices.devices import (
     ExtendedResource,
     classes_of_driver,
     extended_resource_of,
 )
-from metagpu.core.devices.slices import SliceSpec, gpu_slices
+from metagpu.core.devices.slices import SliceSpec, comparable, dropped_fields, gpu_slices
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
