@@ -138,7 +138,7 @@ async def test_nothing_is_set_on_a_part_of_a_running_agent(
 
 @pytest.mark.parametrize("folder", ["agent", "plugins/cluster"])
 def test_no_code_sets_an_attribute_of_a_part(folder: str) -> None:
-    """What composes the parts, and the parts themselves, write to `self` alone."""
+    """The agent and its parts write to `self` alone."""
     found = {
         ast.unparse(node): file.name
         for file in (PACKAGE / folder).glob("*.py")

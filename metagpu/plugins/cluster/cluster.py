@@ -22,10 +22,9 @@ from metagpu.plugins.cluster.competing_pods import (
 )
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.connection import ClusterContext, LastingParts, NodeConnection
-from metagpu.plugins.cluster.cordon_follower import NodeCordonFollower
-from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
 from metagpu.plugins.cluster.event_recorder import PER_POD, EventReason, EventRecorder
 from metagpu.plugins.cluster.events import GpuEventFeed, NodeEvents
+from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.refusals import RefusalMatcher
 from metagpu.plugins.cluster.settings import Feature
 

@@ -19,8 +19,6 @@ from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.competing_pods import CompetingPodWatch
 from metagpu.plugins.cluster.config_follower import ConfigFollower
-from metagpu.plugins.cluster.cordon_follower import NodeCordonFollower
-from metagpu.plugins.cluster.driver_upgrade import DriverUpgradeFollower
 from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
 from metagpu.plugins.cluster.events import (
     GpuEventFeed,
@@ -31,8 +29,8 @@ from metagpu.plugins.cluster.events import (
 )
 from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
 from metagpu.plugins.cluster.janitor import Janitor
-from metagpu.plugins.cluster.label_sync import LabelSync
-from metagpu.plugins.cluster.node_feature import NodeFeature
+from metagpu.plugins.cluster.label_sync import LabelSync, NodeFeature
+from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.node_status import NodeComparison, NodeStatusWriter, watched_state
 from metagpu.plugins.cluster.pods import PodInformer

@@ -9,7 +9,7 @@ from metagpu.core.contracts.leftovers import Leftover
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import ResourceName
-from metagpu.plugins.cluster.node_feature import GROUP, NodeFeature
+from metagpu.plugins.cluster.label_sync import GROUP, NodeFeature
 from metagpu.plugins.cluster.node_object import (
     NODES,
     PROBLEM_CONDITION,

@@ -1,11 +1,23 @@
 """Labels of the Node, at a simulated API server."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from metagpu.core.state.facts import GpuFaulted, GpusFound, SharesClaimed, SharesOffered
+import anyio
+import pytest
+
+from metagpu.core.state.facts import (
+    GpuFaulted,
+    GpusFound,
+    SharesClaimed,
+    SharesOffered,
+    SharesReleased,
+)
+from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
-from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, cluster_at_work
+from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, Scene, cluster_at_work
 from tests.rigs.build import gpu
 
 
@@ -123,3 +135,351 @@ async def test_labels_and_condition_leave_only_if_that_is_wanted(tmp_path: Path)
         assert ("nvidia.com/gpu.count" in it.server.labels(NODE)) is not remove
         assert bool(it.server.node(NODE)["status"]["conditions"]) is not remove
         assert it.server.labels(NODE)["kubernetes.io/hostname"] == NODE
+
+
+BOTH = (Feature.LABELS, Feature.NODE_FEATURE)
+COUNT = "nvidia.com/gpu.count"
+OBJECT = ("nodefeatures", "kube-system", f"metagpu-{NODE}")
+
+
+def with_nfd(**said: Any) -> SimApiServer:  # noqa: ANN401 - as of `install_nfd`
+    """Return an API server with a Node and NFD."""
+    server = SimApiServer()
+    server.add_node(NODE, {"kubernetes.io/hostname": NODE})
+    server.install_nfd(**said)
+    return server
+
+
+def owned(server: SimApiServer) -> set[str]:
+    """Return the names of the labels that are applied in our name."""
+    return {
+        name.removeprefix("f:")
+        for entry in server.node(NODE)["metadata"].get("managedFields", ())
+        if entry["manager"] == "metagpu" and not entry.get("subresource")
+        for name in entry["fieldsV1"]["f:metadata"]["f:labels"]
+    }
+
+
+def carried(server: SimApiServer) -> dict[str, str]:
+    """Return the labels of our object."""
+    [it] = [each for each in server.node_features() if each["metadata"]["name"] == OBJECT[2]]
+    labels: dict[str, str] = it["spec"]["labels"]
+    return labels
+
+
+def written(server: SimApiServer) -> list[str]:
+    """Return the writes, in order."""
+    return [f"{it.method} {it.target}" for it in server.requests if it.method != "GET"]
+
+
+async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+    """Wait until the cluster plugin reports so; return the report."""
+    with anyio.fail_after(30):
+        while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
+            await anyio.sleep(0.005)
+    return it.cluster.report()
+
+
+def carries(report: Mapping[str, Any]) -> bool:
+    """Return whether the object is known to have the labels."""
+    return bool(report.get("nodeFeature") == f"kube-system/{OBJECT[2]}")
+
+
+def trouble(report: Mapping[str, Any]) -> str:
+    """Return the problem of the feature."""
+    found: str = report["features"]["nodefeature"]
+    return found
+
+
+async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
+    """The object has the labels, its owner is the Node, and we do not write the Node."""
+    async with cluster_at_work(tmp_path, *BOTH, server=with_nfd()) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        [made] = it.server.node_features()
+        uid = it.server.node(NODE)["metadata"]["uid"]
+
+        assert made["metadata"]["name"] == OBJECT[2]
+        assert made["metadata"]["namespace"] == "kube-system"
+        assert made["metadata"]["labels"]["nfd.node.kubernetes.io/node-name"] == NODE
+        assert made["metadata"]["ownerReferences"] == [
+            {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": uid}
+        ]
+        assert owned(it.server) == set()
+        await reports(it, carries)
+
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+        it.registry.apply(SharesOffered((), ()))
+        await it.has_labels(nvidia_com__gpu_count=None)
+        assert not [each for each in written(it.server) if "/nodes/" in each]
+
+
+async def test_without_nfd_labels_are_patched(tmp_path: Path) -> None:
+    """Without NFD's kinds the Node is patched, and no problem is reported."""
+    async with cluster_at_work(tmp_path, *BOTH) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert COUNT in owned(it.server)
+        assert it.cluster.report()["features"] == {"labels": "", "nodefeature": ""}
+        assert it.cluster.report()["nodeFeature"] is None
+
+
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str) -> None:
+    """Without the right to write the object the Node is patched; a report names the right."""
+    server = with_nfd()
+    server.denied.append((method, "/nodefeatures"))
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert it.cluster.report()["features"]["labels"] == ""
+        assert it.cluster.report()["features"]["nodefeature"] == (
+            f'the API server does not allow it: User "sim" cannot {method.lower()} '
+            f"/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures/metagpu-{NODE}; "
+            "docs/permissions.md has the rule to add, or remove the feature from --cluster; labels "
+            "are patched"
+        )
+
+
+async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> None:
+    """With an unknown kind the Node is patched, and a report says so."""
+    server = with_nfd()
+    server.rejected.append("/nodefeatures")
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert trouble(it.cluster.report()).startswith("the API server answers 422 to PATCH ")
+        assert trouble(it.cluster.report()).endswith("status: Required value; labels are patched")
+
+
+async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> None:
+    """A new NFD keeps the patched labels: no label is ever missing."""
+    server = SimApiServer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+    assert COUNT in owned(server)
+
+    server.install_nfd()
+    begun = server.store.version
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await server.until(lambda: not owned(server))
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+
+    seen = [
+        node["metadata"]["labels"].get(COUNT)
+        for version, _, key, node in server.store.history
+        if version > begun and key == ("nodes", "", NODE)
+    ]
+    assert None not in seen
+    assert seen[-1] == "3"
+
+
+async def test_a_restart_writes_nothing(tmp_path: Path) -> None:
+    """A daemon that finds the right object does not write it."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+    before = written(server)
+
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONDITION, server=server) as it:
+        it.offer()
+        await server.until(lambda: server.node(NODE)["status"].get("conditions"))
+        await reports(it, carries)
+        it.offer(count=3)
+        await it.has_labels(nvidia_com__gpu_count="3")
+
+    after = [each for each in written(server)[len(before) :] if "/status" not in each]
+    group = "/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures"
+    assert after == [f"PATCH {group}/{OBJECT[2]}"]
+
+
+@pytest.mark.parametrize(
+    ("arranged", "late"),
+    [
+        (lambda server: server.nfd.denied.add("nvidia.com"), "nvidia.com/gpu.count"),
+        (lambda server: setattr(server, "nfd_active", False), "metagpu.io/gpu.nvlink"),
+    ],
+    ids=["denied", "not running"],
+)
+async def test_what_nfd_does_not_put_on_the_node_is_patched(
+    tmp_path: Path,
+    arranged: Callable[[SimApiServer], None],
+    late: str,
+) -> None:
+    """Labels that NFD does not apply in time are patched, and a report says so."""
+    timing = ClusterTiming(nfd_timeout=0.05)
+    server = with_nfd()
+    arranged(server)
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
+        it.offer()
+        await server.until(lambda: late in owned(server))
+        report = await reports(it, lambda now: trouble(now) and late in now["missingLabels"])
+
+        assert server.labels(NODE)[COUNT] == "2"
+        assert trouble(report).startswith("nfd-master has not put ")
+        assert trouble(report).endswith(
+            " …); metagpu patches them. Check that nfd-master runs, and its denyLabelNs, "
+            "labelWhiteList and restrictions"
+        )
+
+        server.nfd_active = True
+        assert server.nfd is not None
+        server.nfd.denied.clear()
+        it.offer(count=3)
+        await server.until(lambda: not owned(server))
+        await reports(it, lambda report: not trouble(report))
+
+
+async def test_labels_that_change_all_the_time_are_patched_too(tmp_path: Path) -> None:
+    """A value that changes with each pod does not begin NFD's time again."""
+    timing = ClusterTiming(nfd_timeout=0.5, free_labels_interval=0.02)
+    features = (*BOTH, Feature.FREE_LABELS)
+    server = with_nfd(works=False)
+
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
+        it.offer()
+        shares = next(iter(it.registry.snapshot.gpus.values())).shares[:1]
+        with anyio.fail_after(30):
+            while COUNT not in owned(server):
+                it.registry.apply(SharesClaimed(shares, 0))
+                await anyio.sleep(0.05)
+                it.registry.apply(SharesReleased(shares, 0))
+                await anyio.sleep(0.05)
+        await reports(it, trouble)
+
+
+async def test_a_deleted_object_is_written_again(tmp_path: Path) -> None:
+    """The labels of a deleted object come back."""
+    timing = ClusterTiming(nfd_timeout=0.05)
+    server = with_nfd()
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        server.store.delete(OBJECT)
+        assert server.nfd is not None
+        server.nfd.work()
+        await server.until(lambda: OBJECT in server.store.objects)
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+
+async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
+    """Labels are patched again after the removal of NFD's kinds."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await reports(it, carries)
+        server.nfd = None
+        it.offer(count=3)
+        await server.until(lambda: COUNT in owned(server))
+
+        assert server.labels(NODE)[COUNT] == "3"
+        assert it.cluster.report()["features"]["nodefeature"] == ""
+
+
+async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path) -> None:
+    """The object stays behind the daemon, unless an option removes the labels."""
+    for remove in (False, True):
+        server = with_nfd()
+        async with cluster_at_work(tmp_path, *BOTH, server=server, remove_labels=remove) as it:
+            it.offer()
+            await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert bool(server.node_features()) is not remove
+        assert (COUNT in server.labels(NODE)) is not remove
+        assert server.labels(NODE)["kubernetes.io/hostname"] == NODE
+
+
+async def test_without_the_feature_an_earlier_object_is_deleted(tmp_path: Path) -> None:
+    """Without the feature labels are patched, and the old object is deleted."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await server.until(lambda: not server.node_features())
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await server.until(lambda: COUNT in owned(server))
+
+
+async def test_an_earlier_object_is_deleted_though_the_first_try_fails(tmp_path: Path) -> None:
+    """A failed deletion is repeated: the object has outdated labels."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+    server.failing.append(("DELETE", "/nodefeatures/"))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
+        it.offer()
+        await server.until(lambda: any(line.startswith("DELETE") for line in written(server)))
+        assert server.node_features()
+        server.failing.clear()
+        await server.until(lambda: not server.node_features())
+
+
+async def test_an_object_leaves_labels_to_gpu_feature_discovery(tmp_path: Path) -> None:
+    """Our object has no name of GPU Feature Discovery while it labels the node."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        server.label(NODE, {"nvidia.com/gfd.timestamp": "1"}, "nfd-master")
+        await server.until(lambda: COUNT not in carried(server))
+        assert "metagpu.io/cnvrg.io_metagpu.replicas" in carried(server)
+
+        server.label(NODE, {"nvidia.com/gfd.timestamp": None})
+        await server.until(lambda: COUNT in carried(server))
+
+
+async def test_a_label_that_another_manager_has_set_stays_theirs(tmp_path: Path) -> None:
+    """A label of another manager is not in the object: NFD would overwrite it."""
+    server = with_nfd()
+    server.label(NODE, {"nvidia.com/gpu.family": "mine"}, by="person")
+
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert server.labels(NODE)["nvidia.com/gpu.family"] == "mine"
+        assert "nvidia.com/gpu.family" not in carried(server)
+
+
+async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
+    """The answer to mig-manager is patched, not given to NFD: mig-manager may write it too."""
+    server = with_nfd()
+    server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONFIG, server=server) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__mig_config_state="success")
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await server.until(lambda: owned(server) == {"nvidia.com/mig.config.state"})
+
+        assert "nvidia.com/mig.config.state" not in carried(server)
+
+
+async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
+    """Errors that say nothing about NFD are retried, and labels stay where they are."""
+    server = with_nfd()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+        await server.watched(NODES)
+        server.fail(503, times=2)
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+
+        assert owned(server) == set()
