@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import reasons
+from docs import availability, reasons
 from metagpu.core.config.errors import ConfigReason
 from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster.event_recorder import EventReason
@@ -115,3 +115,18 @@ def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.Monkey
     found = {it[0]: it[1] for it in reasons.events()}
     types = [found[f"`{EventReason[it]}`"] for it in names[:4]]
     assert types == ["Warning", *["Normal or Warning"] * 2, "Normal"]
+
+
+def test_the_table_of_reasons_is_what_the_code_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/pools.md has each row of the table; a page that lacks one is refused, and written."""
+    assert availability.main(["--check"]) == 0
+
+    page = tmp_path / "pools.md"
+    lines = availability.PAGE.read_text().splitlines(keepends=True)
+    page.write_text("".join(it for it in lines if not it.startswith("| `cordoned`")))
+    monkeypatch.setattr(availability, "PAGE", page)
+    assert availability.main(["--check"]) == 1
+    assert availability.main([]) == 0
+    assert page.read_text() == "".join(lines)

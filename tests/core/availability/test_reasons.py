@@ -1,0 +1,332 @@
+"""The table of reasons: each row, their order, and all who ask it."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from metagpu.core.availability.conflict import conflicts
+from metagpu.core.availability.exact import free_part
+from metagpu.core.availability.reasons import (
+    REASONS,
+    Listing,
+    Reason,
+    availability_of,
+    count_free,
+    refuse,
+)
+from metagpu.core.model.offers import Api
+from metagpu.core.model.request_errors import RequestError
+from metagpu.core.model.shares import (
+    CordonSource,
+    HardwareDevice,
+    Lease,
+    OfferTurn,
+    Pause,
+    ProvisionedState,
+    ResourceClaimRef,
+    ResourceName,
+    Share,
+    ShareId,
+    Verdict,
+)
+from metagpu.core.model.snapshot import Cleanup, GpuState, HiddenShares, Offer, Snapshot
+from metagpu.plugins.cluster.node_object import healthy_shares_of
+from metagpu.plugins.kubelet.messages import DeviceList
+from metagpu.plugins.kubelet.pb import v1beta1
+from tests.rigs.build import gpu, share
+
+A: Final = gpu(0)
+FRACTIONS: Final = tuple(share(A, number, backend="fraction") for number in range(3))
+WHOLE: Final = share(A, 0, backend="whole", resource="a.b/gpu", slots=["w"])
+PLACES: Final = (
+    share(A, 0, backend="mig", resource="a.b/mig", slots=["s0", "s1"]),
+    share(A, 1, backend="mig", resource="a.b/mig", slots=["s0"]),
+    share(A, 2, backend="mig", resource="a.b/mig", slots=["s1"]),
+)
+SHARES: Final = (*FRACTIONS, WHOLE, *PLACES)
+BY_ID: Final = {it.id: it for it in SHARES}
+BACKENDS: Final = ("fraction", "whole", "mig")
+CLAIM: Final = ResourceClaimRef("ns", "claim", "uid")
+OLD: Final = share(A, 9, backend="fraction", resource="a.b/old")
+HEALTHY: Final = Verdict(healthy=True, since=1)
+FAULTY: Final = Verdict(healthy=False, since=2, reason="XID 79")
+PAUSE: Final = Pause("fan", since=3)
+
+
+def state(*shares: Share, **fields: Any) -> GpuState:  # noqa: ANN401 - any field of a state
+    """Return a healthy GPU with these shares, all by default, and these fields."""
+    return GpuState(A, fields.pop("verdict", HEALTHY), shares or SHARES, **fields)
+
+
+def leased(*shares: Share, **fields: Any) -> Mapping[ShareId, Lease]:  # noqa: ANN401
+    """Return leases of shares."""
+    return MappingProxyType({it.id: Lease(it, 5, **fields) for it in shares})
+
+
+def mig(**fields: Any) -> Mapping[str, ProvisionedState]:  # noqa: ANN401
+    """Return what the backend mig has created."""
+    return {"mig": ProvisionedState(**fields)}
+
+
+ROWS: Final[Mapping[str, tuple[GpuState, set[Share]]]] = {
+    "unhealthy": (state(verdict=FAULTY), set(SHARES)),
+    "cordoned": (state(cordons={CordonSource.OPERATOR: PAUSE}), set(SHARES)),
+    "suspended": (state(suspended={"mig": PAUSE}), set(PLACES)),
+    "unconfirmed-lease": (state(leases=leased(FRACTIONS[0], unconfirmed=True)), {FRACTIONS[0]}),
+    "resource-claim": (state(leases=leased(WHOLE, resource_claim=CLAIM)), {WHOLE}),
+    "orphaned-lease": (state(leases=leased(OLD), can_conflict=True), set(SHARES)),
+    "occupied": (
+        state(*PLACES, provisioned=mig(blocked={"s0": "instance 3 is there"})),
+        {PLACES[0], PLACES[1]},
+    ),
+    "staggered": (state(*PLACES, provisioned=mig(delayed={PLACES[2].id})), {PLACES[2]}),
+    "in-use": (
+        state(leases=leased(*FRACTIONS), can_conflict=True),
+        {WHOLE, *PLACES},
+    ),
+    "cleanup": (state(cleanup=Cleanup(since={"whole": 7})), {*FRACTIONS, *PLACES}),
+    "out-of-turn": (state(turn=OfferTurn("mig", 1)), {*FRACTIONS, WHOLE}),
+    "turn-ends": (state(*PLACES, turn=OfferTurn("mig", 1, withdrawn=True)), set(PLACES)),
+    "held-back": (
+        state(hidden=HiddenShares({FRACTIONS[0].resource: frozenset([FRACTIONS[0].id])})),
+        {FRACTIONS[0]},
+    ),
+    "pod-ending": (
+        state(leases=leased(WHOLE), hidden=HiddenShares(ending=frozenset([WHOLE.id]))),
+        {WHOLE},
+    ),
+}
+"""For each row a state with that reason alone, and the shares that it is about."""
+
+
+def test_the_table_is_short_and_each_row_has_its_state() -> None:
+    """A reason is one row; nobody has to know more than 14 of them."""
+    assert [row.name for row in REASONS] == list(ROWS)
+    assert len(REASONS) <= 14
+
+
+@pytest.mark.parametrize("row", REASONS, ids=lambda row: row.name)
+def test_each_row_is_about_its_shares(row: Reason) -> None:
+    """A state with one reason names that row for its shares, and has the row's effects."""
+    now, expected = ROWS[row.name]
+    available = availability_of(now)
+    ids = frozenset(it.id for it in expected)
+
+    assert [(it.name, shares) for it, shares in available.found] == [(row.name, ids)]
+    assert {it for it in now.shares if available.reason(it.id) is row} == expected
+    assert available.unlisted == (set() if row.listed is Listing.YES else ids)
+    assert available.uncounted == (set() if row.counted else ids)
+    assert available.refused == (ids if row.refusal else set())
+    for it in expected:
+        refusal = available.refusal(it)
+        assert (refusal is None) == (row.refusal is None)
+        assert refusal is None or len(str(refusal)) > len(it.id)
+
+
+def test_the_first_of_several_reasons_is_shown() -> None:
+    """The order of the table decides, not the order of events."""
+    both = state(verdict=FAULTY, cordons={CordonSource.NODE: PAUSE}, suspended={"mig": PAUSE})
+    cordoned = replace(both, verdict=HEALTHY)
+
+    for now, name in ((both, "unhealthy"), (cordoned, "cordoned")):
+        row = availability_of(now).reason(PLACES[0].id)
+        assert row is not None
+        assert row.name == name
+    assert "XID 79" in str(availability_of(both).refusal(PLACES[0]))
+    assert "fan" in str(availability_of(cordoned).refusal(PLACES[0]))
+
+
+def test_rows_that_are_found_together_have_equal_effects() -> None:
+    """What finds the shares of several rows at once stands for each of them."""
+    for row in REASONS:
+        for other in REASONS:
+            if row.together is not None and row.together is other.together:
+                assert _effects(row) == _effects(other)
+                assert row.evidence == other.evidence
+
+
+def _effects(row: Reason) -> tuple[Listing, bool, bool, bool, str]:
+    return row.listed, row.counted, row.free, row.refusal is None, row.taint
+
+
+# --- all who ask, beside an account of its own ----------------------------------------------------
+
+
+@st.composite
+def states(draw: st.DrawFn) -> GpuState:
+    """Create states in which anything may be so at once, also what never is."""
+
+    def some(values: Sequence[Any]) -> list[Any]:
+        return draw(st.lists(st.sampled_from(values), max_size=2, unique=True))
+
+    held = {it.id: Lease(it, 5, unconfirmed=draw(st.booleans())) for it in some(SHARES)}
+    held |= {it.id: Lease(it, 5, resource_claim=CLAIM) for it in some(SHARES)}
+    if draw(st.booleans()) and draw(st.booleans()):
+        held[OLD.id] = Lease(OLD, 5)
+    kinds = st.builds(
+        HardwareDevice,
+        st.sampled_from(["MIG-1", "MIG-2"]),
+        st.just(1),
+        st.just(0),
+        idle=st.booleans(),
+        reusable=st.booleans(),
+    )
+    made = ProvisionedState(
+        devices={it.id: draw(kinds) for it in some(PLACES)},
+        blocked=dict.fromkeys(some(["s0", "s1"]), "an instance is there"),
+        paused={it.id: "its daemon fails" for it in some(PLACES)},
+        exclusive=draw(st.booleans()),
+        delayed=frozenset(it.id for it in some(PLACES)),
+    )
+    turn = st.builds(OfferTurn, st.sampled_from(BACKENDS), st.just(1.0), st.booleans())
+    back = {it.resource: _ids(it.resource) for it in some(SHARES)}
+    return state(
+        verdict=draw(st.sampled_from([HEALTHY, HEALTHY, HEALTHY, FAULTY])),
+        api=draw(st.sampled_from(Api)),
+        leases=MappingProxyType(held),
+        allocated=frozenset(it.id for it in some(SHARES)),
+        can_conflict=True,
+        hidden=draw(st.sampled_from([None, HiddenShares(back, frozenset(list(held)[:1]))])),
+        suspended=dict.fromkeys(some(BACKENDS), PAUSE),
+        cordons=dict.fromkeys(some([CordonSource.OPERATOR])[: draw(st.integers(0, 1))], PAUSE),
+        cleanup=Cleanup(since=dict.fromkeys(some(BACKENDS)[:1], 7)),
+        provisioned=draw(st.sampled_from([{}, {"mig": made}])),
+        turn=draw(st.none() | turn),
+        mig_faults=dict.fromkeys(some(["MIG-1"]), FAULTY),
+    )
+
+
+def _ids(resource: ResourceName) -> frozenset[ShareId]:
+    return frozenset(it.id for it in SHARES if it.resource == resource)
+
+
+def _node(now: GpuState) -> Snapshot:
+    offers = {}
+    for resource in dict.fromkeys(it.resource for it in SHARES):
+        own = {it.id: it for it in SHARES if it.resource == resource}
+        by_gpu = {A.id: tuple(own.values())}
+        offers[resource] = Offer(resource, by_gpu, own, {A.id: frozenset(own)}, api=now.api)
+    return Snapshot(MappingProxyType({A.id: now}), offers=offers)
+
+
+def _conflicts(now: GpuState, it: Share) -> bool:
+    """Return whether a share conflicts with anything: the rule, told share by share."""
+    if it.id in now.leases:
+        return False
+    if OLD.id in now.leases:  # nobody knows what is free beside it
+        return True
+    held = [lease.share for lease in now.leases.values()]
+    others = [backend for backend, made in now.provisioned.items() if made.exclusive]
+    if any(conflicts(it, other) for other in held) or {*now.cleanup.since, *others} - {it.backend}:
+        return True
+    for made in now.provisioned.values():
+        if it.id in made.delayed or it.footprint & made.blocked.keys():
+            return True
+        left = {BY_ID[i]: device for i, device in made.devices.items() if i not in now.leases}
+        own = left.get(it)
+        for other, device in left.items():
+            again = device.reusable and own is not None and own.reusable and not own.idle
+            if not device.idle and it.footprint & other.footprint and not again:
+                return True
+    return False
+
+
+def _refused(now: GpuState, it: Share) -> bool:
+    """Return whether Allocate refuses a share."""
+    made = now.provisioned.get("mig", ProvisionedState())
+    device, lease = made.devices.get(it.id), now.leases.get(it.id)
+    by_claim = lease is not None and lease.resource_claim is not None
+    return (
+        not now.verdict.healthy
+        or (device is not None and device.device in now.mig_faults)
+        or bool(now.cordons)
+        or it.backend in now.suspended
+        or it.id in made.paused
+        or (lease is not None and lease.unconfirmed)
+        or (by_claim and now.api is Api.DEVICE_PLUGIN)
+        or _conflicts(now, it)
+    )
+
+
+def _others_turn(now: GpuState, it: Share) -> bool:
+    """Return whether another backend offers the idle GPU."""
+    idle = not now.leases and not now.cleanup.since
+    turn = now.turn if idle else None
+    return turn is not None and turn.backend != it.backend and it.id not in now.allocated
+
+
+def _listed(now: GpuState, it: Share) -> bool:
+    """Return whether the kubelet sees a share as Healthy."""
+    taken = it.id in now.leases or it.id in now.allocated
+    lease = now.leases.get(it.id)
+    hidden = now.hidden or HiddenShares()
+    if it.id in hidden.ending or (it.resource in hidden.held_back and not taken):
+        return False
+    if lease is not None:  # its pod keeps it, whatever keeps others away
+        leases = {**now.leases, it.id: replace(lease, unconfirmed=False)}
+        kept = replace(now, cordons={}, leases=MappingProxyType(leases))
+        return not _refused(kept, it) and not _others_turn(now, it)
+    return not _refused(now, it) and not _others_turn(now, it)
+
+
+def _counted(now: GpuState, it: Share) -> bool:
+    """Return whether the Node's amount has a share: not in the last moments of a turn."""
+    ends = now.turn is not None and now.turn.withdrawn and now.turn.backend == it.backend
+    idle = not now.leases and not now.cleanup.since
+    return _listed(now, it) and not (ends and idle)
+
+
+def _free(now: GpuState, it: Share) -> bool:
+    """Return whether reports count a share as free."""
+    taken = it.id in now.leases or it.id in now.allocated
+    return not taken and not _refused(now, it) and not _others_turn(now, it)
+
+
+@given(states())
+def test_all_who_ask_agree_with_an_independent_rule(now: GpuState) -> None:
+    """Lists, Node amounts, reports and Allocate say the same of each share in any state."""
+    node = _node(now)
+    amounts = healthy_shares_of(node)
+    for resource, offer in node.offers.items():
+        shares = [BY_ID[i] for i in offer.shares]
+        assert count_free(now, resource) == sum(_free(now, it) for it in shares)
+        assert free_part(now, offer).free == count_free(now, resource)
+        if now.api is Api.DEVICE_PLUGIN:
+            devices = DeviceList(resource)
+            listed = v1beta1.ListAndWatchResponse().parse(devices.encode(devices.view(node)))
+            healthy = {it.id for it in listed.devices if it.health == "Healthy"}
+            assert healthy == {it.id for it in shares if _listed(now, it)}
+            assert amounts[resource] == sum(_counted(now, it) for it in shares)
+        for it in shares:
+            if not _refused(now, it):
+                refuse([it], node)
+                continue
+            with pytest.raises(RequestError):
+                refuse([it], node)
+            row = availability_of(now).reason(it.id)
+            assert row is not None
+            assert row.refusal is not None
+
+
+@given(states())
+def test_no_row_is_about_shares_without_its_evidence(now: GpuState) -> None:
+    """A row that has evidence finds nothing where the state has none of it."""
+    empty: dict[str, Any] = {
+        "cordons": {},
+        "suspended": {},
+        "provisioned": {},
+        "can_conflict": False,
+        "cleanup": Cleanup(),
+        "turn": None,
+        "hidden": None,
+    }
+    for row in REASONS:
+        if row.evidence:
+            fields = {it.partition(".")[0] for it in row.evidence}
+            without = replace(now, **{it: empty[it] for it in fields})
+            assert row.shares(without) == frozenset(), row.name
