@@ -1,4 +1,4 @@
-"""The contract of NVML: values, two protocols, and reads of several GPUs at once.
+"""The contract of NVML: values, protocols by role, and reads of several GPUs.
 
 `None` in a value means that the driver does not report it (NVML's NOT_SUPPORTED), never zero.
 """
@@ -229,28 +229,8 @@ class MigDriver(Protocol):
         ...
 
 
-class Driver(Protocol):
-    """NVML. Calls run in worker threads, each with a deadline.
-
-    Every call may raise `DriverUnavailable` (leave the session and open a new one). Calls for one
-    GPU may raise `GpuLost` or `DriverTimeout`, which concern that GPU alone, and `DriverError` for
-    any other answer of NVML.
-    """
-
-    @property
-    def unanswered_calls(self) -> Sequence[str]:
-        """The calls that NVML did not answer before their deadline."""
-        ...
-
-    @property
-    def has_threads(self) -> bool:
-        """True while a thread is inside NVML; it keeps the process alive."""
-        ...
-
-    @property
-    def mig(self) -> MigDriver:
-        """The MIG calls."""
-        ...
+class HealthDriver(Protocol):
+    """A session of NVML, and the GPUs in it: found, checked, and heard. Errors are `Driver`'s."""
 
     def session(self) -> AbstractAsyncContextManager[None]:
         """Initialise NVML on entry and shut it down on exit.
@@ -271,46 +251,34 @@ class Driver(Protocol):
         """Read the condition of one GPU: this is the device check."""
         ...
 
+    async def events(self) -> Sequence[DriverEvent]:
+        """Wait for events of any GPU, at most one second; return none if nothing happened."""
+        ...
+
+    async def renew_events(self) -> None:
+        """Register for the events of every GPU again.
+
+        A reset ends the registration of a GPU, and NVML does not report that. No event is lost or
+        delivered twice meanwhile. A failure is logged, and shows in `unheard`.
+        """
+        ...
+
+    @property
+    def unheard(self) -> Mapping[GpuId, str]:
+        """The GPUs whose XIDs NVML does not deliver now, and why; without lost GPUs."""
+        ...
+
+    @property
+    def mig(self) -> MigDriver:
+        """The MIG calls."""
+        ...
+
+
+class UsageDriver(Protocol):
+    """The processes and sensors of GPUs, with the errors of `Driver`."""
+
     async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:
         """List the compute and graphics processes that have memory on one GPU."""
-        ...
-
-    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
-        """Read the compute mode of a GPU; `None` when the driver does not report it."""
-        ...
-
-    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
-        """Set the compute mode of a GPU.
-
-        Raises:
-            DriverError: also if this process is not root's, or the GPU cannot; says which.
-        """
-        ...
-
-    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
-        """Limit the GPU memory of all processes of a cgroup together, in bytes.
-
-        The limit ends with the cgroup. Memory that the processes have already stays theirs.
-
-        Args:
-            gpu: a GPU that is not in MIG mode.
-            cgroup: the folder of a cgroup of version 2.
-            limit: bytes of this GPU's memory; `None` removes the limit.
-
-        Raises:
-            Unsupported: if this driver or GPU has no such limits.
-            NotFound: if there is no such cgroup, or the kernel does not count GPU memory in it.
-            DriverError: also if this process is not root's, or the limit has no effect; says which.
-        """
-        ...
-
-    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
-        """Read the memory limit of a cgroup, from any program; `None` without one.
-
-        Raises:
-            Unsupported: as `limit_memory`, and by some drivers where no limit is set at all.
-            DriverError: as `limit_memory`.
-        """
         ...
 
     async def activity(
@@ -338,21 +306,65 @@ class Driver(Protocol):
         """
         ...
 
-    async def events(self) -> Sequence[DriverEvent]:
-        """Wait for events of any GPU, at most one second; return none if nothing happened."""
-        ...
 
-    async def renew_events(self) -> None:
-        """Register for the events of every GPU again.
+class LimitDriver(Protocol):
+    """The driver's own memory limits, with the errors of `Driver`."""
 
-        A reset ends the registration of a GPU, and NVML does not report that. No event is lost or
-        delivered twice meanwhile. A failure is logged, and shows in `unheard`.
+    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
+        """Limit the GPU memory of all processes of a cgroup together, in bytes.
+
+        The limit ends with the cgroup. Memory that the processes have already stays theirs.
+
+        Args:
+            gpu: a GPU that is not in MIG mode.
+            cgroup: the folder of a cgroup of version 2.
+            limit: bytes of this GPU's memory; `None` removes the limit.
+
+        Raises:
+            Unsupported: if this driver or GPU has no such limits.
+            NotFound: if there is no such cgroup, or the kernel does not count GPU memory in it.
+            DriverError: also if this process is not root's, or the limit has no effect; says which.
         """
         ...
 
+    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:
+        """Read the memory limit of a cgroup, from any program; `None` without one.
+
+        Raises:
+            Unsupported: as `limit_memory`, and by some drivers where no limit is set at all.
+            DriverError: as `limit_memory`.
+        """
+        ...
+
+
+class Driver(HealthDriver, UsageDriver, LimitDriver, Protocol):
+    """NVML. Calls run in worker threads, each with a deadline.
+
+    Every call may raise `DriverUnavailable` (leave the session and open a new one). Calls for one
+    GPU may raise `GpuLost` or `DriverTimeout`, which concern that GPU alone, and `DriverError` for
+    any other answer of NVML.
+    """
+
     @property
-    def unheard(self) -> Mapping[GpuId, str]:
-        """The GPUs whose XIDs NVML does not deliver now, and why; without lost GPUs."""
+    def unanswered_calls(self) -> Sequence[str]:
+        """The calls that NVML did not answer before their deadline."""
+        ...
+
+    @property
+    def has_threads(self) -> bool:
+        """True while a thread is inside NVML; it keeps the process alive."""
+        ...
+
+    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:
+        """Read the compute mode of a GPU; `None` when the driver does not report it."""
+        ...
+
+    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
+        """Set the compute mode of a GPU.
+
+        Raises:
+            DriverError: also if this process is not root's, or the GPU cannot; says which.
+        """
         ...
 
 

@@ -80,7 +80,7 @@ class ContainerCgroup(msgspec.Struct, frozen=True):
     populated: bool = True
 
 
-class Host(Protocol):
+class HostProcesses(Protocol):
     """The processes of this machine. Reads happen in worker threads.
 
     Answers leave out processes that end while they are read.
@@ -102,13 +102,6 @@ class Host(Protocol):
         """
         ...
 
-    async def peer(self, peer: Peer) -> ProcessIdentity | None:
-        """Identify the process at the other end of a socket.
-
-        `None` if the process has ended since, or is not visible, as in another pid namespace.
-        """
-        ...
-
     async def describe(
         self, who: Collection[ProcessIdentity]
     ) -> Mapping[ProcessIdentity, ProcessDetails]:
@@ -122,19 +115,30 @@ class Host(Protocol):
         """
         ...
 
-    async def cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
-        """Find the cgroups of running containers by the kubelet's names.
-
-        A name may have several cgroups while one pod replaces another. There are none with cgroups
-        of version 1, or where cgroups are not visible.
-        """
-        ...
-
     async def signal(self, who: ProcessIdentity, signal: Signals) -> bool:
         """Signal exactly this process; return whether it was still running.
 
         Raises:
             ValueError: if the process runs outside the containers of pods: metagpu never ends it.
             HostError: if the kernel refuses; names the missing right.
+        """
+        ...
+
+
+class Host(HostProcesses, Protocol):
+    """The processes of this machine, the cgroups of containers, and the peers of sockets."""
+
+    async def peer(self, peer: Peer) -> ProcessIdentity | None:
+        """Identify the process at the other end of a socket.
+
+        `None` if the process has ended since, or is not visible, as in another pid namespace.
+        """
+        ...
+
+    async def cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
+        """Find the cgroups of running containers by the kubelet's names.
+
+        A name may have several cgroups while one pod replaces another. There are none with cgroups
+        of version 1, or where cgroups are not visible.
         """
         ...

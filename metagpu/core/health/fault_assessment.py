@@ -10,11 +10,11 @@ import msgspec
 
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.contracts.driver import (
-    Driver,
     DriverEvent,
     EccError,
     GpuCondition,
     GpuUnavailable,
+    HealthDriver,
     RecoveryAction,
     RecoveryActionChanged,
     Xid,
@@ -132,7 +132,7 @@ class GpuRecovery(msgspec.Struct):
         return now - self.clean_since >= quiet_period
 
 
-async def find_problem(driver: Driver, gpu: GpuId) -> tuple[str, Fault] | None:
+async def find_problem(driver: HealthDriver, gpu: GpuId) -> tuple[str, Fault] | None:
     """Check a GPU's condition; return its problem and fault, `None` when healthy."""
     try:
         condition = await driver.condition(gpu)
@@ -149,7 +149,7 @@ def reason_beside(gpu: GpuId, message: str) -> str:
     return message.rpartition(f"({gpu}): ")[2]
 
 
-async def read_condition(driver: Driver, gpu: GpuId) -> GpuCondition | None:
+async def read_condition(driver: HealthDriver, gpu: GpuId) -> GpuCondition | None:
     """Read a GPU's condition; return `None` where the GPU does not answer."""
     try:
         return await driver.condition(gpu)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from metagpu.core.contracts.driver import Driver, read_instances
+from metagpu.core.contracts.driver import HealthDriver, read_instances
 from metagpu.core.errors import DriverError, DriverUnavailable
 from metagpu.core.health.fault_assessment import FaultAssessment, MigInstanceRef
 from metagpu.core.model.gpu import GpuId
@@ -30,7 +30,7 @@ class MigHealth:
         fault_count: number of faults of each GPU's MIG devices so far.
     """
 
-    driver: Driver
+    driver: HealthDriver
     registry: Registry
     clock: Callable[[], float]
     fault_count: Counter[GpuId] = field(default_factory=Counter)

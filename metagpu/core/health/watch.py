@@ -18,8 +18,8 @@ import structlog
 
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.contracts.driver import (
-    Driver,
     DriverEvent,
+    HealthDriver,
     Survey,
     Xid,
 )
@@ -90,7 +90,7 @@ class HealthWatch:
         unusable: why NVML as a whole cannot be used now; empty while it can be used.
     """
 
-    driver: Driver
+    driver: HealthDriver
     registry: Registry
     settings: Callable[[], HealthConfig] = HealthConfig
     clock: Callable[[], float] = time.time

@@ -11,8 +11,8 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from metagpu.core.contracts.driver import Driver, GpuProcess
-from metagpu.core.contracts.host import Container, Host, ProcessDetails, ProcessIdentity
+from metagpu.core.contracts.driver import GpuProcess, UsageDriver
+from metagpu.core.contracts.host import Container, HostProcesses, ProcessDetails, ProcessIdentity
 from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
@@ -70,8 +70,8 @@ class UsageCollector:
 
     def __init__(
         self,
-        driver: Driver,
-        host: Host,
+        driver: UsageDriver,
+        host: HostProcesses,
         registry: Registry,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.capabilities import MemoryGuard
-from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.driver import LimitDriver
 from metagpu.core.contracts.host import Container, ContainerCgroup, Host
 from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
 from metagpu.core.model.gpu import MIB, GpuId
@@ -68,7 +68,7 @@ class DriverLimits:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: LimitDriver,
         host: Host,
         registry: Registry,
         collector: UsageCollector,

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.capabilities import MemoryGuard
-from metagpu.core.contracts.host import Host
+from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
@@ -134,7 +134,7 @@ class Enforcer:
     def __init__(
         self,
         collector: UsageCollector,
-        host: Host,
+        host: HostProcesses,
         registry: Registry,
         settings: EnforcementSettings,
         guards: Mapping[str, MemoryGuard],

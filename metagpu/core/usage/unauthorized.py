@@ -13,7 +13,7 @@ from time import time
 import anyio
 import structlog
 
-from metagpu.core.contracts.host import Container, Host
+from metagpu.core.contracts.host import Container, HostProcesses
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.state.events import UnauthorizedUseFound
@@ -52,7 +52,7 @@ class UnauthorizedUseWatch:
     def __init__(
         self,
         collector: UsageCollector,
-        host: Host,
+        host: HostProcesses,
         registry: Registry,
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import anyio
 from msgspec.structs import replace
 
-from metagpu.core.contracts.driver import Driver
+from metagpu.core.contracts.driver import UsageDriver
 from metagpu.core.contracts.sensors import GpuSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
@@ -110,7 +110,7 @@ class _Utilization(NamedTuple):
 class UtilizationReader:
     """Reads how much of each GPU its processes use, and keeps it for scrapes."""
 
-    def __init__(self, driver: Driver, registry: Registry, timing: UsageTiming) -> None:
+    def __init__(self, driver: UsageDriver, registry: Registry, timing: UsageTiming) -> None:
         self._driver = driver
         self._registry = registry
         self._timing = timing

@@ -13,12 +13,9 @@ from msgspec.structs import replace
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.driver import (
-    ComputeMode,
     DriverEvent,
     EccError,
-    GpuActivity,
     GpuCondition,
-    GpuProcess,
     MigDriver,
     RecoveryAction,
     RecoveryActionChanged,
@@ -26,7 +23,6 @@ from metagpu.core.contracts.driver import (
     Survey,
     Xid,
 )
-from metagpu.core.contracts.sensors import DetailedSensors
 from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
 from metagpu.core.health import verdicts as fault_news
 from metagpu.core.health import watch as health
@@ -66,16 +62,6 @@ class ScriptedDriver:
     renewed: anyio.Event = field(default_factory=anyio.Event)
     mig: MigDriver = field(init=False)
 
-    @property
-    def unanswered_calls(self) -> Sequence[str]:
-        """Return no hanging call."""
-        return ()
-
-    @property
-    def has_threads(self) -> bool:
-        """Return that no thread is left."""
-        return False
-
     def session(self) -> AbstractAsyncContextManager[None]:
         """Do nothing."""
         return nullcontext()
@@ -93,43 +79,6 @@ class ScriptedDriver:
         if self.found is not None:
             return self.found
         return GpuCondition(memory_used=0, recovery_action=RecoveryAction.NONE)
-
-    async def processes(self, gpu: GpuId) -> Sequence[GpuProcess]:  # noqa: ARG002
-        """Return no processes."""
-        return ()
-
-    async def activity(
-        self,
-        gpu: GpuId,  # noqa: ARG002
-        *,
-        processes: bool = True,  # noqa: ARG002
-        sensors: bool = False,  # noqa: ARG002
-        costly: bool = True,  # noqa: ARG002
-    ) -> GpuActivity:
-        """Return no processes."""
-        return GpuActivity(())
-
-    async def utilization(self, gpu: GpuId) -> Mapping[int, int] | None:  # noqa: ARG002
-        """Return no utilization."""
-        return None
-
-    async def sensors(self, gpu: GpuId, *, costly: bool = True) -> DetailedSensors:  # noqa: ARG002
-        """Return no reading."""
-        return DetailedSensors()
-
-    async def limit_memory(self, gpu: GpuId, cgroup: str, limit: int | None) -> None:
-        """Do nothing."""
-
-    async def memory_limit(self, gpu: GpuId, cgroup: str) -> int | None:  # noqa: ARG002
-        """Return no limit."""
-        return None
-
-    async def compute_mode(self, gpu: GpuId) -> ComputeMode | None:  # noqa: ARG002
-        """Return the default mode."""
-        return ComputeMode.DEFAULT
-
-    async def set_compute_mode(self, gpu: GpuId, mode: ComputeMode) -> None:
-        """Do nothing."""
 
     async def renew_events(self) -> None:
         """Set `renewed`."""

@@ -48,6 +48,7 @@ class Ground(NamedTuple):
     host: Watched
     further: list[str]
     collector: UsageCollector
+    nvml: NvmlDriver
 
 
 @asynccontextmanager
@@ -85,7 +86,7 @@ async def ground(
         registry.apply(GpusFound((await nvml.survey()).gpus, at=0))
         further.clear()
         collector = UsageCollector(nvml, host, registry, UsageTiming(turn=turn, recent=recent))
-        yield Ground(node, host, further, collector)
+        yield Ground(node, host, further, collector, nvml)
 
 
 async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(

@@ -140,7 +140,7 @@ async def test_in_mig_mode_utilization_is_not_asked_for(tmp_path: Path, calls: C
     async with scraped(tmp_path, calls) as it:
         for number in range(GPUS):
             it.node.gpu(number).mig.enabled = it.node.gpu(number).mig.pending = True
-        survey = await it.collector._driver.survey()
+        survey = await it.nvml.survey()
         it.collector._registry.apply(GpusFound(survey.gpus, at=0))
         assert (await scrape(it)).utilization == {}
         assert calls.take() == (1, 0)
@@ -195,7 +195,7 @@ async def test_mgctl_reads_what_a_scrape_did_not(tmp_path: Path, calls: Calls) -
 async def test_the_page_of_dcgm_exporter_reads_one_energy(tmp_path: Path, calls: Calls) -> None:
     """The detailed sensors have their turns too, and every GPU its energy."""
     async with ground(tmp_path, gpus=GPUS) as it:
-        reader = DetailedSensorReader(it.collector._registry, it.collector._driver.sensors)
+        reader = DetailedSensorReader(it.collector._registry, it.nvml.sensors)
         for expected in (GPUS, 1, 1):
             found = await reader.read()
             assert calls.take() == (expected, 0)
