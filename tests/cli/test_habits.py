@@ -63,6 +63,15 @@ def test_a_short_option_has_one_long_name() -> None:
     assert {"-o", "-w", "-n", "-l", "-A"} <= longs.keys()
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_shows_an_example(name: str) -> None:
+    """Each command's help ends with an example that begins with the command."""
+    found = {f"{name} {word}": it.format_help() for word, it in commands_of(PROGRAMS[name]).items()}
+
+    assert len(found) > 3
+    assert [it for it, text in found.items() if f"example:\n  {it}" not in text] == []
+
+
 @pytest.mark.parametrize("option", ["--watch", "--sort-by"])
 def test_an_option_has_one_meaning(option: str) -> None:
     """Options of several programs have one help."""

@@ -19,10 +19,6 @@ from metagpu.plugins.control.socket import control_server
 from metagpu.sim.demo.drawing import show_demo
 from tests.cli.test_mgctl import TtyText, interrupted_after
 
-COMMANDS = (
-    *("run", "demo", "explain", "validate", "plan", "status"),
-    *("acknowledge", "cordon", "uncordon", "sim"),
-)
 TWO_POOLS = """\
 version: metagpu/v1
 pools:
@@ -35,16 +31,6 @@ pools:
 """
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command's help ends with an example that begins with the command."""
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-
-    assert end.value.code == 0
-    assert f"example:\n  metagpu {command}" in capsys.readouterr().out
-
-
 def test_help_names_every_use_of_the_api_server(capsys: pytest.CaptureFixture[str]) -> None:
     """The help of `--cluster` names each possible value."""
     with pytest.raises(SystemExit):
@@ -52,15 +38,6 @@ def test_help_names_every_use_of_the_api_server(capsys: pytest.CaptureFixture[st
 
     output = "".join(capsys.readouterr().out.split())  # lines are broken within names, at a hyphen
     assert f"of{','.join(Feature)};all,-taintleavesoneout" in output
-
-
-def test_unknown_command_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
-    """A command that does not exist ends with status 2 and names those that do."""
-    with pytest.raises(SystemExit) as end:
-        main(["frobnicate"])
-
-    assert end.value.code == 2
-    assert "allowed: run, demo, explain, " in capsys.readouterr().err
 
 
 def test_explain_by_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -482,20 +482,6 @@ def test_without_a_daemon_mgctl_fails(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["get"], ["get", "cakes"], ["get", "pods", "-o", "xml"]])
-def test_unknown_arguments_are_misuse(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An unknown argument is status 2 and a line that names the help."""
-    with pytest.raises(SystemExit) as end:
-        mgctl.main(arguments)
-
-    assert end.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("mgctl")
-    assert "--help`" in line
-
-
 async def test_a_closed_pipe_ends_mgctl_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,15 +551,3 @@ def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     checks = json.loads(capsys.readouterr().out)
     assert [each["code"] for each in checks] == list(CHECKS)
     assert checks[0].keys() == {"code", "result", "finding", "fix"}
-
-
-@pytest.mark.parametrize(
-    "command", [*(f"get {kind}" for kind in KINDS), "get", "top", "doctor", "version"]
-)
-def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command's help ends with an example that begins with the command."""
-    with pytest.raises(SystemExit) as end:
-        mgctl.main([*command.split(), "--help"])
-
-    assert end.value.code == 0
-    assert f"example:\n  mgctl {command}" in capsys.readouterr().out
