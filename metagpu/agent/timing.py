@@ -6,7 +6,7 @@ from metagpu.agent.cdi_file import CdiTiming
 from metagpu.agent.config_watch import ConfigWatchTiming
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.layout.turns import TurnTiming
-from metagpu.core.runtime.tasks import MainTaskTiming
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.kubelet.timing import KubeletTiming
@@ -55,7 +55,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
 
     first_leases: float = 1.0
     first_registration: float = 1.0
-    main_tasks: MainTaskTiming = MainTaskTiming()
+    main_tasks: RestartTiming = RestartTiming()
     turns: TurnTiming = TurnTiming()
     exchange: ExchangeTiming = ExchangeTiming()
     device_nodes: float = 10.0

@@ -15,11 +15,12 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
+from metagpu.core.layout.backend_runner import RESTARTS, BackendRunner
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import MIB, Connection, Gpu, GpuId, Topology
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.state.facts import (
     Fact,
     GpusFound,
@@ -227,7 +228,7 @@ async def run_backends(
     injection: Injection | None = None,
     programs: Programs | None = None,
     daemons: Daemons | None = None,
-    timing: BackendRunnerTiming | None = None,
+    timing: RestartTiming = RESTARTS,
 ) -> AsyncIterator[BackendRig]:
     """Run the backends of a configuration on a simulated node while the block lasts.
 

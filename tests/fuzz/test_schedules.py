@@ -21,7 +21,7 @@ from hypothesis import settings
 from msgspec.structs import replace
 
 from metagpu.agent.timing import AgentTiming
-from metagpu.core.runtime.tasks import MainTaskTiming
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.registration import RegistrationService
@@ -32,7 +32,7 @@ SECOND, DIAL = 100, 50
 """The ticks in which all is registered and listed, and those in which a kubelet dials in vain."""
 UNBOUNDED = 600.0
 RESOURCES = tuple(f"example.com/{letter}" for letter in "abcd")
-UNMENDED = AgentTiming(main_tasks=MainTaskTiming(first_delay=1e6))
+UNMENDED = AgentTiming(main_tasks=RestartTiming(first_delay=1e6))
 QUICK = replace(
     TIMING,
     connect_deadline=1e6,

@@ -4,7 +4,8 @@ from contextlib import AbstractAsyncContextManager
 
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.backend_runner import BackendRunnerTiming
+from metagpu.core.layout.backend_runner import RESTARTS
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.sim.machine.node import SimNode
 from metagpu.testing import node as testing_node
 from metagpu.testing.node import BackendRig
@@ -22,7 +23,7 @@ def run_backends(
     injection: Injection | None = None,
     programs: Programs | None = None,
     daemons: Daemons | None = None,
-    timing: BackendRunnerTiming | None = None,
+    timing: RestartTiming = RESTARTS,
 ) -> AbstractAsyncContextManager[BackendRig]:
     """Run built-in backends on a simulated node while the block lasts."""
     return testing_node.run_backends(

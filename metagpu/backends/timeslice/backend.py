@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import ClassVar, Final
 
 import anyio
-import msgspec
 import structlog
 
 from metagpu.backends.common.packing import GpuCandidate, candidates_of
@@ -138,17 +137,6 @@ _STEPS: Final = {
 _LENGTHS: Final = frozenset(map(str, TimeSlice))
 
 
-class TimesliceTiming(msgspec.Struct, frozen=True):
-    """The delays of the backend.
-
-    Attributes:
-        retry: seconds between two attempts to set the length of a time-slice. The driver's
-            programs may be installed later than this agent.
-    """
-
-    retry: float = 60.0
-
-
 class TimesliceOptions(
     OneResourceOptions, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True
 ):
@@ -181,12 +169,17 @@ class TimesliceBackend(
     DeclaresSharing,
     SharesClaims,
 ):
-    """A backend of replicas of a GPU, with ids `GPU-<uuid>::t3`."""
+    """A backend of replicas of a GPU, with ids `GPU-<uuid>::t3`.
+
+    Attributes:
+        retry: seconds between two attempts to set the length of a time-slice. The driver's
+            programs may be installed later than this agent.
+    """
 
     name: ClassVar[str] = "timeslice"
     options_type: ClassVar[type[Options]] = TimesliceOptions
     sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.TIME_SLICING
-    timing: ClassVar[TimesliceTiming] = TimesliceTiming()
+    retry: ClassVar[float] = 60.0
 
     def __init__(self, options: TimesliceOptions, injection: Injection) -> None:
         super().__init__(options, injection)
@@ -283,7 +276,7 @@ class TimesliceBackend(
                     to_undo, longest = length is not TimeSlice.DEFAULT, math.inf
                     failures.clear(length)
                 else:
-                    to_undo, longest = before, self.timing.retry
+                    to_undo, longest = before, self.retry
                     if failures.is_new(length, str(failure)):
                         self._log_failure(length, context.gpu, failure)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Final
 
 import anyio
 import msgspec
@@ -18,6 +19,7 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ProvisionedState
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import Backoff
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendDetached,
@@ -31,18 +33,8 @@ from metagpu.core.state.registry import Registry
 
 log = structlog.get_logger()
 
-
-class BackendRunnerTiming(msgspec.Struct, frozen=True):
-    """The delays, in seconds, before the runner calls a failed backend again.
-
-    Attributes:
-        first_delay: the delay after the first failure; it doubles with each failure in a row.
-        longest_delay: the longest delay. A call that lasted longer than this counts as a success,
-            and the next failure has the first delay again.
-    """
-
-    first_delay: float = 1.0
-    longest_delay: float = 60.0
+RESTARTS: Final = RestartTiming(longest_delay=60.0, steady=60.0)
+"""A backend that failed is called again after these; one that served longer is steady."""
 
 
 class _Run(msgspec.Struct, eq=False):
@@ -158,14 +150,14 @@ class BackendRunner:
         daemons: Daemons,
         clock: Callable[[], float] = time.time,
         *,
-        timing: BackendRunnerTiming | None = None,
+        timing: RestartTiming = RESTARTS,
     ) -> None:
         self._registry = registry
         self._driver = driver
         self._programs = programs
         self._daemons = daemons
         self._clock = clock
-        self._timing = timing or BackendRunnerTiming()
+        self._timing = timing
         self._assignments: tuple[BackendAssignment, ...] = ()
         self._runs: list[_Run] = []
         self._changed = anyio.Event()
@@ -268,8 +260,8 @@ class BackendRunner:
         context = _RunContext(
             self._programs, self._daemons, run, self._registry, self._driver, self._clock
         )
-        backend, longest = run.assignment.backend, self._timing.longest_delay
-        backoff = Backoff(self._timing.first_delay, longest)
+        backend, timing = run.assignment.backend, self._timing
+        backoff = Backoff(timing.first_delay, timing.longest_delay)
 
         try:
             with run.scope:
@@ -282,7 +274,7 @@ class BackendRunner:
                         self._dismiss(run)  # no backend will clean the GPU: others may have it
                         return
 
-                    if anyio.current_time() - started > longest:
+                    if anyio.current_time() - started > timing.steady:
                         backoff.reset()
                     delay = backoff.next()
                     if _needs_setup(backend):

@@ -76,13 +76,13 @@ async def serve(
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-class MainTaskTiming(msgspec.Struct, frozen=True):
-    """Seconds.
+class RestartTiming(msgspec.Struct, frozen=True):
+    """The times of restarts of one task, in seconds.
 
     Attributes:
-        first_delay: from the end of a main task to its next start; it doubles with each more.
+        first_delay: from the end of the task to its next start; it doubles with each end in a row.
         longest_delay: the longest such delay.
-        steady: the time that a task runs again until its end is forgotten.
+        steady: the time that the task runs again until its earlier ends are forgotten.
     """
 
     first_delay: float = 1.0
@@ -96,7 +96,7 @@ class MainTasks:
     A return is a fault like an error: a task group that loses its cancellation ends without one.
     """
 
-    def __init__(self, timing: MainTaskTiming = MainTaskTiming()) -> None:  # noqa: B008 - frozen
+    def __init__(self, timing: RestartTiming = RestartTiming()) -> None:  # noqa: B008 - frozen
         self._timing = timing
         self._ends: dict[str, str] = {}
         self._restarted: dict[str, float] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metagpu.backends.timeslice import backend as timeslice
-from metagpu.backends.timeslice.backend import TimesliceBackend, TimesliceTiming
+from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Options, installed_backends
@@ -364,7 +364,7 @@ async def test_the_length_of_a_resource_claim_lasts_as_long_as_the_claim(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The backend sets it at once, also after a failure, and the pool's after the claim."""
-    monkeypatch.setattr(TimesliceBackend, "timing", TimesliceTiming(retry=3600))
+    monkeypatch.setattr(TimesliceBackend, "retry", 3600)
     programs = RecordedPrograms(refusal=ProgramError("no driver"), refuses=1)
     claim = ResourceClaimRef("default", "long", "uid-1")
 
@@ -436,7 +436,7 @@ async def test_a_failed_program_is_a_warning_for_its_gpu() -> None:
 
 async def test_a_failed_program_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed time slice is set as soon as possible; the same failure is logged once."""
-    monkeypatch.setattr(TimesliceBackend, "timing", TimesliceTiming(retry=0))
+    monkeypatch.setattr(TimesliceBackend, "retry", 0)
     refusal = ProgramError("`nvidia-smi` failed with status 9: no driver")
     programs = RecordedPrograms(refusal=refusal, refuses=3)
 

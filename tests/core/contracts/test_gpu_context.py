@@ -12,9 +12,10 @@ from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.errors import DriverError
 from metagpu.core.layout import backend_runner
-from metagpu.core.layout.backend_runner import BackendRunnerTiming
+from metagpu.core.layout.backend_runner import RESTARTS
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.sim.machine.gpu import SimProcess
 from tests.rigs.build import BACKENDS, METAGPU, ManagedFraction, pool
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -73,7 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> ServeCalls:
 
 @asynccontextmanager
 async def dirty(
-    calls: ServeCalls, text: str = MIXED, timing: BackendRunnerTiming | None = None
+    calls: ServeCalls, text: str = MIXED, timing: RestartTiming = RESTARTS
 ) -> AsyncIterator[tuple[BackendRig, GpuContext]]:
     """Leave a GPU whose last lease has just ended to its backend, while the block lasts."""
     async with run_backends(text, gpu_models="t4:1", timing=timing) as rig:
@@ -314,7 +315,7 @@ async def test_a_backend_that_fails_at_cleanup_is_called_again(
     calls: ServeCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configured backend owns its GPU until its cleanup succeeds."""
-    timing = BackendRunnerTiming(first_delay=0)
+    timing = RestartTiming(first_delay=0)
     failing = anyio.Event()
 
     async def serve(_: ManagedFraction, context: GpuContext) -> None:

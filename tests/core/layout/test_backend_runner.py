@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.contracts.backend import Backend, GpuContext
 from metagpu.core.layout import backend_runner
-from metagpu.core.layout.backend_runner import BackendRunner, BackendRunnerTiming
+from metagpu.core.layout.backend_runner import RESTARTS, BackendRunner
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.state.facts import GpusFound, NodeWithdrawn
 from metagpu.core.state.registry import Registry
 from metagpu.nvml.driver import NvmlDriver
@@ -85,9 +86,7 @@ def layout(*gpus: Gpu, shares: int = 10) -> Layout:
 
 
 @asynccontextmanager
-async def running(
-    *gpus: Gpu, timing: BackendRunnerTiming | None = None
-) -> AsyncIterator[BackendRunner]:
+async def running(*gpus: Gpu, timing: RestartTiming = RESTARTS) -> AsyncIterator[BackendRunner]:
     """Run a layout while the block lasts."""
     registry = Registry()
     registry.apply(GpusFound((A, B), at=0))
@@ -168,7 +167,7 @@ async def test_a_failed_backend_is_logged_and_called_again(calls: CallLog) -> No
     calls.fails = 2
 
     with capture_module_logs(backend_runner) as logs:
-        async with running(A, B, timing=BackendRunnerTiming(first_delay=0)):
+        async with running(A, B, timing=RestartTiming(first_delay=0)):
             assert len(calls.lines) == 4  # whichever of them fails, or both
             assert {*calls.lines} == {"serve 0/10", "serve 1/10"}
 

@@ -12,7 +12,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.runtime import tasks
 from metagpu.core.runtime.tasks import (
     MainTasks,
-    MainTaskTiming,
+    RestartTiming,
     run_with_restart,
     serve,
     start_together,
@@ -214,7 +214,7 @@ class OptionalTask:
 
 async def test_an_ended_task_starts_again_and_is_logged() -> None:
     """A main task that fails, and one that merely returns, is logged and started again."""
-    kept, task = MainTasks(MainTaskTiming(first_delay=0.001)), OptionalTask()
+    kept, task = MainTasks(RestartTiming(first_delay=0.001)), OptionalTask()
 
     with capture_module_logs(tasks) as entries:
         async with anyio.create_task_group() as group:
@@ -231,7 +231,7 @@ async def test_an_ended_task_starts_again_and_is_logged() -> None:
 
 async def test_a_problem_stays_until_the_task_is_steady() -> None:
     """An ended task is a problem while it waits, and until it has run for a while again."""
-    kept, ended, seen = MainTasks(MainTaskTiming(first_delay=1000)), False, anyio.Event()
+    kept, ended, seen = MainTasks(RestartTiming(first_delay=1000)), False, anyio.Event()
 
     async def ends_once() -> None:
         nonlocal ended
@@ -249,7 +249,7 @@ async def test_a_problem_stays_until_the_task_is_steady() -> None:
         skip(1000)
         await seen.wait()
         assert kept.problems == {"offers": "it returned"}
-        skip(MainTaskTiming().steady)
+        skip(RestartTiming().steady)
         assert kept.problems == {}
         group.cancel_scope.cancel()
 
