@@ -221,7 +221,7 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
         lists.append({it.id for it in devices if it.health == "Healthy"})
         replace(state, resource, devices)
 
-    monkeypatch.setattr("metagpu.plugins.dra.checkpoint_follower.read_checkpoint", readable_later)
+    monkeypatch.setattr("metagpu.plugins.dra.checkpoint.read_checkpoint", readable_later)
     monkeypatch.setattr(DeviceManagerState, "replace_devices", note)
     async with at_work(tmp_path, several) as it:
         await until(lambda: any(len(it) > 10 for it in lists))

@@ -1,20 +1,40 @@
-"""The kubelet's checkpoint of prepared ResourceClaims; read-only here.
+"""The kubelet's checkpoint of prepared ResourceClaims: read and followed, never written.
 
-The kubelet writes what a driver answered, and never asks again for a claim that it lists: after a
-restart of this daemon, or of the node, this file has the leases of claims.
+The kubelet writes what a driver answered, and never asks again for a claim that it lists. So the
+checkpoint alone tells a daemon that starts, or a node, which claims are prepared. What their
+containers get is written again from it where it is missing, as after a reboot.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import anyio
 import msgspec
 import structlog
+from anyio import to_thread
 
-from metagpu.core.errors import ClaimCheckpointUnreadable, describe_error
+from metagpu.core.availability.conflict import orphaned_leases
+from metagpu.core.contracts.backend import Backend
+from metagpu.core.errors import ClaimCheckpointUnreadable, MetagpuError, describe_error
 from metagpu.core.model.claim_device import ClaimDevice
-from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.plugins.dra.prepared_claim import PreparedDevice
+from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId, gpu_of
+from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.state.facts import ResourceClaimsRead
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra.claim_leases import with_settings
+from metagpu.plugins.dra.prepared_claim import (
+    ClaimFiles,
+    EnsureMonitored,
+    PreparedDevice,
+    all_monitored,
+    with_joint_variables,
+)
+from metagpu.plugins.dra.preparer import ClaimPreparer
+
+if TYPE_CHECKING:
+    from metagpu.core.grants.grant import Grant
 
 CHECKPOINT_FILE: Final = "dra_manager_state"
 _PODS: Final = "pods"
@@ -116,3 +136,224 @@ def _prepared(device: _Device) -> PreparedDevice:
         device.cdi_device_ids or (),
         device.share_id,
     )
+
+
+_UNREADABLE: Final = 1.0
+"""Seconds between two attempts to read the first checkpoint."""
+
+
+class CheckpointFollower:
+    """Keeps leases and CDI files of claims as the kubelet's checkpoint has them.
+
+    Attributes:
+        problem: why the first checkpoint cannot be read, empty once it is.
+
+    Args:
+        registry: has the leases.
+        preparer: has the states of claims, and ends them.
+        kubelet_root: the kubelet's own folder.
+        driver: the name of the driver.
+        backend: finds the backend of a resource.
+        files: the CDI specifications of claims.
+        ensure_monitored: makes GPUs for monitoring known to the container runtime.
+        note_restored: gets each claim that was prepared before.
+        period: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        preparer: ClaimPreparer,
+        kubelet_root: Path,
+        driver: str,
+        *,
+        backend: Callable[[ResourceName], Backend],
+        files: ClaimFiles,
+        ensure_monitored: EnsureMonitored,
+        note_restored: Callable[[ResourceClaimRef], None],
+        period: float,
+    ) -> None:
+        self.problem = ""
+        self.period = period
+        self._registry = registry
+        self._preparer = preparer
+        self._states = preparer.states
+        self._kubelet_root = kubelet_root
+        self._driver = driver
+        self._backend = backend
+        self._files = files
+        self._ensure_monitored = ensure_monitored
+        self._note_restored = note_restored
+        self._logged = LogOnce()
+
+    async def read_leases(self) -> ClaimCheckpoint | None:
+        """Begin the leases in the kubelet's checkpoint, once it can be read.
+
+        Nothing is known of what claims hold before. It is returned, `None` where there is none.
+        """
+        while True:
+            try:
+                checkpoint = await self._read_checkpoint()
+            except ClaimCheckpointUnreadable as error:
+                self.problem = str(error)
+                if self._logged.is_new("checkpoint", self.problem):
+                    log.error(
+                        "checkpoint of resource claims unreadable",
+                        error=self.problem,
+                        effect="no claim is prepared, and nothing is offered",
+                    )
+                await anyio.sleep(_UNREADABLE)
+            else:
+                self.problem = ""
+                if checkpoint is not None:
+                    self._begin_leases(checkpoint.devices)
+                return checkpoint
+
+    async def restore(self) -> None:
+        """Take the leases of claims from the checkpoint; end those that it lacks."""
+        checkpoint = await self.read_leases()
+        if checkpoint is None:
+            return
+        await self._release_others(checkpoint)
+        self._states.prepared.update(checkpoint.prepared)
+        for ref in checkpoint.prepared:
+            self._note_restored(ref)
+        await self._write_missing(checkpoint.prepared)
+        try:
+            await self._ensure_monitored(all_monitored(self._states.prepared))
+        except MetagpuError as error:
+            log.error("cdi names of monitored gpus not written again", error=str(error))
+        # The kubelet may not have written the last answers yet: their files stay.
+        await self._files.remove_others(checkpoint.known)
+
+    async def follow(self) -> None:
+        """End leases of claims that the kubelet has forgotten: it unprepares none of them.
+
+        Those of a GPU that is found only after the start begin.
+        """
+        suspected = frozenset[ResourceClaimRef]()
+        while True:
+            await anyio.sleep(self.period)
+            held = self._leased_claims() | self._states.prepared.keys()
+            if not held:
+                continue
+            try:
+                checkpoint = await self._read_checkpoint()
+            except ClaimCheckpointUnreadable:
+                continue
+            if checkpoint is None:
+                continue
+            await self._begin_missing(checkpoint)
+            missing = {it for it in held if it.uid not in checkpoint.known}
+            for claim in missing & suspected:  # twice: the kubelet may have been writing the file
+                log.warning("resource claim forgotten by the kubelet", claim=str(claim))
+                await self._preparer.unprepare(claim)
+            suspected = frozenset(missing)
+
+    async def _read_checkpoint(self) -> ClaimCheckpoint | None:
+        return await to_thread.run_sync(read_checkpoint, self._kubelet_root, self._driver)
+
+    async def _begin_missing(self, checkpoint: ClaimCheckpoint) -> None:
+        """Begin leases of claims that are prepared, and were not unprepared meanwhile."""
+        before = self._leased_claims()
+        known = checkpoint.prepared.keys() & self._states.prepared.keys()
+        self._begin_leases({ref: checkpoint.devices[ref] for ref in known})
+        begun = self._leased_claims() - before
+        await self._write_missing({ref: checkpoint.prepared[ref] for ref in begun})
+
+    def _begin_leases(self, claims: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]) -> None:
+        """Begin the leases of claims; report shares that others have by now."""
+        self._registry.apply(ResourceClaimsRead(claims, anyio.current_time()))
+        gpus = self._registry.snapshot.gpus
+        for claim, devices in claims.items():
+            shares = (share for it in devices if it.gpu in gpus for share in it.share_ids)
+            leases = (gpus[gpu_of(share)].leases[share] for share in shares)
+            taken = [it for it in leases if it.resource_claim != claim]
+            if not taken:
+                continue
+            holder = str(taken[0].resource_claim or taken[0].holder or "a container of now")
+            if self._logged.is_new(claim, holder):
+                log.error(
+                    "share of a resource claim held by others too",
+                    claim=str(claim),
+                    share=taken[0].share.id,
+                    holder=holder,
+                    effect="containers of both use it",
+                    fix="delete the pods of one of them",
+                )
+
+    def _leased_claims(self) -> set[ResourceClaimRef]:
+        return {
+            lease.resource_claim
+            for state in self._registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim is not None
+        }
+
+    async def _release_others(self, checkpoint: ClaimCheckpoint) -> None:
+        """End the leases of claims that the kubelet does not know."""
+        for claim in self._leased_claims():
+            if claim.uid not in checkpoint.known:
+                await self._preparer.unprepare(claim)
+
+    async def _write_missing(
+        self, prepared: Mapping[ResourceClaimRef, tuple[PreparedDevice, ...]]
+    ) -> None:
+        """Write the CDI specifications of claims that have none."""
+        offered = self._shares_of_claims()
+        for ref, devices in prepared.items():
+            held = any(it.claimed for it in devices)
+            if held and not await self._files.exists(ref.uid):
+                try:
+                    await self._write_again(ref, devices, offered)
+                except MetagpuError as error:
+                    log.error(
+                        "cdi specification of a resource claim not written again",
+                        claim=str(ref),
+                        error=str(error),
+                        effect="its containers do not start again",
+                    )
+
+    def _shares_of_claims(self) -> Mapping[ShareId, Share]:
+        """Return the shares that claims hold, and that are on offer as they were."""
+        return {
+            lease.share.id: lease.share
+            for state in self._registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+            if lease.resource_claim is not None
+            and lease not in orphaned_leases(state.shares, state.leases)
+        }
+
+    async def _write_again(
+        self,
+        claim: ResourceClaimRef,
+        devices: tuple[PreparedDevice, ...],
+        offered: Mapping[ShareId, Share],
+    ) -> None:
+        """Write the CDI specification of a claim from its names alone.
+
+        As at its preparation, all devices of one request have one grant.
+        """
+        requests: dict[tuple[tuple[str, ...], str], list[ClaimDevice]] = defaultdict(list)
+        names: dict[str, str] = {}
+        for prepared in devices:
+            if (own := prepared.claimed) is not None:
+                requests[prepared.requests, own.backend].append(own)
+                names[own.name] = prepared.requests[0] if prepared.requests else ""
+        grants: dict[str, Grant] = {}
+        for together in requests.values():
+            shares = [offered.get(share_id) for it in together for share_id in it.share_ids]
+            held = [share for share in shares if share is not None]
+            if len(held) < len(shares):
+                log.error(
+                    "resource claim without its shares",
+                    claim=str(claim),
+                    effect="its containers do not start again",
+                    fix="offer the shares of before again, or delete the pods of this claim",
+                )
+                return
+            backend = self._backend(held[0].resource)
+            grant = await backend.grant(held, self._registry.snapshot)
+            grant = with_settings(grant, backend, together[0].settings)
+            grants.update((it.name, grant) for it in together)
+        await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))

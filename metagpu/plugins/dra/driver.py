@@ -16,7 +16,7 @@ from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.allocation import ReadResourceClaim
-from metagpu.plugins.dra.checkpoint_follower import CheckpointFollower
+from metagpu.plugins.dra.checkpoint import CheckpointFollower
 from metagpu.plugins.dra.claim_status import ApplyClaimStatus, ClaimStatuses, ClaimStatusTiming
 from metagpu.plugins.dra.prepared_claim import ClaimFiles, EnsureMonitored, all_monitored
 from metagpu.plugins.dra.preparer import ClaimPreparer
