@@ -11,37 +11,39 @@ import anyio
 import structlog
 
 from metagpu import __version__
-from metagpu.agent.cdi_file import CdiFile
-from metagpu.agent.commands import AgentCommands
-from metagpu.agent.config_loader import ConfigLoader, InitialConfig, read_initial
+from metagpu.agent.commands import AgentCommands, PrivilegeCheck
+from metagpu.agent.config_loader import ConfigLoader, read_initial
 from metagpu.agent.config_source import ConfigSource
-from metagpu.agent.context import ConfigInForce, NodeContext
-from metagpu.agent.driver_edits import DriverEdits
+from metagpu.agent.context import Addresses, ConfigInForce, NodeContext
 from metagpu.agent.exchange import Exchange
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.offering import Offering
-from metagpu.agent.optional_parts import (
+from metagpu.agent.parts import (
+    build_cdi_file,
     build_cluster,
     build_exporter,
+    build_health,
+    build_pod_server,
     build_recent_events,
     build_status_api,
+    build_usage_service,
     build_web,
+    link_nodes,
+    running_holders,
+    serve_pods,
     turn_tasks,
 )
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.preparation import Preparation
-from metagpu.agent.privileges import PrivilegeCheck
 from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.timing import AgentTiming
-from metagpu.agent.usage import build_usage_service, running_holders
 from metagpu.core.config.config import Config
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import DiagnosesGpu
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Daemons, Programs
-from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
@@ -50,18 +52,17 @@ from metagpu.core.runtime.tasks import MainTasks, Work, run_with_restart, serve
 from metagpu.core.state.facts import BackendSuspended
 from metagpu.core.state.registry import Registry
 from metagpu.host.daemons import HostDaemons
-from metagpu.host.device_nodes import CharLinks
 from metagpu.host.driver_roots import program_roots
 from metagpu.host.linux import LinuxHost
 from metagpu.host.processes import raise_file_limit
-from metagpu.host.programs import HostPrograms, run_child
+from metagpu.host.programs import HostPrograms
 from metagpu.host.service import report_state
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.commands import OperatorCommands
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.plugins.kubelet.folder_lock import FolderLock
-from metagpu.plugins.pod_api.server import PodFolder, PodMgctlServer, no_events
+from metagpu.plugins.pod_api.server import PodFolder
 
 log = structlog.get_logger()
 
@@ -104,58 +105,40 @@ class Agent:
     take_over: bool = False
 
     def __post_init__(self) -> None:
-        backends, settings = installed_backends(), self.cluster_settings
+        self._build_node()
+        self._build_services()
+        self._build_reports()
+
+    def _build_node(self) -> None:
+        """Build what all parts share, the GPUs, and the layout of the configuration."""
+        paths, timing, backends = self.paths, self.timing, installed_backends()
+        settings = self.cluster_settings
         follows = settings is not None and Feature.CONFIG in settings.features
         reports_errors = follows or self.take_over
         initial = read_initial(self.source, backends, reports_errors=reports_errors)
-        own = HostPrograms(program_roots(self.paths.roots), links=self.paths.run_dir / "lib")
-        on_host = HostDaemons(own, roots=host_roots(self.paths.roots))
-        self.host_daemons = self.daemons or on_host
-        self.main_tasks = MainTasks(self.timing.main_tasks)
-        self.context = NodeContext(
+        own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
+        self.context = context = NodeContext(
             node=self.source.context.node or socket.gethostname(),
             registry=self.registry,
             driver=self.driver,
             host=self.host or LinuxHost(),
             programs=self.programs or own,
-            paths=self.paths,
+            daemons=self.daemons or HostDaemons(own, roots=host_roots(paths.roots)),
+            paths=paths,
             backends=backends,
             in_force=ConfigInForce(initial.loaded.config),
             cluster_settings=settings,
-            timing=self.timing,
+            addresses=Addresses(self.metrics, self.status_address, self.web_address),
+            timing=timing,
+            main_tasks=MainTasks(timing.main_tasks),
         )
-        self._build_layout(initial)
-        self._build_services()
-        self._build_commands()
-        self.exchange = Exchange(
-            self.paths.run_dir,
-            FolderLock(self.paths.kubelet_dir, self.timing.kubelet.watch_period),
-            lambda: {**self.commands, **self.handlers},
-            self.preparation,
-            self.registry,
-            self.context.call_stats,
-            self.timing.exchange,
-            self.context.taken,
+        self.health = build_health(context)
+        self.fault_note_file = FaultNoteFile(paths.run_dir, self.registry, self.health)
+        self.backend_runner = BackendRunner(
+            self.registry, self.driver, context.programs, context.daemons
         )
-        self._withdrawn, self._guests_ended = anyio.Event(), anyio.Event()
-
-    def _build_layout(self, initial: InitialConfig) -> None:
-        """Build what makes a layout of the configuration and the GPUs."""
-        context, registry, driver = self.context, self.registry, self.driver
-        self.health = HealthWatch(
-            driver,
-            registry,
-            lambda: context.config.root.health,
-            timing=self.timing.health,
-            surveyed=context.surveyed,
-        )
-        self.fault_note_file = FaultNoteFile(self.paths.run_dir, registry, self.health)
-        self.backend_runner = BackendRunner(registry, driver, context.programs, self.host_daemons)
-        edits = DriverEdits(context.programs, context.find_roots, self.paths.cdi_hook)
-        self.cdi_file = CdiFile(
-            registry, driver, edits, self.paths.cdi_dir, context.read_device_nodes, self.timing.cdi
-        )
-        self.pod_folder = PodFolder(self.paths.pod_dir)
+        self.cdi_file = build_cdi_file(context)
+        self.pod_folder = PodFolder(paths.pod_dir)
         self.layout_manager = LayoutManager(
             context, self.backend_runner, self.cdi_file, self.pod_folder
         )
@@ -163,8 +146,7 @@ class Agent:
 
     def _build_services(self) -> None:
         """Build what serves the layout to the kubelet, the cluster and containers."""
-        context = self.context
-        running = partial(running_holders, context.host)
+        context, running = self.context, partial(running_holders, self.context.host)
         self.resource_claims = ResourceClaims(context, self.layout_manager)
         self.cluster = build_cluster(
             context, self.config_loader, self.resource_claims.wait_registered, self.pcie_root
@@ -173,27 +155,9 @@ class Agent:
             self.health, self.config_loader, self.layout_manager, self.cluster
         )
         self.usage_service = build_usage_service(context, running)
-        self.recent_events = build_recent_events(context, (self.status_address, self.web_address))
-        self.pod_server = PodMgctlServer(
-            self.pod_folder,
-            context.node,
-            context.host,
-            self.usage_service.report_for_pod,
-            lambda: context.config.root.mgctl.in_pods,
-            run_child,
-            self.timing.pod_api,
-            self.recent_events.report_for_pod if self.recent_events else no_events,
-        )
-        self.exporter = build_exporter(
-            context,
-            self.metrics,
-            self.config_loader,
-            self.usage_service,
-            self.main_tasks,
-            nvml_problem=lambda: self.health.unusable,
-            cluster=self.cluster,
-            claims=self.resource_claims.report,
-            preparation=self.preparation,
+        self.recent_events = build_recent_events(context)
+        self.pod_server = build_pod_server(
+            context, self.pod_folder, self.usage_service, self.recent_events
         )
         self._offering = Offering(
             context,
@@ -204,31 +168,44 @@ class Agent:
             self.cluster.wait_for_choice if self.cluster else None,
         )
 
-    def _build_commands(self) -> None:
-        """Build the commands on the control socket, and the reports of the addresses."""
-        addresses = {
-            "metrics": self.metrics,
-            "status API": self.status_address,
-            "page": self.web_address,
-        }
-        ports = {name: address.port for name, address in addresses.items() if address}
-        self._privileges = PrivilegeCheck(lambda: self.config, ports)
+    def _build_reports(self) -> None:
+        """Build what reports to people and to other daemons."""
+        context = self.context
+        self._privileges = PrivilegeCheck(context)
         self.operator_commands = OperatorCommands(self.registry, self.health)
         self._agent_commands = AgentCommands(
-            self.context,
+            context,
             self.layout_manager,
             self.config_loader,
             self.usage_service,
             self.pod_server,
-            self.main_tasks,
             self.cluster,
             self._privileges.report,
             self.resource_claims.report,
             self.recent_events.report if self.recent_events else list,
         )
-        reports = self._agent_commands.reports
-        self.status_api = build_status_api(self.context, self.status_address, reports)
-        self.web = build_web(self.context, self.web_address, reports)
+        self.exporter = build_exporter(
+            context,
+            self.health,
+            self.config_loader,
+            self.usage_service,
+            cluster=self.cluster,
+            claims=self.resource_claims.report,
+            preparation=self.preparation,
+        )
+        self.status_api = build_status_api(context, self._agent_commands.reports)
+        self.web = build_web(context, self._agent_commands.reports)
+        self.exchange = Exchange(
+            self.paths.run_dir,
+            FolderLock(self.paths.kubelet_dir, self.timing.kubelet.watch_period),
+            lambda: {**self.commands, **self.handlers},
+            self.preparation,
+            self.registry,
+            context.call_stats,
+            self.timing.exchange,
+            context.taken,
+        )
+        self._withdrawn, self._guests_ended = anyio.Event(), anyio.Event()
 
     @property
     def config(self) -> Config:
@@ -304,7 +281,7 @@ class Agent:
                 group.start_soon(task)
 
     def _main_task(self, name: str, work: Work) -> Work:
-        return self.main_tasks.keep(name, work)
+        return self.context.main_tasks.keep(name, work)
 
     @property
     def _main_tasks(self) -> tuple[Work, ...]:
@@ -331,11 +308,15 @@ class Agent:
         return (
             self.exchange.yield_to_ready,
             *self.usage_service.tasks,
-            partial(run_with_restart, self._serve_pods, "mgctl in containers"),
+            partial(
+                run_with_restart,
+                partial(serve_pods, self.context, self.pod_server),
+                "mgctl in containers",
+            ),
             partial(run_with_restart, self.cdi_file.run, "CDI specification"),
             partial(run_with_restart, self.resource_claims.run, "resource claims"),
             partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
-            partial(run_with_restart, self._link_nodes, "links in /dev/char"),
+            partial(run_with_restart, partial(link_nodes, self.context), "links in /dev/char"),
             *((self.status_api.run,) if self.status_api else ()),
             *((self.web.run,) if self.web else ()),
             *turn_tasks(self.context),
@@ -377,17 +358,7 @@ class Agent:
         """Read and apply the configuration again; an error is logged, and changes nothing."""
         await self.config_loader.reload()
 
-    async def _link_nodes(self) -> None:
-        links = CharLinks(self.context.find_roots)
-        await links.run(self.timing.device_nodes)
-
     async def _watch_health(self) -> None:
         if not self.health.surveyed.is_set():
             await self.fault_note_file.load()
         await self.health.run()
-
-    async def _serve_pods(self) -> None:
-        # The server starts a process, a tenth of the daemon's start: the kubelet comes first.
-        with anyio.move_on_after(self.timing.first_registration):
-            await self.context.call_stats.accepted.wait()
-        await self.pod_server.run()

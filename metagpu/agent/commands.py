@@ -1,4 +1,7 @@
-"""The agent's own commands on the control socket: status, plan, usage."""
+"""The agent's own commands on the control socket: status, plan, usage.
+
+The status has the capabilities of this process too, beside those that the configuration needs.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 from anyio import to_thread
 
 from metagpu import __version__
@@ -14,15 +18,44 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.exchange import read_standby
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
+from metagpu.core.model.privileges import Privilege
+from metagpu.core.reports.privileges import needed_privileges, privileges_report
 from metagpu.core.reports.status import status_report
-from metagpu.core.runtime.tasks import MainTasks
 from metagpu.core.usage.report import without_processes
 from metagpu.core.usage.usage_service import UsageService
+from metagpu.host.linux import held_privileges
 from metagpu.plugins.control.socket import CommandHandler
 from metagpu.plugins.pod_api.server import PodMgctlServer
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
+
+
+log = structlog.get_logger()
+
+
+class PrivilegeCheck:
+    """Knows which capabilities this process holds, once they are read."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._held: frozenset[Privilege] = frozenset()
+
+    async def run(self) -> None:
+        """Read the capabilities of this process, and warn of each one that is missing."""
+        self._held = await to_thread.run_sync(held_privileges)
+        for privilege, uses in self._needed.items():
+            if uses and privilege not in self._held:
+                fix = "add it to the container's capabilities, or leave these features out"
+                log.warning("capability missing", capability=privilege, needed_for=uses, fix=fix)
+
+    def report(self) -> dict[str, Any]:
+        """Return for each capability whether it is held, and what needs it."""
+        return privileges_report(self._needed, self._held)
+
+    @property
+    def _needed(self) -> Mapping[Privilege, list[str]]:
+        return needed_privileges(self._context.config, self._context.addresses.ports)
 
 
 @dataclass
@@ -41,7 +74,6 @@ class AgentCommands:
     config_loader: ConfigLoader
     usage_service: UsageService
     pod_server: PodMgctlServer
-    main_tasks: MainTasks
     cluster: "Cluster | None"
     privileges: Callable[[], Mapping[str, Any]]
     resource_claims: Callable[[], Mapping[str, Any] | None]
@@ -86,7 +118,7 @@ class AgentCommands:
             "cluster": self.cluster.report() if self.cluster else None,
             "dra": self.resource_claims(),
             "cdi": self.layout_manager.cdi_file.report(),
-            "endedTasks": dict(self.main_tasks.problems),
+            "endedTasks": dict(self.context.main_tasks.problems),
             "privileges": self.privileges(),
             "driverRoots": roots.to_dict(),
             "mgctl": self.pod_server.report(),

@@ -1,5 +1,7 @@
 """The node of an agent, as its parts share it."""
 
+from collections.abc import Mapping
+
 import anyio
 import msgspec
 
@@ -10,15 +12,17 @@ from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
-from metagpu.core.contracts.programs import Programs
+from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.layout.layout import Layout, pool_of
 from metagpu.core.model.driver_roots import DriverRoots
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.runtime.tasks import MainTasks
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.host.device_nodes import DeviceNodes, device_nodes
 from metagpu.host.driver_roots import find_roots
 from metagpu.plugins.cluster.settings import ClusterSettings
+from metagpu.plugins.http.address import ListenAddress
 
 
 class ConfigInForce(msgspec.Struct, eq=False):
@@ -35,6 +39,20 @@ class ConfigInForce(msgspec.Struct, eq=False):
         self.config, self.layout = config, layout
 
 
+class Addresses(msgspec.Struct, frozen=True):
+    """The addresses that the agent serves, `None` for what is not served."""
+
+    metrics: ListenAddress | None = None
+    status_api: ListenAddress | None = None
+    page: ListenAddress | None = None
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports, by what they serve."""
+        named = {"metrics": self.metrics, "status API": self.status_api, "page": self.page}
+        return {name: address.port for name, address in named.items() if address}
+
+
 class NodeContext(msgspec.Struct, frozen=True, eq=False):
     """The node of an agent: built first, and handed to each part.
 
@@ -42,6 +60,7 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
         node: the node's name.
         backends: those that a configuration may name.
         cluster_settings: the uses of the API server, `None` for none.
+        main_tasks: keeps the tasks that serve the kubelet, and knows why one has ended.
         call_stats: the kubelet's calls.
         surveyed: set once NVML has been read for the first time.
         taken: set once this daemon has the node.
@@ -52,11 +71,14 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
     driver: Driver
     host: Host
     programs: Programs
+    daemons: Daemons
     paths: AgentPaths
     backends: InstalledBackends
     in_force: ConfigInForce
     cluster_settings: ClusterSettings | None
+    addresses: Addresses
     timing: AgentTiming
+    main_tasks: MainTasks
     call_stats: KubeletCallStats = msgspec.field(default_factory=KubeletCallStats)
     surveyed: anyio.Event = msgspec.field(default_factory=anyio.Event)
     taken: anyio.Event = msgspec.field(default_factory=anyio.Event)

@@ -132,7 +132,7 @@ class Uninstall:
             holders = await self._learn_holders(report)
             snapshot = agent.registry.snapshot
             assignments = [(it.gpu, it.backend) for it in agent.layout.backend_assignments]
-            run_dir, daemons = self.paths.run_dir.absolute(), agent.host_daemons
+            run_dir, daemons = self.paths.run_dir.absolute(), agent.context.daemons
             yield AbandonedNode(run_dir, daemons, agent.driver, snapshot, assignments, holders)
 
     async def _learn_holders(self, report: Report) -> Collection[Holder] | None:
