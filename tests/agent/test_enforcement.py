@@ -138,3 +138,28 @@ async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> Non
 
     [part] = container["gpus"]
     assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 10085 + 1024)
+
+
+async def test_an_init_container_is_held_to_its_shares(tmp_path: Path) -> None:
+    """The kubelet lists no init container; what its checkpoint names for one is its limit."""
+    machine, prepare = SimHost(tmp_path), Holder("team", "alice", "prepare")
+    pod = SimPod(
+        "alice",
+        "team",
+        uid=container_of(prepare).pod_uid,
+        init_containers=(SimContainer("prepare", {METAGPU: 1}),),
+        containers=(SimContainer("main", {METAGPU: 1}),),
+    )
+    async with (
+        agent_at_work(tmp_path, "a100-40gb:1", STRICT, host=machine.host) as it,
+        running() as modest,
+        running() as greedy,
+    ):
+        await it.until(100, 100)
+        await it.kubelet.admit(pod)
+        for process, memory in ((modest, 300 * MIB), (greedy, 20000 * MIB)):
+            machine.add_container_process(process.pid, prepare)
+            it.node.start_process(it.node.gpu(0), SimProcess(process.pid, memory))
+
+        assert await greedy.wait() == -signal.SIGTERM
+        assert modest.returncode is None

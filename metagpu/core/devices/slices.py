@@ -256,7 +256,7 @@ def _busy_shares(state: GpuState) -> frozenset[ShareId]:
     }
     counted = unavailable_shares(state.shares, known)
     others = {i: lease for i, lease in state.leases.items() if i not in known}
-    init_containers = state.allocated - state.leases.keys()
+    init_containers = state.allocated.keys() - state.leases.keys()
     # Also what a claim excludes today: the scheduler sees its end before the next slice.
     unavailable = conflicting_shares(state)
     excluded = unavailable_shares(state.shares, others) & unavailable

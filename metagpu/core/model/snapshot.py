@@ -65,7 +65,8 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         leases: all leases on the GPU, also on shares that are no longer on offer.
         allocated: the ids that the kubelet's checkpoint names for pods that have not ended. The
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
-            are healthy. Some are without a lease: the shares of init containers.
+            are healthy. Some are without a lease: the shares of init containers. Each with pod uid
+            and name of its containers.
         unknown_leases: why the leases that a kubelet gave before this daemon started are unknown,
             empty once they are known.
         can_conflict: whether any two shares of the GPU, on offer or held, could conflict.
@@ -86,7 +87,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     shares: tuple[Share, ...] = ()
     api: Api = Api.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
-    allocated: frozenset[ShareId] = frozenset()
+    allocated: Mapping[ShareId, frozenset[tuple[str, str]]] = MappingProxyType({})
     unknown_leases: str = ""
     can_conflict: bool = False
     hidden: HiddenShares | None = None

@@ -268,6 +268,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
         kubelet_ready: whether the kubelet knows its pods; before that, no lease ends.
         pods: namespace and name of all pods of the list, also of pods without devices.
         allocated: the ids that the checkpoint names, and their resources; `None` if it is unknown.
+        containers: pod uid and name of the containers that have each of these ids.
         begins: whether ids of the checkpoint are held although the list does not name them.
         confirms: whether the present kubelet wrote the checkpoint.
         released: ids that the kubelet's checkpoint named for a lease and names no more.
@@ -285,6 +286,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     kubelet_ready: bool = True
     pods: frozenset[tuple[str, str]] = frozenset()
     allocated: Mapping[ShareId, ResourceName] | None = None
+    containers: Mapping[ShareId, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
     begins: bool = False
     confirms: bool = False
     released: frozenset[ShareId] = frozenset()

@@ -173,11 +173,11 @@ def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
     """Return the snapshot with the ids of the checkpoint; unread, it changes none."""
     if fact.allocated is None:
         return snapshot
-    found = defaultdict[GpuId, set[ShareId]](set)
+    found = defaultdict[GpuId, dict[ShareId, frozenset[tuple[str, str]]]](dict)
     for share_id in fact.allocated.keys() - fact.ended:
-        found[gpu_of(share_id)].add(share_id)
+        found[gpu_of(share_id)][share_id] = fact.containers.get(share_id, frozenset())
     changed = [
-        replace(state, allocated=frozenset(found[gpu]))
+        replace(state, allocated=MappingProxyType(found[gpu]))
         for gpu, state in snapshot.gpus.items()
         if state.allocated != found[gpu]
     ]

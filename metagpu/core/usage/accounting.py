@@ -112,7 +112,8 @@ def attribute_processes(
     """Attribute every process on a GPU to its container. Pure.
 
     A pod with a process in a container of unknown name is judged as one: all its processes on the
-    GPU count against all its shares of the GPU.
+    GPU count against all its shares of the GPU. An init container, which the kubelet lists nowhere,
+    has the shares that the checkpoint names for it.
     """
     gpu = state.gpu.id
     shares: defaultdict[Holder, list[Share]] = defaultdict(list)
@@ -120,6 +121,7 @@ def attribute_processes(
         for holder in holders_of(lease):
             shares[holder].append(lease.share)
 
+    _add_unlisted(shares, state, names)
     charged = _charged(names, shares)
     attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)
     unauthorized = []
@@ -138,7 +140,7 @@ def attribute_processes(
     for (holder, uid), own in attributed.items():
         holders = [holder] if holder in shares else [it for it in shares if holder.covers(it)]
         active.update(holders)
-        held = tuple(share for it in holders for share in shares[it])
+        held = tuple(dict.fromkeys(share for it in holders for share in shares[it]))
         amounts = [promised.get((uid, it.container, gpu)) for it in holders]
         amount = None if None in amounts else _sum_known(amounts)
         containers.append(ContainerUsage(gpu, holder, uid, held, tuple(own), amount))
@@ -148,6 +150,22 @@ def attribute_processes(
         if holder not in active
     ]
     return GpuUsage(gpu, tuple(sorted(containers, key=_sort_key)), tuple(unauthorized))
+
+
+def _add_unlisted(
+    shares: defaultdict[Holder, list[Share]], state: GpuState, names: Mapping[Container, Holder]
+) -> None:
+    """Add the shares that the checkpoint alone names for the containers with processes here."""
+    if not state.allocated:
+        return
+    seen = {(it.pod_uid, holder.container): holder for it, holder in names.items()}
+    for share in state.shares:
+        for uid, name in state.allocated.get(share.id, ()):
+            holder = seen.get((uid, name))
+            if holder is None and (pod := seen.get((uid, ""))) is not None:
+                holder = replace(pod, container=name)
+            if holder is not None and share not in shares[holder]:
+                shares[holder].append(share)
 
 
 def _charged(

@@ -165,7 +165,7 @@ class ClaimPlanner:
         left = [it for it in device.shares if it.id not in taken]
         kept = [it for it in left if it.id in own][:wanted]
         # Before a reload to this API, init containers may have got some that have no lease.
-        taken_by_others = state.leases.keys() | state.allocated
+        taken_by_others = state.leases.keys() | state.allocated.keys()
         free = [it for it in left if it.id not in taken_by_others]
         open_shares = [it for it in free if it.id not in availability_of(state).refused]
         if len(kept) + len(open_shares) < wanted:

@@ -68,6 +68,7 @@ class AllocatedIds(msgspec.Struct, frozen=True):
 
     Attributes:
         pods: the ids of each pod, by its uid.
+        containers: pod uid and name of the containers that have each id, init containers too.
         resources: the resource name of each id.
         inode, written_at: differ from one writing of the file to the next; the time is the file's
             modification time in nanoseconds.
@@ -77,6 +78,7 @@ class AllocatedIds(msgspec.Struct, frozen=True):
     resources: Mapping[ShareId, ResourceName]
     inode: int
     written_at: int
+    containers: Mapping[ShareId, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -91,6 +93,7 @@ def read_allocated_ids(directory: Path) -> AllocatedIds | None:
     """
     pods = defaultdict[str, set[ShareId]](set)
     resources: dict[ShareId, ResourceName] = {}
+    containers = defaultdict[ShareId, set[tuple[str, str]]](set)
     try:
         with (directory / CHECKPOINT_FILE).open("rb") as file:
             status = os.fstat(file.fileno())
@@ -101,11 +104,14 @@ def read_allocated_ids(directory: Path) -> AllocatedIds | None:
         ids = list(_device_ids(entry))
         pods[entry.pod_uid].update(ids)
         resources.update(dict.fromkeys(ids, ResourceName(entry.resource)))
+        for share in ids:
+            containers[share].add((entry.pod_uid, entry.container))
     return AllocatedIds(
         {uid: frozenset(ids) for uid, ids in pods.items()},
         resources,
         status.st_ino,
         status.st_mtime_ns,
+        {share: frozenset(its) for share, its in containers.items()},
     )
 
 

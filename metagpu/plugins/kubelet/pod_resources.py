@@ -351,7 +351,7 @@ def _allocated_shares(state: GpuState) -> Iterator[ShareId]:
 
 def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
     """Return whether a pod that is unknown holds shares of a GPU."""
-    return bool(state.allocated - state.leases.keys()) or any(
+    return bool(state.allocated.keys() - state.leases.keys()) or any(
         lease.holder is None or (pods.listed and pods.find(lease.holder, None) is None)
         for lease in state.leases.values()
     )

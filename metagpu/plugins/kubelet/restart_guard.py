@@ -74,6 +74,7 @@ class KubeletReadiness(msgspec.Struct):
             at,
             kubelet_ready=False,
             allocated=allocated.resources,
+            containers=allocated.containers,
             begins=True,
             confirms=_confirms(allocated, kubelet),
         )
@@ -117,6 +118,7 @@ class KubeletReadiness(msgspec.Struct):
         return replace(
             answer,
             allocated=allocated.resources if allocated else None,
+            containers=allocated.containers if allocated else {},
             begins=begins,
             confirms=confirms,
             released=released,

@@ -236,3 +236,33 @@ def test_processes_are_counted_once(people: dict[int, tuple[Container | None, bo
         memory or 0 for _, _, memory in people.values()
     )
     assert {usage.holder for usage in gpu_usage.containers} == {ALICE, BOB}
+
+
+def test_an_init_container_has_the_shares_that_the_checkpoint_names() -> None:
+    """The kubelet lists no init container: its processes count against what it was given."""
+    state = held(bob=1)
+    init, container = Holder("team", "alice", "prepare"), container_of(ALICE)
+    ids = [share.id for share in state.shares[4:7]]
+    containers = {i: frozenset([(container.pod_uid, "prepare")]) for i in ids}
+    state = replace(state, allocated=MappingProxyType(containers))
+    processes = [GpuProcess(1, 20000 * MIB), GpuProcess(2, 500 * MIB)]
+    known = identified((1, container), (2, container_of(BOB)))
+    usage = attribute_processes(state, processes, known, {container: init} | names(BOB))
+
+    alice, bob = usage.containers
+    assert (alice.holder, alice.memory, alice.share_memory) == (init, 20000 * MIB, 12288 * MIB)
+    assert (bob.holder, bob.share_memory) == (BOB, 4096 * MIB)
+    assert usage.unauthorized == ()
+
+
+def test_a_pod_judged_as_one_has_each_of_its_shares_once() -> None:
+    """A main container goes on with the shares of an init container."""
+    state, container = held(alice=2), container_of(ALICE)
+    pairs = frozenset([(container.pod_uid, "main"), (container.pod_uid, "prepare")])
+    state = replace(state, allocated=MappingProxyType(dict.fromkeys(state.leases, pairs)))
+    cut = Holder("team", "alice", "")
+    [alice] = attribute_processes(
+        state, [GpuProcess(1, MIB)], identified((1, container)), {container: cut}
+    ).containers
+
+    assert (alice.holder, alice.share_memory) == (cut, 8192 * MIB)
