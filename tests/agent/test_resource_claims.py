@@ -20,12 +20,13 @@ from metagpu.plugins.dra.checkpoint import ClaimCheckpoint, read_checkpoint
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.device_manager import DeviceManagerState
+from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.testing.node import RecordedPrograms
 from tests.agent.test_mps import control_of
 from tests.plugins.dra.rig import DRIVER, KubeletCalls
-from tests.rigs.agent import QUICK, Scene, agent_at_work
+from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.cdi import CdiRefusedError, host, resolve_nodes
 from tests.rigs.mig import a_node, hurry, placements, until
 from tests.rigs.mig import pod as mig_pod
@@ -228,6 +229,36 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
         assert {str(share) for share in it.scene.state(0).leases} == held
         assert not any(held & healthy for healthy in lists)
         assert (await it.prepare(claim))[claim.uid] == answer
+
+
+async def test_nothing_is_held_twice_when_a_pool_changes_its_api(tmp_path: Path) -> None:
+    """Claims get what pods by limits leave, and the kubelet's list lacks what claims hold."""
+    async with at_work(tmp_path, QUICK) as it:
+        scene, kubelet = it.scene, it.scene.kubelet
+        await scene.until(20, 20)
+        await kubelet.admit(SimPod.single("by-limits", {METAGPU: 3}))
+        await scene.wait_holders()
+        index = next(i for i in (0, 1) if scene.state(i).leases)
+        gpu = scene.state(index).gpu.id.lower()
+        held = set(scene.state(index).leases)
+
+        await anyio.Path(scene.config_file).write_text(CLAIMS)
+        await scene.agent.reload()
+        await it.wait_registration()
+        too_large, rest = (it.allocate(f"{gpu}-fraction", shares=count) for count in (8, 7))
+        assert "free" in (await it.prepare(too_large))[too_large.uid].error
+        await it.prepared(rest)
+        leases = scene.state(index).leases
+        assert {share for share, lease in leases.items() if lease.resource_claim} == (
+            leases.keys() - held
+        )
+        assert len(leases) == 10
+
+        await anyio.Path(scene.config_file).write_text(QUICK)
+        await scene.agent.reload()
+        await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == 20 - 7)
+        await it.unprepare(rest)
+        await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == 20)
 
 
 async def test_instances_are_created_by_limits_on_one_gpu_and_by_claims_on_another(
