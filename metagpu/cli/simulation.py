@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def simulated_agent(
         from metagpu.sim.cluster.single_node import SingleNodeCluster
 
         cluster = SingleNodeCluster(node, agent_paths.run_dir, cluster_node)
-    agent = Agent(
+    return Agent(
         source,
         NvmlDriver(SimLibrary(node)),
         agent_paths,
@@ -98,11 +99,9 @@ def simulated_agent(
         metrics=metrics,
         status_address=status_address,
         web_address=web_address,
+        beside=cluster.running if cluster else nullcontext,
         take_over=take_over,
     )
-    if cluster is not None:
-        agent.beside = cluster.running
-    return agent
 
 
 def _sim_handler(node: "SimNode", cluster: "SingleNodeCluster | None") -> "CommandHandler":
