@@ -35,7 +35,7 @@ async def _serve(nodes: int, report: object) -> AsyncIterator[SimApiServer]:
         return web.json_response(report)
 
     app = web.Application()
-    app.router.add_get(f"/{USAGE}", usage)
+    app.router.add_get(f"/{USAGE.path}", usage)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

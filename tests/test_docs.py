@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.cli import arguments, mgctl
 from metagpu.cli.metagpu import main
@@ -202,7 +203,7 @@ async def test_the_module_for_frameworks_knows_its_part(
     monkeypatch.setenv("METAGPU_MEMORY_MIB", f"{gpu.id}={quarter},GPU-other=1")
 
     async def usage(_: object) -> object:
-        return {"version": "9", "at": 0.0, "node": "n", **usage_report(snapshot, used, RULES)}
+        return replace(usage_report(snapshot, used, RULES), node="n")
 
     async with control_server(tmp_path, {"usage": usage}):
         assert module["part"]() == (gpu.id, quarter)

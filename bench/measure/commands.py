@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 from bench import cluster, daemon
 from bench.figures import Figure, Samples
 from bench.plan import Plan
+from metagpu.core.reports.reading import plain_report, read_report
+from metagpu.core.reports.schema import UsageReport
 from metagpu.core.usage.report import without_processes
 
 COMMANDS: Final = ("mgctl get devices", "metagpu --help")
@@ -42,7 +44,8 @@ def commands(plan: Plan) -> list[Figure]:
             assert subject.socket.exists()
             answer = subject.ask("usage")
         assert isinstance(answer, dict)
-        report = without_processes(answer)  # as the status API has it
+        # As the status API has it.
+        report = plain_report(without_processes(read_report(answer, UsageReport)))
         with _answering(folder / "control", answer) as run_dir:
             for command in COMMANDS:
                 program, *arguments = command.split()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -27,6 +27,7 @@ from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import CdiReport
 from metagpu.core.runtime.files import replace_text
 from metagpu.core.state.registry import Registry
 
@@ -210,17 +211,17 @@ class CdiFile:
             async for _ in self.registry.watch(self._named_devices):
                 await self._try(rescan=False)
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> CdiReport | None:
         """Return the file's path, size and problems; `None` where no file is written."""
         if self._injection is None or self.folder is None:
             return None
-        return {
-            "file": str(self._file),
-            "kind": cdi.KIND,
-            "devices": len(self._names),
-            "problem": self._problem or None,
-            "noLibraries": self.driver_edits.problem or None,
-        }
+        return CdiReport(
+            file=str(self._file),
+            kind=cdi.KIND,
+            devices=len(self._names),
+            problem=self._problem or None,
+            no_libraries=self.driver_edits.problem or None,
+        )
 
     @property
     def _file(self) -> Path:

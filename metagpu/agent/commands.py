@@ -3,14 +3,14 @@
 The status has the capabilities of this process too, beside those that the configuration needs.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 from anyio import to_thread
+from msgspec.structs import asdict, replace
 
 from metagpu import __version__
 from metagpu.agent.config_loader import ConfigLoader
@@ -20,7 +20,16 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports.privileges import needed_privileges, privileges_report
-from metagpu.core.reports.status import status_report
+from metagpu.core.reports.schema import (
+    DraReport,
+    EventReport,
+    NodeReports,
+    PrivilegeReport,
+    StandbyReport,
+    StatusReport,
+    UsageReport,
+)
+from metagpu.core.reports.status import explain_report, lease_reports, roots_report
 from metagpu.core.usage.report import without_processes
 from metagpu.core.usage.usage_service import UsageService
 from metagpu.host.linux import held_privileges
@@ -49,7 +58,7 @@ class PrivilegeCheck:
                 fix = "add it to the container's capabilities, or leave these features out"
                 log.warning("capability missing", capability=privilege, needed_for=uses, fix=fix)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, PrivilegeReport]:
         """Return for each capability whether it is held, and what needs it."""
         return privileges_report(self._needed, self._held)
 
@@ -75,9 +84,9 @@ class AgentCommands:
     usage_service: UsageService
     pod_server: PodMgctlServer
     cluster: "Cluster | None"
-    privileges: Callable[[], Mapping[str, Any]]
-    resource_claims: Callable[[], Mapping[str, Any] | None]
-    recent_events: Callable[[], Sequence[Mapping[str, Any]]]
+    privileges: Callable[[], dict[str, PrivilegeReport]]
+    resource_claims: Callable[[], DraReport | None]
+    recent_events: Callable[[], Sequence[EventReport]]
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
@@ -85,45 +94,49 @@ class AgentCommands:
         return {"status": self.status, "plan": self.plan, "usage": self.usage}
 
     @property
-    def reports(self) -> Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]:
-        """The reports of the status API, by path: `status` with events, and `usage`.
+    def reports(self) -> NodeReports:
+        """The reports for viewers."""
 
-        Processes are left out: a viewer of the cluster is shown no command lines.
-        """
-
-        async def status() -> Mapping[str, Any]:
+        async def status() -> StatusReport:
             report = await self.status({})
-            events = self.recent_events()
-            return {"version": __version__, "node": self.context.node, **report, "events": events}
+            return replace(
+                report,
+                version=__version__,
+                node=self.context.node,
+                events=list(self.recent_events()),
+            )
 
-        async def usage() -> Mapping[str, Any]:
+        async def usage() -> UsageReport:
             return without_processes(await self.usage({}))
 
-        return {"/api/v1/status": status, "/api/v1/usage": usage}
+        return NodeReports(status, usage)
 
-    async def status(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def status(self, _: Mapping[str, Any]) -> StatusReport:
         """Return the state of the node and of every part of the daemon."""
         standby = await to_thread.run_sync(read_standby, self.context.paths.run_dir)
         roots = await to_thread.run_sync(self.context.find_roots)
         snapshot, layout = self.context.registry.snapshot, self.context.layout
         # In a thread: a report of very many shares must not keep the kubelet waiting.
-        report = await to_thread.run_sync(status_report, snapshot, layout)
-        return {
-            **report,
-            "enforcement": self.usage_service.enforcement_report,
-            "leaseDifferences": [it.to_dict() for it in self.usage_service.lease_differences],
-            "mixedRequests": self.usage_service.mixed_requests,
-            "lostDevices": self.usage_service.lost_devices,
-            "configuration": self.config_loader.report(),
-            "cluster": self.cluster.report() if self.cluster else None,
-            "dra": self.resource_claims(),
-            "cdi": self.layout_manager.cdi_file.report(),
-            "endedTasks": dict(self.context.main_tasks.problems),
-            "privileges": self.privileges(),
-            "driverRoots": roots.to_dict(),
-            "mgctl": self.pod_server.report(),
-            "standby": standby and msgspec.to_builtins(standby),
-        }
+        explained, leases = await to_thread.run_sync(
+            lambda: (explain_report(snapshot, layout), lease_reports(snapshot))
+        )
+        return StatusReport(
+            **asdict(explained),
+            leases=leases,
+            enforcement=self.usage_service.enforcement_report,
+            lease_differences=[it.report() for it in self.usage_service.lease_differences],
+            mixed_requests=self.usage_service.mixed_requests,
+            lost_devices=self.usage_service.lost_devices,
+            configuration=self.config_loader.report(),
+            cluster=self.cluster.report() if self.cluster else None,
+            dra=self.resource_claims(),
+            cdi=self.layout_manager.cdi_file.report(),
+            ended_tasks=dict(self.context.main_tasks.problems),
+            privileges=self.privileges(),
+            driver_roots=roots_report(roots),
+            mgctl=self.pod_server.report(),
+            standby=StandbyReport(standby.version, list(standby.problems)) if standby else None,
+        )
 
     async def plan(self, request: Mapping[str, Any]) -> object:
         """Return what a configuration, given as metagpu/v1 text, would change.
@@ -138,10 +151,7 @@ class AgentCommands:
         plan = partial(self.layout_manager.plan, config, existing=existing)
         return await to_thread.run_sync(plan)
 
-    async def usage(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def usage(self, _: Mapping[str, Any]) -> UsageReport:
         """Return the usage of the node's GPUs, by container."""
-        return {
-            "version": __version__,
-            "node": self.context.node,
-            **await self.usage_service.report(),
-        }
+        report = await self.usage_service.report()
+        return replace(report, version=__version__, node=self.context.node)

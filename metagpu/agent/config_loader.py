@@ -2,7 +2,7 @@
 
 from hashlib import sha256
 from time import time
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -28,6 +28,7 @@ from metagpu.core.config.profiles import (
     ConfigStatus,
 )
 from metagpu.core.errors import InternalError
+from metagpu.core.reports.schema import ConfigurationReport
 from metagpu.core.state.events import ConfigRejected
 
 NOTHING: Final = "<nothing>"
@@ -185,19 +186,19 @@ class ConfigLoader:
         async for _ in changes(self._source.paths, self._context.timing.config_watch):
             await self.reload(again=False)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> ConfigurationReport:
         """Return where the configuration comes from, and what of it is not in force."""
-        return {
-            "file": self.loaded.config.file,
-            "formats": list(self.loaded.formats),
-            "profiles": list(self.loaded.profiles),
-            "notes": [str(note) for note in self.loaded.notes],
-            "deviceListStrategy": [str(it) for it in self.loaded.config.root.strategies],
-            "error": self.error,
-            "reason": self.reason,
-            "effect": self.effect if self.error else None,
-            "misfits": self._misfits,
-        }
+        return ConfigurationReport(
+            file=self.loaded.config.file,
+            formats=list(self.loaded.formats),
+            profiles=list(self.loaded.profiles),
+            notes=[str(note) for note in self.loaded.notes],
+            device_list_strategy=[str(it) for it in self.loaded.config.root.strategies],
+            error=self.error,
+            reason=self.reason,
+            effect=self.effect if self.error else None,
+            misfits=self._misfits,
+        )
 
     def to_metrics(self) -> ConfigStatus:
         """Return the same as numbers, and how often the source was applied and refused."""

@@ -7,7 +7,7 @@ loaded only with these.
 import platform
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio import to_thread
@@ -30,6 +30,7 @@ from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.turns import TurnRunner
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import Holder
+from metagpu.core.reports.schema import DraReport, NodeReports
 from metagpu.core.runtime.tasks import Work, run_with_restart
 from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from metagpu.plugins.web.node import NodeWeb
     from metagpu.plugins.web.recent_events import RecentEvents
     from metagpu.plugins.web.status_api import StatusApi
-
-Reports = Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]
-"""The reports of the status API, by path."""
 
 
 def build_health(context: NodeContext) -> HealthWatch:
@@ -179,7 +177,7 @@ def build_exporter(
     usage_service: UsageService,
     *,
     cluster: "Cluster | None",
-    claims: Callable[[], Mapping[str, Any] | None],
+    claims: Callable[[], DraReport | None],
     preparation: Preparation,
 ) -> "Exporter | None":
     """Build the exporter of metrics and probes, `None` without an address for them."""
@@ -221,7 +219,7 @@ def build_recent_events(context: NodeContext) -> "RecentEvents | None":
     return RecentEvents(context.registry, context.node)
 
 
-def build_status_api(context: NodeContext, reports: Reports) -> "StatusApi | None":
+def build_status_api(context: NodeContext, reports: NodeReports) -> "StatusApi | None":
     """Build the status API, `None` without an address or without an API server."""
     address = context.addresses.status_api
     if address is None or context.cluster_settings is None:
@@ -233,7 +231,7 @@ def build_status_api(context: NodeContext, reports: Reports) -> "StatusApi | Non
     return StatusApi(address, reports, tokens, context.timing.http)
 
 
-def build_web(context: NodeContext, reports: Reports) -> "NodeWeb | None":
+def build_web(context: NodeContext, reports: NodeReports) -> "NodeWeb | None":
     """Build the page of the node, `None` without an address.
 
     Raises:

@@ -16,6 +16,7 @@ from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
+from metagpu.core.reports.schema import DraReport
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
 
@@ -86,13 +87,13 @@ class ResourceClaims:
             while not self._is_registered:  # noqa: ASYNC110 - the kubelet says it in a call
                 await anyio.sleep(_POLL)
 
-    def report(self) -> Mapping[str, Any] | None:
+    def report(self) -> DraReport | None:
         """Return the state of the driver, `None` where no pool has it."""
         if self._serving is None:
             return None
         problem = None if self.settings else _NO_API_SERVER
         report = self._serving.report()
-        return {**report, "problem": problem or report["problem"]}
+        return msgspec.structs.replace(report, problem=problem or report.problem)
 
     def requests_of(self, uid: str) -> Mapping[ShareId, str]:
         """Return the request of each share of a claim that has several."""

@@ -130,6 +130,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     from metagpu.cli.config_commands import print_notes
     from metagpu.core.model.offers import Api
+    from metagpu.core.reports.reading import plain_report
     from metagpu.core.reports.status import explain_report
     from metagpu.display.status import show, show_explanation
 
@@ -140,23 +141,24 @@ def _explain(args: argparse.Namespace) -> int:
     anyio.run(agent.survey_once)
     snapshot = agent.registry.snapshot
     explained = explain_report(snapshot, agent.layout)
+    more: dict[str, Any] = {}
     if snapshot.offers_of(Api.DRA):
-        explained["resourceSlices"] = _slices(agent)
+        more["resourceSlices"] = _slices(agent)
     if args.claim:
-        explained["claims"] = _claim_fits(args.claim, agent, explained.get("resourceSlices", ()))
+        more["claims"] = _claim_fits(args.claim, agent, more.get("resourceSlices", ()))
 
     if args.output != "table":
-        _print_encoded(explained, args.output)
+        _print_encoded({**plain_report(explained), **more}, args.output)
     else:
         show_explanation(explained, topology=args.topology)
-        if "resourceSlices" in explained:
+        if "resourceSlices" in more:
             from metagpu.display.claims import slices_table
 
-            show("", slices_table(explained["resourceSlices"]))
+            show("", slices_table(more["resourceSlices"]))
         if args.claim:
             from metagpu.display.claims import claim_fits_parts
 
-            show("", *claim_fits_parts(explained["claims"]))
+            show("", *claim_fits_parts(more["claims"]))
     return 0
 
 
@@ -207,6 +209,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     from metagpu.cli.live import print_text, repeat, show_live
+    from metagpu.core.reports.reading import read_report
+    from metagpu.core.reports.schema import StatusReport
     from metagpu.display.encoding import encode
     from metagpu.display.status import draw_status, show_status
 
@@ -219,9 +223,9 @@ def _status(args: argparse.Namespace) -> int:
             return repeat(lambda: print_text(encode(ask(), args.output, compact=True)))
         _print_encoded(ask(), args.output)
     elif args.watch:
-        return show_live(lambda screen: draw_status(ask(), screen))
+        return show_live(lambda screen: draw_status(read_report(ask(), StatusReport), screen))
     else:
-        show_status(ask())
+        show_status(read_report(ask(), StatusReport))
     return 0
 
 

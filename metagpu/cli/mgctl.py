@@ -28,8 +28,7 @@ from metagpu.core.grants.injection import POD_FOLDER, POD_SOCKET, POD_SOCKET_NAM
 from metagpu.display.encoding import WIDE_FORMATS, encode
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
-from metagpu.display.usage import KINDS, TOP, Top, format_usage, in_namespace
-from metagpu.display.usage_tables import Answer
+from metagpu.display.usage import KINDS, TOP, Answer, Top, format_usage, in_namespace
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
@@ -208,11 +207,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from metagpu.core.reports.diagnosis import CheckResult
     from metagpu.core.reports.doctor import diagnose
+    from metagpu.core.reports.reading import read_report
+    from metagpu.core.reports.schema import StatusReport
     from metagpu.host.node_facts import SurveyPaths, survey_node
 
     status, no_status = None, ""
     try:
-        status = send_request(args.run_dir, {"command": "status"})
+        status = read_report(send_request(args.run_dir, {"command": "status"}), StatusReport)
     except MetagpuError as error:
         no_status = str(error)
 

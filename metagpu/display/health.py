@@ -1,97 +1,98 @@
 """The health of a GPU in words and colours, and what memory enforcement has done."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
+from metagpu.core.reports.schema import EnforcementReport, GpuReport
 from metagpu.display.table import Cell
 
 _OUT_OF_SERVICE: Final = "bold red"
 _HEALTHY: Final = Cell("healthy", "green")
 
 
-def brief_health(gpu: Mapping[str, Any]) -> Sequence[Cell]:
+def brief_health(gpu: GpuReport) -> Sequence[Cell]:
     """Return one word for each reason of `full_health`, a line each."""
-    recovering = (gpu.get("recovery") or {}).get("returnsAt")
+    recovering = gpu.recovery and gpu.recovery.returns_at
     out = Cell("recovering", "yellow") if recovering else Cell("out of service", _OUT_OF_SERVICE)
-    words = [] if gpu["healthy"] else [out]
+    words = [] if gpu.healthy else [out]
     words += [
         Cell(word, "yellow")
         for word, reason in (
-            ("instance out", gpu["faults"]),
-            ("cordoned", gpu["cordon"]),
-            ("unheard", gpu.get("unheard")),
-            ("suspended", gpu["suspended"]),
-            ("cleaning", gpu["cleaning"]),
-            ("withheld", gpu["blocked"]),
-            ("waiting", gpu["waitsFor"]),
+            ("instance out", gpu.faults),
+            ("cordoned", gpu.cordon),
+            ("unheard", gpu.unheard),
+            ("suspended", gpu.suspended),
+            ("cleaning", gpu.cleaning),
+            ("withheld", gpu.blocked),
+            ("waiting", gpu.waits_for),
         )
         if reason
     ]
     return words or [_HEALTHY]
 
 
-def reasons(gpus: Sequence[Mapping[str, Any]]) -> Sequence[Cell]:
+def reasons(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
     """Return the lines below a table with `brief_health`, one for each reason."""
     return [
-        Cell(f"GPU {gpu['index']}: {line.text}", line.style)
+        Cell(f"GPU {gpu.index}: {line.text}", line.style)
         for gpu in gpus
         for line in full_health(gpu)
         if line is not _HEALTHY
     ]
 
 
-def full_health(gpu: Mapping[str, Any]) -> Sequence[Cell]:
+def full_health(gpu: GpuReport) -> Sequence[Cell]:
     """Return the reasons for which a GPU or a backend does not serve, or `healthy`."""
-    lines = [] if gpu["healthy"] else [_out_of_service(gpu)]
-    for fault in gpu["faults"]:
-        slots = ", ".join(share.partition("::")[2] for share in fault["shares"]) or "not of ours"
-        reason = f"MIG device {fault['device']} ({slots}): {fault['reason']}"
-        lines.append(_since(reason, fault, _OUT_OF_SERVICE))
-    if cordon := gpu["cordon"]:
-        lines.append(_since(f"cordoned: {cordon['reason']}", cordon))
-    if unheard := gpu.get("unheard"):
-        lines.append(_since(f"its XIDs are not heard: {unheard['reason']}", unheard))
-    for backend, suspended in gpu["suspended"].items():
-        lines.append(_since(f"{backend} suspended: {suspended['reason']}", suspended))
-    for backend, since in gpu["cleaning"].items():
+    lines = [] if gpu.healthy else [_out_of_service(gpu)]
+    for fault in gpu.faults:
+        slots = ", ".join(share.partition("::")[2] for share in fault.shares) or "not of ours"
+        reason = f"MIG device {fault.device} ({slots}): {fault.reason}"
+        lines.append(_since(reason, fault.since, _OUT_OF_SERVICE))
+    if cordon := gpu.cordon:
+        lines.append(_since(f"cordoned: {cordon.reason}", cordon.since))
+    if unheard := gpu.unheard:
+        lines.append(_since(f"its XIDs are not heard: {unheard.reason}", unheard.since))
+    for backend, suspended in gpu.suspended.items():
+        lines.append(_since(f"{backend} suspended: {suspended.reason}", suspended.since))
+    for backend, since in gpu.cleaning.items():
         lines.append(Cell(f"{backend} cleans up since {_time(since)}", "yellow"))
-    lines += [Cell(blocked, "yellow") for blocked in gpu["blocked"]]
-    if gpu["waitsFor"]:
-        lines.append(Cell(gpu["waitsFor"], "yellow"))
+    lines += [Cell(blocked, "yellow") for blocked in gpu.blocked]
+    if gpu.waits_for:
+        lines.append(Cell(gpu.waits_for, "yellow"))
     return lines or [_HEALTHY]
 
 
-def _out_of_service(gpu: Mapping[str, Any]) -> Cell:
-    recovery = gpu.get("recovery")
+def _out_of_service(gpu: GpuReport) -> Cell:
+    recovery = gpu.recovery
     if recovery is None:
-        return _since(gpu["reason"], gpu, _OUT_OF_SERVICE)
-    if recovery["returnsAt"] is None:
-        line = _since(gpu["reason"], gpu, _OUT_OF_SERVICE)
-        fix = f"waits for an operator: metagpu acknowledge {gpu['index']}"
+        return _since(gpu.reason, gpu.since, _OUT_OF_SERVICE)
+    if recovery.returns_at is None:
+        line = _since(gpu.reason, gpu.since, _OUT_OF_SERVICE)
+        fix = f"waits for an operator: metagpu acknowledge {gpu.index}"
         return Cell(f"{line.text}; {fix}", line.style)
     return Cell(
-        f"recovering: its checks pass since {_time(recovery['since'])}, and it returns at "
-        f"{_time(recovery['returnsAt'])} if none fails; it was out of service for: "
-        f"{gpu['reason']}, since {_time(gpu['since'])}",
+        f"recovering: its checks pass since {_time(recovery.since)}, and it returns at "
+        f"{_time(recovery.returns_at)} if none fails; it was out of service for: "
+        f"{gpu.reason}, since {_time(gpu.since)}",
         "yellow",
     )
 
 
-def format_enforcement(report: Mapping[str, Any] | None) -> Sequence[str]:
+def format_enforcement(report: EnforcementReport | None) -> Sequence[str]:
     """Return an enforcement report in words, nothing if all counters are 0."""
     if report is None:
         return ()
-    sent = [f"{count} {name}" for name, count in report["signals"].items() if count]
-    parts = [f"{report['warnings']} warnings"] if report["warnings"] else []
+    sent = [f"{count} {name}" for name, count in report.signals.items() if count]
+    parts = [f"{report.warnings} warnings"] if report.warnings else []
     parts += [f"{' and '.join(sent)} sent"] if sent else []
     lines = [f"memory enforcement since the daemon's start: {', '.join(parts)}"] if parts else []
-    if report["driverLimits"]:
-        lines.append(f"memory limits set in the driver: {report['driverLimits']}")
+    if report.driver_limits:
+        lines.append(f"memory limits set in the driver: {report.driver_limits}")
     return lines
 
 
-def _since(reason: str, entry: Mapping[str, Any], style: str = "yellow") -> Cell:
-    return Cell(f"{reason}, since {_time(entry['since'])}", style)
+def _since(reason: str, since: str, style: str = "yellow") -> Cell:
+    return Cell(f"{reason}, since {_time(since)}", style)
 
 
 def _time(since: str) -> str:

@@ -5,6 +5,21 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from metagpu.core.reports.schema import (
+    CdiReport,
+    ClusterReport,
+    DraReport,
+    Explanation,
+    GpuReport,
+    LeaseDifferenceReport,
+    LeaseReport,
+    LostDevicesReport,
+    MixedRequestReport,
+    PodMgctlReport,
+    ResourceReport,
+    SharesReport,
+    StatusReport,
+)
 from metagpu.display.health import brief_health, format_enforcement, full_health, reasons
 from metagpu.display.table import (
     PLAIN,
@@ -16,10 +31,10 @@ from metagpu.display.table import (
     stdout_terminal,
 )
 
-Report = Mapping[str, Any]
-"""A report of `core.reports.status`, as plain data."""
+Plan = Mapping[str, Any]
+"""A plan of `core.layout.diff`, as plain data."""
 Part = TextTable | Cell | str
-Health = Callable[[Report], Sequence[Cell]]
+Health = Callable[[GpuReport], Sequence[Cell]]
 
 _BAR_WIDTH: Final = 10
 _LEGEND: Final = {
@@ -64,70 +79,66 @@ def _folded(parts: Iterable[Part], terminal: Terminal) -> Iterable[TextTable | C
             yield from fold(Cell(part) if isinstance(part, str) else part, terminal)
 
 
-def show_explanation(explained: Report, *, topology: bool = False) -> None:
-    """Print an `explain_report`, with `topology` also the GPUs' connections."""
+def show_explanation(explained: Explanation, *, topology: bool = False) -> None:
+    """Print what a node offers and why, with `topology` also the GPUs' connections."""
     show(
-        resources_table(explained["resources"]),
-        gpus_table(explained["gpus"], "OFFERS", "POOL", "WHY", health=brief_health),
+        resources_table(explained.resources),
+        gpus_table(explained.gpus, "OFFERS", "POOL", "WHY", health=brief_health),
         *_unreadable_gpus(explained),
-        *reasons(explained["gpus"]),
-        *_mixed_gpus(explained["gpus"]),
-        *_unused_pools(explained.get("unusedPools", {})),
-        *(Cell(it["text"]) for it in explained["remarks"]),
+        *reasons(explained.gpus),
+        *_mixed_gpus(explained.gpus),
+        *_unused_pools(explained.unused_pools),
+        *(Cell(it.text) for it in explained.remarks),
         *(_topology(explained) if topology else ()),
     )
 
 
-def show_status(status: Report) -> None:
+def show_status(status: StatusReport) -> None:
     """Print the daemon's `status`, problems first."""
     show(*_status_parts(status))
 
 
-def draw_status(status: Report, terminal: Terminal) -> str:
+def draw_status(status: StatusReport, terminal: Terminal) -> str:
     """Draw the daemon's `status` on a terminal, to be drawn again."""
     return render(_folded(_status_parts(status), terminal), terminal)
 
 
-def _status_parts(status: Report) -> Sequence[Part]:
-    configuration = status.get("configuration", {})
-    problem = configuration.get("error")
+def _status_parts(status: StatusReport) -> Sequence[Part]:
+    problem = status.configuration.error
     return (
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
         *(
             Cell(f"configuration does not fit {misfit}", "yellow")
-            for misfit in configuration.get("misfits", ())
+            for misfit in status.configuration.misfits
         ),
         *_unreadable_gpus(status),
-        *(
-            Cell(line, "bold red")
-            for line in _competing_plugins(status.get("competingPlugins", {}))
-        ),
+        *(Cell(line, "bold red") for line in _competing_plugins(status.competing_plugins)),
         *(
             Cell(f"{name}: {problem}", "bold red")
-            for name, problem in status.get("registrationProblems", {}).items()
+            for name, problem in status.registration_problems.items()
         ),
         *(
             Cell(f"the main task {task} of the daemon ended: {why}", "bold red")
-            for task, why in status.get("endedTasks", {}).items()
+            for task, why in status.ended_tasks.items()
         ),
-        *(Cell(line, "bold red") for line in _of_holders(status.get("lostDevices", ()))),
-        *(Cell(line, "yellow") for line in _of_holders(status.get("leaseDifferences", ()))),
-        *(Cell(line, "yellow") for line in _of_holders(status.get("mixedRequests", ()))),
-        *(Cell(line, "yellow") for line in cluster_problems(status.get("cluster"))),
-        *(Cell(line, "yellow") for line in _cdi_problems(status.get("cdi"))),
-        *(Cell(line, "yellow") for line in _dra_problems(status.get("dra"))),
-        *(Cell(line, "yellow") for line in _mgctl_problems(status.get("mgctl"))),
-        resources_table(status["resources"]),
-        gpus_table(status["gpus"], "HELD", "OWNER", "POOL", health=brief_health),
-        *reasons(status["gpus"]),
-        *_turns(status["gpus"]),
-        leases_table(status["leases"]),
-        *map(Cell, format_enforcement(status.get("enforcement"))),
-        *(Cell(it["text"]) for it in status.get("remarks", ())),
+        *(Cell(line, "bold red") for line in _of_holders(status.lost_devices)),
+        *(Cell(line, "yellow") for line in _of_holders(status.lease_differences)),
+        *(Cell(line, "yellow") for line in _of_holders(status.mixed_requests)),
+        *(Cell(line, "yellow") for line in cluster_problems(status.cluster)),
+        *(Cell(line, "yellow") for line in _cdi_problems(status.cdi)),
+        *(Cell(line, "yellow") for line in _dra_problems(status.dra)),
+        *(Cell(line, "yellow") for line in _mgctl_problems(status.mgctl)),
+        resources_table(status.resources),
+        gpus_table(status.gpus, "HELD", "OWNER", "POOL", health=brief_health),
+        *reasons(status.gpus),
+        *_turns(status.gpus),
+        leases_table(status.leases),
+        *map(Cell, format_enforcement(status.enforcement)),
+        *(Cell(it.text) for it in status.remarks),
     )
 
 
-def show_plan(plan: Report) -> None:
+def show_plan(plan: Plan) -> None:
     """Print a plan of `core.layout.diff`."""
     resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
     for name, each in plan["resources"].items():
@@ -153,10 +164,10 @@ def show_plan(plan: Report) -> None:
     show(resources, gpus, *also)
 
 
-def _unreadable_gpus(report: Report) -> Iterable[Cell]:
+def _unreadable_gpus(report: Explanation) -> Iterable[Cell]:
     return (
-        Cell(f"not in service, as it cannot be read: {it['reason']}", "bold red")
-        for it in report.get("unreadableGpus", ())
+        Cell(f"not in service, as it cannot be read: {it.reason}", "bold red")
+        for it in report.unreadable_gpus
     )
 
 
@@ -164,58 +175,54 @@ def _competing_plugins(sockets: Mapping[str, str]) -> Iterable[str]:
     return (f"{name} is served by another plugin on {it}" for name, it in sockets.items())
 
 
-def _of_holders(problems: Sequence[Report]) -> Iterable[str]:
-    return (f"{it['holder'].partition(' ')[0]}: {it['reason']}" for it in problems)
+def _of_holders(
+    problems: Sequence[LostDevicesReport | LeaseDifferenceReport | MixedRequestReport],
+) -> Iterable[str]:
+    return (f"{it.holder.partition(' ')[0]}: {it.reason}" for it in problems)
 
 
-def cluster_problems(cluster: Report | None) -> Iterable[str]:
+def cluster_problems(cluster: ClusterReport | None) -> Iterable[str]:
     """Yield a line for each problem with the API server or with another plugin."""
     if cluster is None:
         return
-    if cluster["problem"]:
-        yield f"API server: {cluster['problem']}"
-    yield from (f"API server, {use}: {it}" for use, it in cluster["features"].items() if it)
-    yield from (f"{name}: {it}" for name, it in cluster.get("nodeDifferences", {}).items())
-    if problem := (cluster.get("resourceSlices") or {}).get("problem"):
-        yield f"API server, ResourceSlices: {problem}"
-    contested = (cluster.get("resourceSlices") or {}).get("contested", {})
-    for resource, name in contested.items():
-        yield f"{resource}: the device plugin offers it here, and the DeviceClass {name} has it too"
-    if problem := (cluster.get("resourceSlices") or {}).get("classesProblem"):
-        yield f"API server, DeviceClasses: {problem}"
-    if upgrade := cluster.get("driverUpgrade"):
-        yield upgrade["summary"]
-    for plugin in cluster.get("competingPlugins", ()):
-        contested = ", ".join(plugin["contested"])
-        also = f"; it may serve {contested} too" if contested else ""
-        yield f"{plugin['program']} runs on this node: pod {plugin['pod']}{also}"
+    if cluster.problem:
+        yield f"API server: {cluster.problem}"
+    yield from (f"API server, {use}: {it}" for use, it in cluster.features.items() if it)
+    yield from (f"{name}: {it}" for name, it in cluster.node_differences.items())
+    if slices := cluster.resource_slices:
+        if slices.problem:
+            yield f"API server, ResourceSlices: {slices.problem}"
+        for resource, name in slices.contested.items():
+            also = f"the DeviceClass {name} has it too"
+            yield f"{resource}: the device plugin offers it here, and {also}"
+        if slices.classes_problem:
+            yield f"API server, DeviceClasses: {slices.classes_problem}"
+    if upgrade := cluster.present_upgrade:
+        yield upgrade.summary
+    for plugin in cluster.competing_plugins:
+        contested = ", ".join(plugin.contested)
+        more = f"; it may serve {contested} too" if contested else ""
+        yield f"{plugin.program} runs on this node: pod {plugin.pod}{more}"
 
 
-def _holder(lease: Report) -> str:
-    """Return the container of a lease, or its ResourceClaim until one is known."""
-    claim = lease.get("resourceClaim")
-    return lease["holder"] or (f"ResourceClaim {claim}" if claim else "")
-
-
-def _dra_problems(dra: Report | None) -> Iterable[str]:
+def _dra_problems(dra: DraReport | None) -> Iterable[str]:
     if dra is None:
         return
-    if dra["problem"]:
-        yield f"DRA driver {dra['driver']}: {dra['problem']}"
-    yield from dra.get("crowded", ())
+    if dra.problem:
+        yield f"DRA driver {dra.driver}: {dra.problem}"
+    yield from dra.crowded
 
 
-def _cdi_problems(cdi: Report | None) -> Iterable[str]:
-    lines = {
-        "containers may not start": "problem",
-        "containers get no libraries of the driver by CDI": "noLibraries",
-    }
-    return (f"{text}: {cdi[key]}" for text, key in lines.items() if cdi and cdi[key])
+def _cdi_problems(cdi: CdiReport | None) -> Iterable[str]:
+    if cdi and cdi.problem:
+        yield f"containers may not start: {cdi.problem}"
+    if cdi and cdi.no_libraries:
+        yield f"containers get no libraries of the driver by CDI: {cdi.no_libraries}"
 
 
-def _mgctl_problems(mgctl: Report | None) -> Iterable[str]:
-    if mgctl and mgctl["inPods"] and mgctl["problem"]:
-        yield f"containers get no answers from mgctl: {mgctl['problem']}"
+def _mgctl_problems(mgctl: PodMgctlReport) -> Iterable[str]:
+    if mgctl.in_pods and mgctl.problem:
+        yield f"containers get no answers from mgctl: {mgctl.problem}"
 
 
 def _arrow(before: object, after: object) -> str:
@@ -227,37 +234,38 @@ def _change(change: str) -> Cell:
     return Cell(change, "" if change == "unchanged" else "bold yellow")
 
 
-def _lease(lease: Report) -> str:
-    holder = _holder(lease) or "a pod that is being admitted"
-    return f"{holder}: {lease['shares']} of {lease['resource'] or 'another name'}"
+def _lease(lease: Plan) -> str:
+    """Return who gives shares back: of a shared ResourceClaim, all containers."""
+    holders = ", ".join(lease["holders"]) or "a pod that is being admitted"
+    return f"{holders}: {lease['shares']} of {lease['resource'] or 'another name'}"
 
 
-def resources_table(resources: Mapping[str, Mapping[str, int]]) -> TextTable:
+def resources_table(resources: Mapping[str, ResourceReport]) -> TextTable:
     """Return a table of the offered resources."""
     rows = table("RESOURCE", "CAPACITY", "ALLOCATABLE")
 
     for name, numbers in resources.items():
-        rows.add(name, str(numbers["capacity"]), str(numbers["allocatable"]))
+        rows.add(name, str(numbers.capacity), str(numbers.allocatable))
     if not resources:
         rows.add("nothing is offered", "", "")
     return rows
 
 
-def gpus_table(gpus: Sequence[Report], *more: str, health: Health | None = None) -> TextTable:
+def gpus_table(gpus: Sequence[GpuReport], *more: str, health: Health | None = None) -> TextTable:
     """Return a table of the GPUs, with `more` of OFFERS, HELD, OWNER, POOL, WHY.
 
     A narrow terminal leaves out the columns of `_DROPPED`, so that no word is broken.
     """
-    columns: dict[str, Callable[[Report], str | Cell | Sequence[Cell]]] = {
-        "GPU": lambda gpu: str(gpu["index"]),
-        "PRODUCT": lambda gpu: gpu["product"].removeprefix("NVIDIA "),
-        "MEMORY": lambda gpu: "-" if gpu["memoryMiB"] is None else f"{gpu['memoryMiB']} MiB",
-        "OFFERS": lambda gpu: _offers(gpu["shares"]),
-        "HELD": lambda gpu: held_bars(gpu["shares"]),
-        "OWNER": lambda gpu: gpu["owner"] or "idle",
+    columns: dict[str, Callable[[GpuReport], str | Cell | Sequence[Cell]]] = {
+        "GPU": lambda gpu: str(gpu.index),
+        "PRODUCT": lambda gpu: gpu.product.removeprefix("NVIDIA "),
+        "MEMORY": lambda gpu: "-" if gpu.memory_mib is None else f"{gpu.memory_mib} MiB",
+        "OFFERS": lambda gpu: _offers(gpu.shares),
+        "HELD": lambda gpu: held_bars(gpu.shares),
+        "OWNER": lambda gpu: gpu.owner or "idle",
         "HEALTH": health or full_health,
-        "POOL": lambda gpu: gpu["pool"] or "-",
-        "WHY": lambda gpu: gpu["poolReason"],
+        "POOL": lambda gpu: gpu.pool or "-",
+        "WHY": lambda gpu: gpu.pool_reason,
     }
     shown = [name for name in columns if name in {*_ALWAYS, *more}]
     rows = table(*shown)
@@ -269,12 +277,12 @@ def gpus_table(gpus: Sequence[Report], *more: str, health: Health | None = None)
     return rows
 
 
-def _mixed_gpus(gpus: Sequence[Report]) -> Sequence[Cell]:
+def _mixed_gpus(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
     """Return a line for the GPUs of each set of several backends."""
     found: dict[str, list[str]] = {}
     for gpu in gpus:
-        if len(gpu["backends"]) > 1:
-            found.setdefault(", ".join(gpu["backends"]), []).append(str(gpu["index"]))
+        if len(gpu.backends) > 1:
+            found.setdefault(", ".join(gpu.backends), []).append(str(gpu.index))
 
     return [
         Cell(
@@ -285,16 +293,16 @@ def _mixed_gpus(gpus: Sequence[Report]) -> Sequence[Cell]:
     ]
 
 
-def _turns(gpus: Sequence[Report]) -> Sequence[Cell]:
+def _turns(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
     """Return a line for the idle GPUs of each turn: who offers them now, and who next."""
     found: dict[str, list[str]] = {}
     for gpu in gpus:
-        if (turn := gpu.get("turn")) is None:
+        if (turn := gpu.turn) is None:
             continue
-        text = f"offered by {turn['backend']} now"
-        if turn["next"] not in ("", turn["backend"]):
-            text += f", by {turn['next']} in {turn['nextIn']:g} s"
-        found.setdefault(text, []).append(str(gpu["index"]))
+        text = f"offered by {turn.backend} now"
+        if turn.next not in ("", turn.backend):
+            text += f", by {turn.next} in {turn.next_in:g} s"
+        found.setdefault(text, []).append(str(gpu.index))
 
     return [
         Cell(f"GPU {', '.join(indices)}: idle, {text}, as several backends share it")
@@ -306,55 +314,56 @@ def _unused_pools(pools: Mapping[str, str]) -> Sequence[Cell]:
     return [Cell(f"pool {name} has no GPU here: {why}") for name, why in pools.items()]
 
 
-def _topology(explained: Report) -> Sequence[Part]:
+def _topology(explained: Explanation) -> Sequence[Part]:
     """Return the matrix of connections, in `nvidia-smi topo -m`'s words, and a legend."""
-    gpus, matrix = explained["gpus"], explained["topology"]
-    rows = table("GPU", *(str(gpu["index"]) for gpu in gpus), "NUMA", "PCI")
+    gpus, matrix = explained.gpus, explained.topology
+    rows = table("GPU", *(str(gpu.index) for gpu in gpus), "NUMA", "PCI")
 
     for gpu, connections in zip(gpus, matrix, strict=True):
-        numa = "-" if gpu["numaNode"] is None else str(gpu["numaNode"])
-        rows.add(str(gpu["index"]), *connections, numa, gpu["pciBusId"] or "-")
+        numa = "-" if gpu.numa_node is None else str(gpu.numa_node)
+        rows.add(str(gpu.index), *connections, numa, gpu.pci_bus_id or "-")
 
     seen = {connection.rstrip("0123456789") for row in matrix for connection in row}
     return (rows, *(Cell(f"{word:<5} {text}") for word, text in _LEGEND.items() if word in seen))
 
 
-def leases_table(leases: Sequence[Report]) -> TextTable:
-    """Return a table of the leases: container, resource, number of shares, GPU."""
+def leases_table(leases: Sequence[LeaseReport]) -> TextTable:
+    """Return a table of the leases: containers, resource, number of shares, GPU."""
     rows = table("POD (CONTAINER)", "RESOURCE", "SHARES", "GPU")
 
     for lease in leases:
+        claim = f"ResourceClaim {lease.resource_claim}" if lease.resource_claim else ""
+        unnamed = claim or "not listed by the kubelet yet"
         rows.add(
-            _holder(lease) or "not listed by the kubelet yet",
-            lease["resource"],
-            str(lease["shares"]),
-            str(lease["gpu"]),
+            [Cell(it) for it in lease.holders or [unnamed]],
+            lease.resource,
+            str(lease.shares),
+            str(lease.gpu),
         )
     if not leases:
         rows.add("no share is held", "", "", "")
     return rows
 
 
-def held_bars(shares: Mapping[str, Mapping[str, int]]) -> Sequence[Cell]:
+def held_bars(shares: Mapping[str, SharesReport]) -> Sequence[Cell]:
     """Return a bar for each resource of a GPU: held, free, and dots for unavailable."""
     bars = []
     for resource, numbers in shares.items():
-        whole = max(numbers["capacity"], 1)
-        full = round(_BAR_WIDTH * numbers["held"] / whole)
-        unavailable = 0 if numbers["held"] or numbers["free"] else _BAR_WIDTH
+        full = round(_BAR_WIDTH * numbers.held / max(numbers.capacity, 1))
+        unavailable = 0 if numbers.held or numbers.free else _BAR_WIDTH
         bar = (
             "\N{FULL BLOCK}" * full
             + "\N{LIGHT SHADE}" * (_BAR_WIDTH - full - unavailable)
             + "\N{MIDDLE DOT}" * unavailable
         )
         name = f" {_short(resource)}" if len(shares) > 1 else ""
-        bars.append(Cell(f"{bar} {numbers['held']}/{numbers['capacity']}{name}"))
+        bars.append(Cell(f"{bar} {numbers.held}/{numbers.capacity}{name}"))
     return bars or [Cell("-")]
 
 
-def _offers(shares: Mapping[str, Mapping[str, int]]) -> Sequence[Cell]:
+def _offers(shares: Mapping[str, SharesReport]) -> Sequence[Cell]:
     """Return the number of shares of each resource, a line each."""
-    lines = [Cell(f"{numbers['capacity']} {_short(name)}") for name, numbers in shares.items()]
+    lines = [Cell(f"{numbers.capacity} {_short(name)}") for name, numbers in shares.items()]
     return lines or [Cell("-")]
 
 

@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +16,8 @@ from msgspec.structs import replace
 from metagpu.core.grants import cdi
 from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
+from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.status import roots_report
 from metagpu.host.device_nodes import device_nodes, missing_links
 from metagpu.host.driver_roots import PROGRAMS, find_roots, program_roots
 from metagpu.host.linux import sees_host
@@ -48,7 +50,7 @@ class SurveyPaths(msgspec.Struct, frozen=True):
     roots: RootOptions = RootOptions()
 
 
-def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status: str) -> NodeFacts:
+def survey_node(where: SurveyPaths, status: StatusReport | None, no_status: str) -> NodeFacts:
     """Collect the facts once, with the daemon's status or the reason for none."""
     proc, client = where.root / "proc", where.pod_dir / "mgctl"
     roots = find_roots(where.roots)
@@ -74,7 +76,7 @@ def survey_node(where: SurveyPaths, status: Mapping[str, Any] | None, no_status:
         pod_socket_problem=_refusal(where.pod_dir / "mgctl.sock"),
         envvar_accepted=_envvar_accepted(host),
         cdi_files=tuple(_cdi(host)),
-        roots=(status or {}).get("driverRoots") or roots.to_dict(),
+        roots=status.driver_roots if status else roots_report(roots),
         unlinked_nodes=tuple(missing_links(roots, nodes).values()),
         mps_program=_program("nvidia-cuda-mps-control", where.roots),
     )

@@ -10,6 +10,8 @@ import msgspec
 
 from metagpu.core.config.units import Bytes
 from metagpu.core.errors import ClusterError
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema import StatusReport
 from metagpu.kubectl.pod_reasons import Conclusion, PodReason
 from metagpu.kubectl.viewer import ClusterViewer, Object, in_parallel
 
@@ -98,10 +100,9 @@ class ReadClaims(msgspec.Struct, frozen=True):
                 return PodReason.CLAIM_MISSING, missing, fix
         return None
 
-    def our_classes(self, reports: Iterable[Object]) -> Mapping[str, str]:
+    def our_classes(self, reports: Iterable[StatusReport]) -> Mapping[str, str]:
         """Return the selectors of each class whose devices are of a driver of the daemons."""
-        drivers = {DRIVER}
-        drivers.update(it["dra"]["driver"] for it in reports if it.get("dra"))
+        drivers = {DRIVER, *filter(None, map(_driver_of, reports))}
         classes = {it["metadata"]["name"]: _expressions(it["spec"]) for it in self.classes}
         return {
             name: selectors
@@ -119,6 +120,14 @@ class ReadClaims(msgspec.Struct, frozen=True):
             for request in _requests(self.specs.get(ref))
             if (options := tuple(_options(request, ours)))
         )
+
+
+def _driver_of(report: StatusReport) -> str:
+    """Return the name of a node's DRA driver, empty where none is reported."""
+    try:
+        return report.dra.driver if report.dra else ""
+    except FieldMissing:
+        return ""
 
 
 def claim_refs(namespace: str, spec: Object) -> tuple[ClaimRef, ...]:

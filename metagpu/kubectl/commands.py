@@ -19,11 +19,12 @@ from typing import Final
 
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.loading import quick_loading
+from metagpu.core.reports.schema import UsageReport
 from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
 from metagpu.kubectl.errors import NoKubeconfig
-from metagpu.kubectl.tables import KINDS, Item, answers_of_pods, draw_items, draw_top, in_namespace
+from metagpu.kubectl.tables import Item, draw_items, draw_top, in_namespace, read_rows
 from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress, RepeatedQuestions
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
 
@@ -31,7 +32,7 @@ _NAMED: Final = 5
 """Nodes that a line names; all are in `-o json`."""
 
 
-def silent_nodes(answers: Sequence[NodeAnswer]) -> Sequence[str]:
+def silent_nodes(answers: Sequence[NodeAnswer[UsageReport]]) -> Sequence[str]:
     """Return the nodes that gave no answer, a line for all of one problem."""
     same: dict[str, list[str]] = {}
     for it in answers:
@@ -175,11 +176,11 @@ class Rows:
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
 
-    def read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer]]:
+    def read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer[UsageReport]]]:
         """Return the rows that the arguments select, and the answers of all nodes."""
         return self._runner.run(self._read())
 
-    async def _read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer]]:
+    async def _read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer[UsageReport]]]:
         args, viewer = self._args, self._viewer
         agents = await viewer.agents()
         of_nodes = args.kind in ("nodes", "gpus")
@@ -189,22 +190,16 @@ class Rows:
             agents = [it for it in agents if it.node in names]
 
         answers = await self._questions.ask(agents)
-        rows: Sequence[Item]
-        if of_nodes or not args.selector:
-            rows = list(KINDS[args.kind](answers))
-        else:
-            rows = await self._rows_of_pods(viewer, answers)
+        pods = await self._chosen_pods(viewer) if args.selector and not of_nodes else None
+        rows, answers = read_rows(args.kind, answers, pods)
         if self._namespace:
             rows = in_namespace(rows, self._namespace)
         return sort_items(rows, args.sort_by) if args.sort_by else rows, answers
 
-    async def _rows_of_pods(
-        self, viewer: ClusterViewer, answers: Sequence[NodeAnswer]
-    ) -> Sequence[Item]:
+    async def _chosen_pods(self, viewer: ClusterViewer) -> frozenset[tuple[str, str]]:
         where = f"/namespaces/{self._namespace}" if self._namespace else ""
         chosen = await viewer.items(f"/api/v1{where}/pods", labelSelector=self._args.selector)
-        pods = {(it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen}
-        return list(KINDS[self._args.kind](answers_of_pods(answers, pods)))
+        return frozenset((it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen)
 
 
 @contextmanager
@@ -284,7 +279,7 @@ def namespace_of(args: argparse.Namespace) -> str:
 def _encode(
     args: argparse.Namespace,
     rows: Sequence[Item],
-    answers: Sequence[NodeAnswer],
+    answers: Sequence[NodeAnswer[UsageReport]],
     *,
     compact: bool = False,
 ) -> str:
@@ -296,7 +291,7 @@ def _show_live(
     rows: Rows, draw_rows: Callable[[Sequence[Item]], Iterable[TextTable | Cell]]
 ) -> int:
     """Draw rows again and again, and the silent nodes; into a pipe, draw once."""
-    answers: Sequence[NodeAnswer] = ()
+    answers: Sequence[NodeAnswer[UsageReport]] = ()
 
     def draw(screen: Terminal) -> str:
         nonlocal answers
@@ -308,7 +303,7 @@ def _show_live(
     return report_silence(answers) if stdout_terminal() is PLAIN else status
 
 
-def report_silence(answers: Sequence[NodeAnswer]) -> int:
+def report_silence(answers: Sequence[NodeAnswer[UsageReport]]) -> int:
     """Print the nodes without an answer, and why; return 1 if no node answered."""
     for line in silent_nodes(answers):
         print(f"kubectl metagpu: {line}", file=sys.stderr)  # noqa: T201 - a command line speaks so

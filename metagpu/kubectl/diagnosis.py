@@ -10,10 +10,13 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
+from metagpu.core.reports.reading import plain_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.display.encoding import encode
 from metagpu.display.status import show_explanation
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
-from metagpu.kubectl.errors import NoAnswer, NodeNotServed
+from metagpu.kubectl.errors import NoAnswer, NodeNotServed, report_of
+from metagpu.kubectl.obstacles import offers_of
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, Object
 
 _FORBIDDEN: Final = 403
@@ -33,7 +36,7 @@ async def doctor(args: argparse.Namespace, viewer: ClusterViewer) -> int:
         names = {it["metadata"]["name"] for it in nodes}
         agents = [it for it in agents if it.node in names]
     answers = await viewer.ask(STATUS, agents)
-    offered = {name for it in answers if it.report for name in it.report["offers"]}
+    offered = {name for it in answers for name in offers_of(it.report)}
     checked = {it.node: _checks(it) for it in answers}
     found = dict(sorted({**checked, **_without_daemon(nodes, checked, offered)}.items()))
     if args.output in ("json", "yaml"):
@@ -57,8 +60,9 @@ async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     if answer.report is None:
         raise NoAnswer(f"{answer.node}: {answer.problem}")
     if args.output in ("json", "yaml"):
-        print_text(encode(answer.report, args.output))
-    else:
+        print_text(encode(plain_report(answer.report), args.output))
+        return 0
+    with report_of(args.node):
         show_explanation(answer.report, topology=args.topology)
     return 0
 
@@ -105,7 +109,7 @@ def _without_daemon(
     return found
 
 
-def _checks(answer: NodeAnswer) -> Sequence[Diagnosis]:
+def _checks(answer: NodeAnswer[StatusReport]) -> Sequence[Diagnosis]:
     if answer.report is None:
         fix = "see `kubectl describe pod` of its daemon, and docs/kubectl.md"
         finding = f"its daemon gives no status: {answer.problem}"

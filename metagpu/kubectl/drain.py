@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.reports.schema import GpuReport, StatusReport, UsageReport
 from metagpu.display.table import render, stdout_terminal
-from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu
-from metagpu.kubectl.errors import DrainFailed, NoAnswer
-from metagpu.kubectl.tables import draw_items, pod_items
+from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu, node_of
+from metagpu.kubectl.errors import DrainFailed, NoAnswer, report_of
+from metagpu.kubectl.tables import draw_items, read_rows
 from metagpu.kubectl.viewer import STATUS, USAGE, AgentPod, ClusterViewer, NodeAnswer
 
 Object = Mapping[str, Any]
@@ -67,17 +68,17 @@ class DrainedPod(msgspec.Struct, frozen=True):
         return not (self.stays or self.ends)
 
 
-def holdings_of(status: Object, gpu: str) -> Sequence[Holding]:
+def holdings_of(status: StatusReport, gpu: str) -> Sequence[Holding]:
     """Return who holds shares of a GPU, by its uuid, in the status of its daemon.
 
     A share of a ResourceClaim has several holders; a holder's shares of all resources are summed.
     """
     found: dict[tuple[PodName, str], int] = {}
-    for lease in status["leases"]:
-        if lease["uuid"] == gpu:
-            for text in (lease["holder"], *lease.get("sharers", ())):
+    for lease in status.leases:
+        if lease.uuid == gpu:
+            for text in lease.holders or [""]:
                 holder = _parse(text)
-                found[holder] = found.get(holder, 0) + lease["shares"]
+                found[holder] = found.get(holder, 0) + lease.shares
     return [Holding(pod, container, count) for (pod, container), count in sorted(found.items())]
 
 
@@ -118,12 +119,15 @@ def is_running(pod: Object | None, uid: str) -> bool:
 
 
 def rows_of(
-    holdings: Iterable[Holding], pods: Mapping[PodName, DrainedPod], answer: NodeAnswer, gpu: str
+    holdings: Iterable[Holding],
+    pods: Mapping[PodName, DrainedPod],
+    answer: NodeAnswer[UsageReport],
+    gpu: str,
 ) -> Sequence[Mapping[str, Any]]:
     """Return the rows of a table; memory is from the node's usage, where it answered."""
     used = {
         ((it["namespace"], it["pod"]), it["container"]): it
-        for it in pod_items([answer])
+        for it in read_rows("pods", [answer])[0]
         if it["uuid"] == gpu
     }
     rows = []
@@ -174,7 +178,11 @@ def drain_gpu(args: argparse.Namespace, runner: asyncio.Runner, viewer: ClusterV
     Raises:
         MetagpuError: there is no such GPU, the user may not, or pods are on the GPU at the end.
     """
-    drain = GpuDrain(args, viewer, *runner.run(find_gpu(args.gpu, viewer)))
+    with report_of(node_of(args.gpu)):
+        return _drain(args, runner, GpuDrain(args, viewer, *runner.run(find_gpu(args.gpu, viewer))))
+
+
+def _drain(args: argparse.Namespace, runner: asyncio.Runner, drain: "GpuDrain") -> int:
     runner.run(drain.look())
     print_text(runner.run(drain.draw(drain.pods)))
     if args.dry_run:
@@ -237,9 +245,9 @@ class GpuDrain:
         args: argparse.Namespace,
         viewer: ClusterViewer,
         agent: AgentPod,
-        gpu: Mapping[str, Any],
+        gpu: GpuReport,
     ) -> None:
-        self.title = f"GPU {gpu['index']} of {agent.node}"
+        self.title = f"GPU {gpu.index} of {agent.node}"
         self.pods: dict[PodName, DrainedPod] = {}
         self._args = args
         self._viewer = viewer
@@ -264,7 +272,7 @@ class GpuDrain:
         if not held:
             return f"nobody holds {self.title}\n"
         [usage] = await self._viewer.ask(USAGE, [self._agent])
-        rows = rows_of(held, self.pods, usage, self._gpu["uuid"])
+        rows = rows_of(held, self.pods, usage, self._gpu.uuid)
         return render(draw_items("holders", rows), stdout_terminal())
 
     async def cordon(self) -> None:
@@ -275,7 +283,7 @@ class GpuDrain:
         Raises:
             MetagpuError: the user may not, or the daemon does not follow.
         """
-        before = (self._gpu["cordon"] or {}).get("reason")
+        before = self._gpu.cordon.reason if self._gpu.cordon else ""
         reason = " ".join(self._args.reason.split()) or before or "it is being drained"
         await cordon_gpu(self._viewer, self._agent, self._gpu, reason, self._args.timeout)
         print_text(f"{self.title} gives no new shares: {reason}\n")
@@ -292,9 +300,9 @@ class GpuDrain:
         [answer] = await self._viewer.ask(STATUS, [self._agent])
         if answer.report is None:
             raise NoAnswer(f"{answer.node}: {answer.problem}")
-        if all(it["uuid"] != self._gpu["uuid"] for it in answer.report["gpus"]):
+        if all(it.uuid != self._gpu.uuid for it in answer.report.gpus):
             raise NoAnswer(f"{answer.node}: its daemon does not see {self.title} now")
-        holdings = holdings_of(answer.report, self._gpu["uuid"])
+        holdings = holdings_of(answer.report, self._gpu.uuid)
         names = {it.pod for it in holdings}
         if names_alone:
             for name in {it.pod for it in self._holdings} - names:

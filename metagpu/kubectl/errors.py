@@ -11,7 +11,11 @@ MetagpuError
 └── NoAnswer                a node's daemon: it does not answer through the API server
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from metagpu.core.errors import MetagpuError
+from metagpu.core.reports.reading import FieldMissing
 
 
 class CordonFailed(MetagpuError):
@@ -44,3 +48,16 @@ class NodeNotServed(MetagpuError):
 
 class NoAnswer(MetagpuError):
     """Raised when a node's daemon gives no answer, or an incomplete one."""
+
+
+@contextmanager
+def report_of(node: str) -> Iterator[None]:
+    """Name the node where its report lacks a field that the block reads.
+
+    Raises:
+        NoAnswer: the report lacks one.
+    """
+    try:
+        yield
+    except FieldMissing as error:
+        raise NoAnswer(f"{node}: {error}") from None

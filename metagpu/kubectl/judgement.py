@@ -7,6 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema import StatusReport
 from metagpu.kubectl.claims import ClaimRef, ReadClaims
 from metagpu.kubectl.obstacles import (
     ClusterNode,
@@ -14,12 +16,13 @@ from metagpu.kubectl.obstacles import (
     Obstacle,
     device_obstacles,
     free_devices,
+    offers_of,
     resource_obstacles,
 )
 from metagpu.kubectl.pod_reasons import Conclusion, PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, missing_label, scheduler_says, tolerates
 
-Report = Mapping[str, Any]
+Object = Mapping[str, Any]
 
 NOT_OUR_OBSTACLE: Final = "metagpu is not in its way: read what the scheduler says"
 """The advice where a pod fits and yet waits."""
@@ -44,6 +47,13 @@ class Judgement(msgspec.Struct, frozen=True):
 
 def judge(demand: PodDemand, node: ClusterNode) -> Judgement:
     """Return whether a pod fits on a node, or all obstacles, by the hardest of them."""
+    try:
+        return _judge(demand, node)
+    except FieldMissing as error:
+        return Judgement(node.name, Obstacle.NO_ANSWER, str(error))
+
+
+def _judge(demand: PodDemand, node: ClusterNode) -> Judgement:
     if found := list(_obstacles(demand, node)):
         hardest = max(obstacle for obstacle, _, _ in found)
         reasons = "; ".join(reason for _, reason, _ in found)
@@ -94,7 +104,7 @@ def what_else(demand: PodDemand) -> str:
 
 
 def exceeded_quota(
-    demand: PodDemand, quotas: Iterable[Report], *, is_new: bool
+    demand: PodDemand, quotas: Iterable[Object], *, is_new: bool
 ) -> Conclusion | None:
     """Return the quota that refuses a pod or its claims, `None` if none does.
 
@@ -172,14 +182,11 @@ def _obstacles(demand: PodDemand, node: ClusterNode) -> Iterator[Found]:
         yield from device_obstacles(demand, node.report)
 
 
-def _free(report: Report, resource: str) -> str:
-    offer = report["offers"][resource]
-    held = f", {offer['heldBack']} held back" if offer["heldBack"] else ""
-    largest = offer["largestRequest"]
-    return f"{offer['free']} of {resource} are free, the largest part is {largest}{held}"
-
-
-Object = Mapping[str, Any]
+def _free(report: StatusReport, resource: str) -> str:
+    offer = report.offers[resource]
+    held = f", {offer.held_back} held back" if offer.held_back else ""
+    largest = offer.largest_request
+    return f"{offer.free} of {resource} are free, the largest part is {largest}{held}"
 
 
 def claims_of(pods: Iterable[Object]) -> frozenset[ClaimRef]:
@@ -218,7 +225,7 @@ class _OurResources:
     """The resources of daemons, and those of their domains that no Node counts."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._offered = {name for it in nodes if it.report for name in it.report["offers"]}
+        self._offered = {name for it in nodes for name in offers_of(it.report)}
         self._domains = {name.partition("/")[0] for name in self._offered}
         self._counted = {name for it in nodes for name in it.allocatable}
 

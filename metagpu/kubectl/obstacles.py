@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from metagpu.core.config.errors import suggest
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.offers import RequestRule
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema import DeviceTypeReport, GpuReport, OfferReport, StatusReport
 from metagpu.kubectl.claims import DeviceOption
 from metagpu.kubectl.pods import PodDemand
 
-Report = Mapping[str, Any]
 Found = tuple["Obstacle", str, str]
 """An obstacle, the reason in words, and what to change."""
 
@@ -52,38 +53,46 @@ class ClusterNode(msgspec.Struct, frozen=True):
     taints: tuple[Mapping[str, str], ...] = ()
     unschedulable: bool = False
     allocatable: Mapping[str, int] = msgspec.field(default_factory=dict)
-    report: Report | None = None
+    report: StatusReport | None = None
     problem: str = ""
 
 
+def offers_of(report: StatusReport | None) -> Mapping[str, OfferReport]:
+    """Return the offers of a node, none where its daemon does not report them."""
+    try:
+        return report.offers if report is not None else {}
+    except FieldMissing:
+        return {}
+
+
 def resource_obstacles(
-    demand: PodDemand, resource: str, node: ClusterNode, report: Report
+    demand: PodDemand, resource: str, node: ClusterNode, report: StatusReport
 ) -> Iterator[Found]:
     """Yield what is against the requests for one resource."""
-    offers = report["offers"]
+    offers = report.offers
     if resource not in offers:
         yield _not_offered(resource, node, report)
         return
-    if "freeDevices" in offers[resource]:
+    if offers[resource].free_devices is not None:
         yield from _dra_obstacles(demand, resource, report)
         return
-    if plugin := report["competingPlugins"].get(resource):
+    if plugin := report.competing_plugins.get(resource):
         reason = f"{resource} is served by another device plugin ({plugin})"
         yield Obstacle.COMPETING_PLUGIN, reason, "remove that plugin from the node, or its resource"
-    if problem := report["registrationProblems"].get(resource):
+    if problem := report.registration_problems.get(resource):
         reason = f"the kubelet does not count {resource} as metagpu lists it: {problem}"
         yield Obstacle.COMPETING_PLUGIN, reason, f"run mgctl doctor on {node.name}"
 
     counts = [it.count for it in demand.requests if it.resource == resource]
-    largest, total, free = max(counts), sum(counts), offers[resource]["free"]
-    gpus = [gpu for gpu in report["gpus"] if resource in gpu["shares"]]
-    ever = _largest_ever(offers[resource], [gpu["shares"][resource]["capacity"] for gpu in gpus])
+    largest, total, free = max(counts), sum(counts), offers[resource].free
+    gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
+    ever = _largest_ever(offers[resource], [gpu.shares[resource].capacity for gpu in gpus])
     if largest > ever:
         reason = f"one request of {resource} gets {ever} at most here, and {largest} are requested"
         yield Obstacle.TOO_LARGE, reason, f"request at most {ever} in one container"
     elif total > free or not _fits_together(counts, offers[resource], gpus, resource):
         closed = _closed_gpu(resource, largest, max(0, total - free), gpus)
-        if total <= free and largest <= offers[resource]["largestRequest"]:
+        if total <= free and largest <= offers[resource].largest_request:
             yield closed or _no_places(resource, counts, gpus, report)
         else:
             scarce = _too_few if total > free else _fragmented
@@ -94,8 +103,8 @@ def resource_obstacles(
         yield Obstacle.NODE_AMOUNT, reason, fix
 
 
-def _not_offered(resource: str, node: ClusterNode, report: Report) -> Found:
-    offered = list(report["offers"])
+def _not_offered(resource: str, node: ClusterNode, report: StatusReport) -> Found:
+    offered = list(report.offers)
     profile = node.labels.get(_CONFIG_LABEL)
     why = f", by its profile {profile}" if profile else ""
     reason = f"{', '.join(offered) or 'nothing'} is offered there{why}, and no {resource}"
@@ -104,60 +113,64 @@ def _not_offered(resource: str, node: ClusterNode, report: Report) -> Found:
     return Obstacle.NOT_OFFERED, reason, near or choose
 
 
-def _dra_obstacles(demand: PodDemand, resource: str, report: Report) -> Iterator[Found]:
+def _dra_obstacles(demand: PodDemand, resource: str, report: StatusReport) -> Iterator[Found]:
     """Yield what is against a resource of DRA: the scheduler counts devices."""
-    slices = (report.get("cluster") or {}).get("resourceSlices") or {}
-    if resource not in slices.get("extendedResources", {}):
+    slices = report.cluster.resource_slices if report.cluster else None
+    if slices is None or resource not in slices.extended_resources:
         reason = f"{resource} is offered by DRA there, and no DeviceClass has this name"
         fix = "ask by a ResourceClaim, or add it to dra.extendedResources of the chart: docs/dra.md"
         yield Obstacle.NOT_OFFERED, reason, fix
         return
-    free, total = report["offers"][resource]["freeDevices"], demand.totals[resource]
+    free, total = report.offers[resource].free_devices or 0, demand.totals[resource]
     if total > free:
         reason = f"{free} devices of {resource} are free, and {total} different ones are requested"
         fix = "wait for the end of pods, or request fewer: more of one device is a ResourceClaim"
         yield Obstacle.FULL, reason, fix
 
 
-def _too_few(resource: str, _: int, gpus: Sequence[Report], report: Report) -> Found:
-    offer = report["offers"][resource]
-    capacity = sum(gpu["shares"][resource]["capacity"] for gpu in gpus)
-    reason = f"{offer['free']} of {capacity} of {resource} are free{_holders(report, gpus)}"
-    fix = f"wait for the end of pods, request at most {offer['largestRequest']}, or add a node"
+def _too_few(resource: str, _: int, gpus: Sequence[GpuReport], report: StatusReport) -> Found:
+    offer = report.offers[resource]
+    capacity = sum(gpu.shares[resource].capacity for gpu in gpus)
+    reason = f"{offer.free} of {capacity} of {resource} are free{_holders(report, gpus)}"
+    fix = f"wait for the end of pods, request at most {offer.largest_request}, or add a node"
     return Obstacle.FULL, reason, fix
 
 
-def _closed_gpu(resource: str, largest: int, missing: int, gpus: Sequence[Report]) -> Found | None:
+def _closed_gpu(
+    resource: str, largest: int, missing: int, gpus: Sequence[GpuReport]
+) -> Found | None:
     """Return a GPU that would have enough, and gives nothing for another reason."""
     for gpu in gpus:
-        part = gpu["shares"][resource]["capacity"] - gpu["shares"][resource]["held"]
+        part = gpu.shares[resource].capacity - gpu.shares[resource].held
         closed = _closed(gpu)
         if closed is not None and part >= largest and part >= missing:
             return Obstacle.OUT_OF_SERVICE, *closed
     return None
 
 
-def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Report) -> Found:
+def _fragmented(
+    resource: str, count: int, gpus: Sequence[GpuReport], report: StatusReport
+) -> Found:
     """Return the free parts, and the pod whose end makes one of them large enough."""
-    offer = report["offers"][resource]
+    offer = report.offers[resource]
     parts = _parts(resource, gpus)
-    held = f"; {offer['heldBack']} of them are held back" if offer["heldBack"] else ""
+    held = f"; {offer.held_back} of them are held back" if offer.held_back else ""
     reason = (
-        f"{offer['free']} of {resource} are free, but the largest part is "
-        f"{offer['largestRequest']} ({parts}){held}"
+        f"{offer.free} of {resource} are free, but the largest part is "
+        f"{offer.largest_request} ({parts}){held}"
     )
     smallest = min(
         (
-            (lease["shares"], str(lease["holder"]), gpu["index"])
+            (lease.shares, str(lease.holder), gpu.index)
             for gpu in gpus
-            for lease in report["leases"]
-            if lease["gpu"] == gpu["index"]
-            and lease["resource"] == resource
-            and lease["shares"] + gpu["shares"][resource]["free"] >= count
+            for lease in report.leases
+            if lease.gpu == gpu.index
+            and lease.resource == resource
+            and lease.shares + gpu.shares[resource].free >= count
         ),
         default=None,
     )
-    fix = f"request at most {offer['largestRequest']} in one container"
+    fix = f"request at most {offer.largest_request} in one container"
     if smallest is not None:
         shares, holder, index = smallest
         fix += f", or end {holder}, which holds {shares} on GPU {index}"
@@ -165,54 +178,54 @@ def _fragmented(resource: str, count: int, gpus: Sequence[Report], report: Repor
 
 
 def _no_places(
-    resource: str, counts: Sequence[int], gpus: Sequence[Report], report: Report
+    resource: str, counts: Sequence[int], gpus: Sequence[GpuReport], report: StatusReport
 ) -> Found:
     """Return the free parts, in which each request has a place, and not all together."""
     asked = " + ".join(map(str, counts))
     reason = (
-        f"{report['offers'][resource]['free']} of {resource} are free "
+        f"{report.offers[resource].free} of {resource} are free "
         f"({_parts(resource, gpus)}), and {asked} in its containers do not fit together"
     )
     return Obstacle.FRAGMENTED, reason, "request less in one of its containers"
 
 
-def _parts(resource: str, gpus: Sequence[Report]) -> str:
-    free = [(gpu["shares"][resource]["free"], gpu["index"]) for gpu in gpus]
+def _parts(resource: str, gpus: Sequence[GpuReport]) -> str:
+    free = [(gpu.shares[resource].free, gpu.index) for gpu in gpus]
     return ", ".join(f"{count} on GPU {index}" for count, index in free if count)
 
 
-def _closed(gpu: Report) -> tuple[str, str] | None:
+def _closed(gpu: GpuReport) -> tuple[str, str] | None:
     """Return why a GPU gives no shares although they may be free, and what to do."""
-    index = gpu["index"]
-    if not gpu["healthy"]:
+    index = gpu.index
+    if not gpu.healthy:
         fix = f"see docs/health.md; `metagpu acknowledge {index}` brings a repaired GPU back"
-        return f"GPU {index} is out of service: {gpu['reason']}", fix
-    if gpu["cordon"]:
-        reason = gpu["cordon"]["reason"]
+        return f"GPU {index} is out of service: {gpu.reason}", fix
+    if gpu.cordon:
+        reason = gpu.cordon.reason
         fix = f"uncordon it: kubectl metagpu uncordon NODE/{index}, or metagpu uncordon on the node"
         return f"GPU {index} is cordoned: {reason}", fix
-    for backend, pause in gpu["suspended"].items():
-        return f"{backend} is suspended on GPU {index}: {pause['reason']}", ""
-    if gpu["waitsFor"]:
-        return gpu["waitsFor"], "wait for the end of these pods, or end them"
+    for backend, pause in gpu.suspended.items():
+        return f"{backend} is suspended on GPU {index}: {pause.reason}", ""
+    if gpu.waits_for:
+        return gpu.waits_for, "wait for the end of these pods, or end them"
     return None
 
 
 def _fits_together(
-    counts: Sequence[int], offer: Report, gpus: Sequence[Report], resource: str
+    counts: Sequence[int], offer: OfferReport, gpus: Sequence[GpuReport], resource: str
 ) -> bool:
     """Return whether the requests of all containers find a place, the largest first.
 
     A request above the largest GPU takes whole GPUs, and its rest a part of one as others do.
     """
-    if max(counts) > offer["largestRequest"]:
+    if max(counts) > offer.largest_request:
         return False
-    if _rule(offer) is RequestRule.ANY:
+    if offer.request_rule is RequestRule.ANY:
         return True
-    amounts = [gpu["shares"][resource] for gpu in gpus]
-    parts = sorted(it["free"] for it in amounts)
-    idle = sorted((it["free"] for it in amounts if it["free"] == it["capacity"]), reverse=True)
-    most = max(it["capacity"] for it in amounts)
+    amounts = [gpu.shares[resource] for gpu in gpus]
+    parts = sorted(it.free for it in amounts)
+    idle = sorted((it.free for it in amounts if it.free == it.capacity), reverse=True)
+    most = max(it.capacity for it in amounts)
     rests = []
     for count in sorted(counts, reverse=True):
         wholes = _whole_gpus(count, idle) if count > most else ()
@@ -238,26 +251,21 @@ def _whole_gpus(count: int, idle: Sequence[int]) -> Sequence[int]:
     return taken
 
 
-def _largest_ever(offer: Report, capacities: Sequence[int]) -> int:
+def _largest_ever(offer: OfferReport, capacities: Sequence[int]) -> int:
     """Return the largest request that an empty node could serve."""
-    if _rule(offer) is RequestRule.ONE_GPU:
+    if offer.request_rule is RequestRule.ONE_GPU:
         return max(capacities, default=0)
     return sum(capacities)
 
 
-def _rule(offer: Report) -> RequestRule:
-    """Return the rule of an offer; a daemon of an earlier version names none."""
-    return RequestRule(offer.get("requestRule", RequestRule.ANY))
-
-
-def _holders(report: Report, gpus: Sequence[Report]) -> str:
+def _holders(report: StatusReport, gpus: Sequence[GpuReport]) -> str:
     """Return the largest holders of GPUs, in brackets."""
-    indices = {gpu["index"] for gpu in gpus}
+    indices = {gpu.index for gpu in gpus}
     held: dict[str, int] = {}
-    for lease in report["leases"]:
-        if lease["gpu"] in indices:
-            name = str(lease["holder"] or "a pod that is being admitted").partition(" ")[0]
-            held[name] = held.get(name, 0) + lease["shares"]
+    for lease in report.leases:
+        if lease.gpu in indices:
+            name = str(lease.holder or "a pod that is being admitted").partition(" ")[0]
+            held[name] = held.get(name, 0) + lease.shares
     if not held:
         return ""
     largest = sorted(held.items(), key=lambda it: -it[1])
@@ -266,7 +274,7 @@ def _holders(report: Report, gpus: Sequence[Report]) -> str:
     return f"; they are held by {', '.join([*shown, *more])}"
 
 
-def device_obstacles(demand: PodDemand, report: Report) -> Iterator[Found]:
+def device_obstacles(demand: PodDemand, report: StatusReport) -> Iterator[Found]:
     """Yield what is against each request, of alternatives the least."""
     for request in demand.devices:
         found = [_device_obstacle(it, report) for it in request.options]
@@ -275,7 +283,7 @@ def device_obstacles(demand: PodDemand, report: Report) -> Iterator[Found]:
             yield min(against, key=lambda it: it[0])
 
 
-def free_devices(demand: PodDemand, report: Report) -> Sequence[str]:
+def free_devices(demand: PodDemand, report: StatusReport) -> Sequence[str]:
     """Return what is free for each request, by its first alternative with room."""
     open_options = (
         next(it for it in request.options if _device_obstacle(it, report) is None)
@@ -284,9 +292,9 @@ def free_devices(demand: PodDemand, report: Report) -> Sequence[str]:
     return [_free_of_option(it, _devices(it, report)) for it in open_options]
 
 
-def _device_obstacle(option: DeviceOption, report: Report) -> Found | None:
+def _device_obstacle(option: DeviceOption, report: StatusReport) -> Found | None:
     devices, name = _devices(option, report), option.device_class
-    total, free = (sum(it[key] for it in devices) for key in ("devices", "free"))
+    total, free = sum(it.devices for it in devices), sum(it.free for it in devices)
     if option.count > total:
         offered = f"{total or 'no'} devices of {name} are offered there"
         reason = f"{offered}, and {option.count} requested"
@@ -307,24 +315,20 @@ def _device_obstacle(option: DeviceOption, report: Report) -> Found | None:
     return None
 
 
-def _devices(option: DeviceOption, report: Report) -> Sequence[Report]:
-    """Return devices of a class; a daemon of an earlier version reports none."""
-    return [
-        it
-        for kind, it in report.get("devices", {}).items()
-        if not option.types or kind in option.types
-    ]
+def _devices(option: DeviceOption, report: StatusReport) -> Sequence[DeviceTypeReport]:
+    """Return the devices of a class."""
+    return [it for kind, it in report.devices.items() if not option.types or kind in option.types]
 
 
-def _free_of_option(option: DeviceOption, devices: Sequence[Report]) -> str:
-    free, total = (sum(it[key] for it in devices) for key in ("free", "devices"))
+def _free_of_option(option: DeviceOption, devices: Sequence[DeviceTypeReport]) -> str:
+    total, free = sum(it.devices for it in devices), sum(it.free for it in devices)
     parts = ", ".join(_shown(it, _largest(devices, it)) for it in option.amounts)
     largest = f", the largest part is {parts}" if parts else ""
     return f"{free} of {total} devices of {option.device_class} are free{largest}"
 
 
-def _largest(devices: Sequence[Report], capacity: str) -> int:
-    return max((it["largest"].get(capacity, 0) for it in devices), default=0)
+def _largest(devices: Sequence[DeviceTypeReport], capacity: str) -> int:
+    return max((it.largest.get(capacity, 0) for it in devices), default=0)
 
 
 def _shown(capacity: str, amount: int) -> str:

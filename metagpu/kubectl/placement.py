@@ -11,6 +11,7 @@ from metagpu.cli.live import print_text
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.quantities import whole_number
+from metagpu.core.reports.schema import StatusReport
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.claims import read_claims
@@ -171,7 +172,7 @@ async def _judged(
 async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
     """Return all nodes, as the API server and their daemons report them."""
 
-    async def ask() -> Sequence[NodeAnswer]:
+    async def ask() -> Sequence[NodeAnswer[StatusReport]]:
         return await viewer.ask(STATUS, await viewer.agents())
 
     objects, answers = await in_parallel(lambda: viewer.items("/api/v1/nodes"), ask)
@@ -179,14 +180,14 @@ async def _nodes(viewer: ClusterViewer) -> Sequence[ClusterNode]:
 
 
 def cluster_nodes(
-    objects: Iterable[Object], answers: Iterable[NodeAnswer]
+    objects: Iterable[Object], answers: Iterable[NodeAnswer[StatusReport]]
 ) -> Sequence[ClusterNode]:
     """Return nodes by their Node objects and the answers of their daemons."""
     by_node = {it.node: it for it in answers}
     return [_node_of(it, by_node.get(it["metadata"]["name"])) for it in objects]
 
 
-def _node_of(it: Object, answer: NodeAnswer | None) -> ClusterNode:
+def _node_of(it: Object, answer: NodeAnswer[StatusReport] | None) -> ClusterNode:
     spec, metadata = it.get("spec") or {}, it["metadata"]
     amounts = (it.get("status") or {}).get("allocatable") or {}
     return ClusterNode(

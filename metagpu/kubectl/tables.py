@@ -9,95 +9,91 @@ from typing import Any, Final
 
 import msgspec
 
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema import UsageReport, UsedGpuReport
 from metagpu.display.table import Cell, TextTable
 from metagpu.kubectl.viewer import NodeAnswer
 
 Item = Mapping[str, Any]
-Report = Mapping[str, Any]
 
 
-def node_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
-    """Yield a row for each node that answered."""
-    for node, report in _reports(answers):
-        gpus = report["gpus"]
-        held, capacity = _shares_of(gpus)
+def _node_rows(node: str, report: UsageReport) -> Iterator[Item]:
+    gpus = report.gpus
+    held, capacity = _shares_of(gpus)
+    yield {
+        "node": node,
+        "gpus": len(gpus),
+        "healthy": sum(gpu.healthy for gpu in gpus),
+        "cordoned": sum(gpu.cordon is not None for gpu in gpus),
+        "heldGpus": round(sum(_held_part(gpu) for gpu in gpus), 2),
+        "held": held,
+        "capacity": capacity,
+        "utilization": _mean(gpu.utilization for gpu in gpus),
+        "usedMiB": _sum(gpu.used_mib for gpu in gpus),
+        "usableMiB": _sum(gpu.usable_mib for gpu in gpus),
+        "pods": len({(it.namespace, it.pod) for it in report.containers}),
+        "unauthorized": report.unauthorized,
+        "problems": [_gpu_problem(gpu) for gpu in gpus if _gpu_problem(gpu)],
+        "version": report.version,
+    }
+
+
+def _gpu_rows(node: str, report: UsageReport) -> Iterator[Item]:
+    pods: Counter[str] = Counter()
+    for container in report.containers:
+        pods.update({part.uuid for part in container.gpus})
+    for gpu in report.gpus:
+        held, capacity = _shares_of([gpu])
         yield {
             "node": node,
-            "gpus": len(gpus),
-            "healthy": sum(gpu["healthy"] for gpu in gpus),
-            "cordoned": sum(gpu["cordon"] is not None for gpu in gpus),
-            "heldGpus": round(sum(_held_part(gpu) for gpu in gpus), 2),
+            "gpu": gpu.index,
+            "uuid": gpu.uuid,
+            "product": gpu.product.removeprefix("NVIDIA "),
+            "heldGpus": round(_held_part(gpu), 2),
             "held": held,
             "capacity": capacity,
-            "utilization": _mean(gpu["utilization"] for gpu in gpus),
-            "usedMiB": _sum(gpu["usedMiB"] for gpu in gpus),
-            "usableMiB": _sum(gpu["usableMiB"] for gpu in gpus),
-            "pods": len({(it["namespace"], it["pod"]) for it in report["containers"]}),
-            "unauthorized": report["unauthorized"],
-            "problems": [_gpu_problem(gpu) for gpu in gpus if _gpu_problem(gpu)],
-            "version": report["version"],
+            "utilization": gpu.utilization,
+            "usedMiB": gpu.used_mib,
+            "usableMiB": gpu.usable_mib,
+            "containers": pods[gpu.uuid],
+            "healthy": gpu.healthy,
+            "cordoned": gpu.cordon is not None,
+            "problem": _gpu_problem(gpu),
+            "policy": gpu.policy,
         }
 
 
-def gpu_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
-    """Yield a row for each GPU."""
-    for node, report in _reports(answers):
-        pods: Counter[str] = Counter()
-        for container in report["containers"]:
-            pods.update({part["uuid"] for part in container["gpus"]})
-        for gpu in report["gpus"]:
-            held, capacity = _shares_of([gpu])
+def _pod_rows(node: str, report: UsageReport) -> Iterator[Item]:
+    """Yield a row for each container and each GPU of which it holds shares."""
+    for container in report.containers:
+        for part in container.gpus:
             yield {
+                "namespace": container.namespace,
+                "pod": container.pod,
+                "container": container.container,
                 "node": node,
-                "gpu": gpu["index"],
-                "uuid": gpu["uuid"],
-                "product": gpu["product"].removeprefix("NVIDIA "),
-                "heldGpus": round(_held_part(gpu), 2),
-                "held": held,
-                "capacity": capacity,
-                "utilization": gpu["utilization"],
-                "usedMiB": gpu["usedMiB"],
-                "usableMiB": gpu["usableMiB"],
-                "containers": pods[gpu["uuid"]],
-                "healthy": gpu["healthy"],
-                "cordoned": gpu["cordon"] is not None,
-                "problem": _gpu_problem(gpu),
-                "policy": gpu["policy"],
+                "gpu": part.index,
+                "uuid": part.uuid,
+                "resource": part.resource,
+                "shares": part.shares,
+                "capacity": part.capacity,
+                "utilization": part.utilization,
+                "usedMiB": part.used_mib,
+                "shareMiB": part.share_mib,
+                "limitMiB": part.limit_mib,
+                "overLimit": part.over_limit,
+                "processes": part.processes,
+                "guard": part.guard,
+                "owner": container.pod_owner,
+                "phase": container.pod_phase,
+                "podUid": container.pod_uid,
             }
 
 
-def pod_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
-    """Yield a row for each container and each GPU of which it holds shares."""
-    for node, report in _reports(answers):
-        for container in report["containers"]:
-            for part in container["gpus"]:
-                yield {
-                    "namespace": container["namespace"],
-                    "pod": container["pod"],
-                    "container": container["container"],
-                    "node": node,
-                    "gpu": part["index"],
-                    "uuid": part["uuid"],
-                    "resource": part["resource"],
-                    "shares": part["shares"],
-                    "capacity": part["capacity"],
-                    "utilization": part["utilization"],
-                    "usedMiB": part["usedMiB"],
-                    "shareMiB": part["shareMiB"],
-                    "limitMiB": part["limitMiB"],
-                    "overLimit": part["overLimit"],
-                    "processes": part["processes"],
-                    "guard": part["guard"],
-                    "owner": container["podOwner"],
-                    "phase": container["podPhase"],
-                    "podUid": container["podUid"],
-                }
-
-
-def namespace_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
-    """Yield a row for each namespace whose containers hold shares."""
+def _namespace_rows(rows: Iterable[Item]) -> Iterator[Item]:
+    """Yield a row for each namespace of the rows of containers."""
     by_name: dict[str, list[Item]] = {}
-    for item in pod_items(answers):
+    for item in rows:
         by_name.setdefault(item["namespace"], []).append(item)
     for name, items in sorted(by_name.items()):
         shares: Counter[str] = Counter()
@@ -116,13 +112,42 @@ def namespace_items(answers: Iterable[NodeAnswer]) -> Iterator[Item]:
         }
 
 
-KINDS: Final[Mapping[str, Callable[[Iterable[NodeAnswer]], Iterator[Item]]]] = {
-    "nodes": node_items,
-    "gpus": gpu_items,
-    "pods": pod_items,
-    "namespaces": namespace_items,
+_ROWS: Final[Mapping[str, Callable[[str, UsageReport], Iterator[Item]]]] = {
+    "nodes": _node_rows,
+    "gpus": _gpu_rows,
+    "pods": _pod_rows,
+    "namespaces": _pod_rows,
 }
+KINDS: Final = tuple(_ROWS)
 """The objects of `get` and `top`."""
+
+
+def read_rows(
+    kind: str,
+    answers: Iterable[NodeAnswer[UsageReport]],
+    pods: Collection[tuple[str, str]] | None = None,
+) -> tuple[Sequence[Item], Sequence[NodeAnswer[UsageReport]]]:
+    """Return the rows of a kind, and the answers.
+
+    A node whose report lacks a field of the rows has none, and an answer that says so.
+
+    Args:
+        kind: one of `KINDS`.
+        answers: of all nodes.
+        pods: namespace and name of the only pods whose containers count; `None` for all.
+    """
+    rows, read = list[Item](), list[NodeAnswer[UsageReport]]()
+    for answer in answers:
+        found = answer
+        if answer.report is not None:
+            try:
+                rows += list(_ROWS[kind](answer.node, answer.report))
+            except FieldMissing as error:
+                found = NodeAnswer(answer.node, problem=str(error))
+        read.append(found)
+    if pods is not None:
+        rows = [it for it in rows if (it["namespace"], it["pod"]) in pods]
+    return list(_namespace_rows(rows)) if kind == "namespaces" else rows, read
 
 
 def in_namespace(items: Iterable[Item], namespace: str) -> Sequence[Item]:
@@ -130,47 +155,31 @@ def in_namespace(items: Iterable[Item], namespace: str) -> Sequence[Item]:
     return [it for it in items if not namespace or it["namespace"] == namespace]
 
 
-def answers_of_pods(
-    answers: Iterable[NodeAnswer], pods: Collection[tuple[str, str]]
-) -> Iterator[NodeAnswer]:
-    """Yield answers with the containers of some pods alone, by namespace and name."""
-    for answer in answers:
-        if answer.report is not None:
-            chosen = [
-                it for it in answer.report["containers"] if (it["namespace"], it["pod"]) in pods
-            ]
-            yield NodeAnswer(answer.node, {**answer.report, "containers": chosen})
-
-
-def _reports(answers: Iterable[NodeAnswer]) -> Iterator[tuple[str, Report]]:
-    return ((it.node, it.report) for it in answers if it.report is not None)
-
-
-def _shares_of(gpus: Iterable[Report]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def _shares_of(gpus: Iterable[UsedGpuReport]) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return the held shares and all shares of GPUs, by resource."""
     held: Counter[str] = Counter()
     capacity: Counter[str] = Counter()
     for gpu in gpus:
-        for offer in gpu["shares"]:
-            held[offer["resource"]] += offer["held"]
-            capacity[offer["resource"]] += offer["capacity"]
+        for offer in gpu.shares:
+            held[offer.resource] += offer.held
+            capacity[offer.resource] += offer.capacity
     return dict(held), dict(capacity)
 
 
-def _held_part(gpu: Report) -> float:
+def _held_part(gpu: UsedGpuReport) -> float:
     """Return the part of a GPU that is held, from 0 to 1, by one of its backends."""
-    return max((it["held"] / max(it["capacity"], 1) for it in gpu["shares"]), default=0.0)
+    return max((it.held / max(it.capacity, 1) for it in gpu.shares), default=0.0)
 
 
-def _gpu_problem(gpu: Report) -> str:
-    if not gpu["healthy"]:
-        return f"GPU {gpu['index']} is out of service: {gpu['reason']}"
-    if gpu["cordon"] is not None:
-        return f"GPU {gpu['index']} is cordoned: {gpu['cordon']}"
-    if gpu["failure"]:
-        return f"GPU {gpu['index']} could not be read: {gpu['failure']}"
-    faults = "; ".join(f"{device}: {reason}" for device, reason in gpu["faults"].items())
-    return f"GPU {gpu['index']}: {faults}" if faults else ""
+def _gpu_problem(gpu: UsedGpuReport) -> str:
+    if not gpu.healthy:
+        return f"GPU {gpu.index} is out of service: {gpu.reason}"
+    if gpu.cordon is not None:
+        return f"GPU {gpu.index} is cordoned: {gpu.cordon}"
+    if gpu.failure:
+        return f"GPU {gpu.index} could not be read: {gpu.failure}"
+    faults = "; ".join(f"{device}: {reason}" for device, reason in gpu.faults.items())
+    return f"GPU {gpu.index}: {faults}" if faults else ""
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -4,14 +4,15 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import anyio
 import msgspec
 
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.reports.reading import ReportPart, decode_report
+from metagpu.core.reports.schema import StatusReport, UsageReport
 from metagpu.kubectl.errors import NotInstalled, SeveralNamespaces
-from metagpu.kubectl.reports import StatusForm, UsageForm
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
 Object = Mapping[str, Any]
@@ -91,10 +92,6 @@ def _status_port(pod: Object) -> int:
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
-STATUS: Final = "api/v1/status"
-USAGE: Final = "api/v1/usage"
-_FORMS: Final[Mapping[str, Any]] = {STATUS: StatusForm, USAGE: UsageForm}
-"""What the commands read of each report."""
 AT_ONCE: Final = 100
 """Questions to nodes at a time, as many as the client has connections."""
 _TOKEN_LIFETIME: Final = 600
@@ -108,11 +105,25 @@ _SHOW_AFTER: Final = 0.4
 """Seconds before progress is shown."""
 
 
-class NodeAnswer(msgspec.Struct, frozen=True):
+R = TypeVar("R", bound=ReportPart)
+
+
+class Question(msgspec.Struct, Generic[R], frozen=True):
+    """A question to daemons: the path of a report, and its schema."""
+
+    path: str
+    kind: type[R]
+
+
+STATUS: Final = Question("api/v1/status", StatusReport)
+USAGE: Final = Question("api/v1/usage", UsageReport)
+
+
+class NodeAnswer(msgspec.Struct, Generic[R], frozen=True):
     """The report of a node's daemon, or why there is none."""
 
     node: str
-    report: Object | None = None
+    report: R | None = None
     problem: str = ""
 
 
@@ -212,8 +223,8 @@ class ClusterViewer:
         return found
 
     async def ask(
-        self, path: str, agents: Iterable[AgentPod], deadline: float | None = None
-    ) -> Sequence[NodeAnswer]:
+        self, question: Question[R], agents: Iterable[AgentPod], deadline: float | None = None
+    ) -> Sequence[NodeAnswer[R]]:
         """Ask daemons in parallel for a report; return the answers by the node's name.
 
         A `deadline` in seconds for each answer stands in place of the viewer's.
@@ -224,14 +235,14 @@ class ClusterViewer:
         asked = list(agents)
         async with self._renewing:
             problems = {it: await self._renew_token(it) for it in {it.namespace for it in asked}}
-        answers: list[NodeAnswer] = []
+        answers: list[NodeAnswer[R]] = []
 
         async def one(agent: AgentPod) -> None:
             if problem := problems[agent.namespace]:
                 answers.append(NodeAnswer(agent.node, problem=problem))
             else:
                 async with self._limit:
-                    answers.append(await self._ask_node(path, agent, deadline or self.deadline))
+                    answers.append(await self._ask_node(question, agent, deadline or self.deadline))
             self._progress(len(answers), len(asked))
 
         async with anyio.create_task_group() as group:
@@ -239,26 +250,26 @@ class ClusterViewer:
                 group.start_soon(one, agent)
         return sorted(answers, key=lambda it: it.node)
 
-    async def _ask_node(self, path: str, agent: AgentPod, deadline: float) -> NodeAnswer:
+    async def _ask_node(
+        self, question: Question[R], agent: AgentPod, deadline: float
+    ) -> NodeAnswer[R]:
         if not agent.port:
             problem = f"pod {agent.name} serves no status; give its daemon --status-api"
             return NodeAnswer(agent.node, problem=problem)
-        proxy = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}:{agent.port}/proxy/{path}"
+        pod = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}"
+        proxy = f"{pod}:{agent.port}/proxy/{question.path}"
         headers = {"Metagpu-Token": self._tokens[agent.namespace][0]}
         try:
             with anyio.fail_after(deadline):
-                report: Any = await self._client.call("GET", proxy, headers=headers)
+                body = await self._client.read("GET", proxy, headers=headers)
         except TimeoutError:
             return NodeAnswer(agent.node, problem=f"no answer within {deadline:g} s")
         except ClusterError as error:
             return NodeAnswer(agent.node, problem=error.message or str(error))
         try:
-            msgspec.convert(report, _FORMS[path])
-        except msgspec.ValidationError as error:
-            fix = "update metagpu there, or this program"
-            problem = f"no report of a daemon of this release: {error}; {fix}"
-            return NodeAnswer(agent.node, problem=problem)
-        return NodeAnswer(agent.node, report)
+            return NodeAnswer(agent.node, decode_report(body, question.kind))
+        except msgspec.DecodeError as error:
+            return NodeAnswer(agent.node, problem=f"no report of a daemon: {error}")
 
     async def _renew_token(self, namespace: str) -> str:
         """Get a viewer's token; return why there is none, empty where there is one."""
@@ -332,10 +343,10 @@ class RepeatedQuestions:
 
     def __init__(self, viewer: ClusterViewer) -> None:
         self._viewer = viewer
-        self._silent: dict[str, NodeAnswer] = {}
-        self._questions: dict[str, asyncio.Task[NodeAnswer]] = {}
+        self._silent: dict[str, NodeAnswer[UsageReport]] = {}
+        self._questions: dict[str, asyncio.Task[NodeAnswer[UsageReport]]] = {}
 
-    async def ask(self, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer]:
+    async def ask(self, agents: Iterable[AgentPod]) -> Sequence[NodeAnswer[UsageReport]]:
         """Return the answers by the node's name: of silent nodes, the last.
 
         Raises:
@@ -356,7 +367,7 @@ class RepeatedQuestions:
         self._silent = {it.node: it for it in answers if it.report is None}
         return sorted(answers, key=lambda it: it.node)
 
-    async def _ask_late(self, agent: AgentPod) -> NodeAnswer:
+    async def _ask_late(self, agent: AgentPod) -> NodeAnswer[UsageReport]:
         try:
             deadline = max(self._viewer.deadline, _LEAST)
             [answer] = await self._viewer.ask(USAGE, [agent], deadline)

@@ -15,6 +15,8 @@ from anyio import to_thread
 from metagpu.cli.page import log_errors_alone, serve_page
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.quantities import iso_time
+from metagpu.core.reports.reading import plain_report
+from metagpu.core.reports.schema import StatusReport, UsageReport
 from metagpu.kubectl.claims import ReadClaims, read_claims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.placement import cluster_nodes
@@ -121,9 +123,12 @@ class ClusterView(PolledView):
             return await to_thread.run_sync(look)
         except MetagpuError as error:
             names = [it.node for it in self._objects.agents] if self._objects else []
-            silent = [NodeAnswer(it, problem=str(error)) for it in names]
-            nothing = _Objects(0, (), ())
-            return _compose(nothing, silent, silent, _WaitingPods())
+            return _compose(
+                _Objects(0, (), ()),
+                [NodeAnswer(it, problem=str(error)) for it in names],
+                [NodeAnswer(it, problem=str(error)) for it in names],
+                _WaitingPods(),
+            )
 
     async def _list_objects(self) -> _Objects:
         query = {"labelSelector": self._selector} if self._selector else {}
@@ -186,8 +191,8 @@ class ClusterView(PolledView):
 
 def _compose(
     objects: _Objects,
-    statuses: Sequence[NodeAnswer],
-    usages: Sequence[NodeAnswer],
+    statuses: Sequence[NodeAnswer[StatusReport]],
+    usages: Sequence[NodeAnswer[UsageReport]],
     waiting: _WaitingPods,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the view, and a digest of all in it that is no time of a look."""
@@ -195,20 +200,21 @@ def _compose(
     usage_of = {it.node: it for it in usages}
     rows, steady, events = [], [], []
     for it in statuses:
-        usage, status = usage_of[it.node], it.report
+        answer = usage_of[it.node]
+        usage = None if answer.report is None else plain_report(answer.report)
+        status = None if it.report is None else plain_report(it.report)
         if status is not None:
-            recent = status.get("events", ())  # a daemon of an earlier version has none
+            recent = status.pop("events", None) or ()  # a daemon of an earlier version has none
             events += [{**event, "node": it.node} for event in recent]
-            status = {name: part for name, part in status.items() if name != "events"}
         row: Object = {
             "name": it.node,
-            "problem": it.problem or usage.problem,
+            "problem": it.problem or answer.problem,
             "labels": _shown_labels(labels.get(it.node, {})),
         }
-        rows.append({**row, "status": status, "usage": usage.report})
-        steady.append((row, _steady(status), _timeless(usage.report)))
+        rows.append({**row, "status": status, "usage": usage})
+        steady.append((row, _steady(status), _timeless(usage)))
     shown = {
-        "events": sorted(events, key=lambda it: str(it["at"]), reverse=True)[:EVENTS],
+        "events": sorted(events, key=lambda it: str(it.get("at")), reverse=True)[:EVENTS],
         "waiting": waiting_pods(
             waiting.pods, cluster_nodes(objects.nodes, statuses), waiting.claims
         ),
@@ -228,7 +234,7 @@ def _steady(status: Object | None) -> Object | None:
         return None
     gpus = [
         {**gpu, "turn": {**gpu["turn"], "nextIn": 0}} if gpu.get("turn") else gpu
-        for gpu in status["gpus"]
+        for gpu in status.get("gpus", ())
     ]
     return {**status, "gpus": gpus}
 

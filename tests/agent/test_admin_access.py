@@ -72,7 +72,7 @@ async def test_claims_that_look_hold_nothing(tmp_path: Path) -> None:
         await it.unprepare(held)
         snapshot = it.scene.agent.registry.snapshot
         assert not any(state.leases for state in snapshot.gpus.values())
-        status = await it.scene.agent.commands["status"]({})
+        status = await it.scene.status()
         assert isinstance(status, dict)
         assert status["dra"]["monitored"] == sorted(gpus)
         assert await it.unprepare(second) == {second.uid: ""}

@@ -91,7 +91,7 @@ async def test_explain_shows_no_share_that_mig_mode_prevents(
     pause = state.suspended.get("mig")
     assert (reason in pause.reason) if pause else not reason
     report = explain_report(agent.registry.snapshot, agent.layout)
-    assert [it["allocatable"] for it in report["resources"].values()] == [free]
+    assert [it.allocatable for it in report.resources.values()] == [free]
 
 
 async def test_gpu_added_while_running(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState
 from metagpu.core.model.snapshot import Versions
+from metagpu.core.reports.reading import plain_report
 from metagpu.core.state.facts import DriverRead, GpusFound, ProvisioningReported
 from metagpu.core.state.registry import Registry
 from metagpu.host.device_nodes import device_nodes
@@ -115,7 +116,7 @@ def problems_of(file: CdiFile, what: str) -> object:
     """Return the problems that the file reports."""
     report = file.report()
     assert report is not None
-    return report[what]
+    return plain_report(report)[what]
 
 
 def injection(root: Path, **changes: object) -> Injection:
@@ -262,7 +263,7 @@ async def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> No
             await it.file.ensure_names(frozenset({"MIG-a"}))
         report = it.file.report()
         assert report is not None
-        assert report["problem"] == sentence
+        assert report.problem == sentence
 
 
 async def test_the_toolkit_lists_the_libraries(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ async def test_the_toolkit_lists_the_libraries(tmp_path: Path) -> None:
         assert spec["containerEdits"]["mounts"] == TOOLKIT["containerEdits"]["mounts"]
         report = it.file.report()
         assert report is not None
-        assert report["noLibraries"] is None
+        assert report.no_libraries is None
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ async def test_an_absent_toolkit_is_reported_once(
         assert len([line for line in log if line["event"] == event]) == 1
         report = it.file.report()
         assert report is not None
-        assert why in report["noLibraries"]
+        assert why in (report.no_libraries or "")
         assert len(tools.calls) == 2  # it may have been installed meanwhile
 
 

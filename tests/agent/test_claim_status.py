@@ -8,6 +8,8 @@ from structlog.testing import capture_logs
 
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.reports.daemon_checks import check_resource_claims
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.agent.test_resource_claims import MIG, ClaimScene, at_work
 from tests.plugins.dra.rig import DRIVER
@@ -44,7 +46,7 @@ async def written(it: ClaimScene, ref: ResourceClaimRef) -> dict[str, Any]:
 
 async def problem_of(it: ClaimScene) -> str:
     """Return the problem that `status` names."""
-    status = await it.scene.agent.commands["status"]({})
+    status = await it.scene.status()
     assert isinstance(status, dict)
     return str(status["dra"]["statusProblem"] or "")
 
@@ -136,10 +138,9 @@ async def test_a_missing_right_is_reported_once(tmp_path: Path, *, synthetic: bo
             assert right in reported[0]["error"]
         assert await problem_of(it) == reported[0]["error"]
         await it.notify(registered=True)
-        status = await it.scene.agent.commands["status"]({})
-        assert isinstance(status, dict)
-        status["cluster"] = {}  # its ResourceSlices are another finding
-        assert check_resource_claims(status)[:2] == (
+        status = await it.scene.status()
+        status["cluster"] = None  # its ResourceSlices are another finding
+        assert check_resource_claims(read_report(status, StatusReport))[:2] == (
             "warning",
             f"the status of ResourceClaims is not written: {reported[0]['error']}",
         )

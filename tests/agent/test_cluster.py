@@ -111,9 +111,9 @@ async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path:
         await it.until(20, 20)
         assert it.agent.cluster is not None
         with anyio.fail_after(30):
-            while not it.agent.cluster.report()["problem"]:  # noqa: ASYNC110 - it has no event
+            while not it.agent.cluster.report().problem:  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.005)
-        status = await it.agent.commands["status"]({})
+        status = await it.status()
         assert isinstance(status, dict)
         assert status["cluster"]["problem"].startswith("the API server cannot be reached at ")
 
@@ -234,8 +234,8 @@ mig-configs:
         await server.until(
             lambda: "MIGLayoutRejected" in [each["reason"] for each in server.events()]
         )
-        reported = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
-        assert ["these have 1g.5gb, 2g.10gb" in gpu["poolReason"] for gpu in reported] == [
+        reported = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        assert ["these have 1g.5gb, 2g.10gb" in gpu.pool_reason for gpu in reported] == [
             True,
             True,
         ]
@@ -289,14 +289,14 @@ mig-configs:
             report = it.agent.config_loader.report()
             place = f"ConfigMap kube-system/metagpu: default: 5: mig-configs.{wrong}[0]: "
             place = place.replace("5:", "5:" if wrong == "other-model" else "6:")
-            assert report["error"].startswith(place)
-            assert reason in report["error"]
-            note = f"{report['error']}; the last good configuration stays"
+            assert (report.error or "").startswith(place)
+            assert reason in (report.error or "")
+            note = f"{report.error}; the last good configuration stays"
             # The Event and the label are written one after the other, in any order.
             await server.until(partial(is_last_rejection, server, note))
-            gpus = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
-            assert [gpu["poolReason"] for gpu in gpus if "no shares" in gpu["poolReason"]] == []
-            assert [gpu["suspended"] for gpu in gpus] == [{}, {}]
+            gpus = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+            assert [gpu.pool_reason for gpu in gpus if "no shares" in gpu.pool_reason] == []
+            assert [gpu.suspended for gpu in gpus] == [{}, {}]
 
             server.label(NODE, {"nvidia.com/mig.config": "seven"})
             await server.until(lambda: server.labels(NODE).get(state) == "success")
@@ -322,7 +322,7 @@ mig-configs:
         await server.until(
             lambda: server.labels(NODE).get("nvidia.com/mig.config.state") == "failed"
         )
-        [misfit] = it.agent.config_loader.report()["misfits"]
+        [misfit] = it.agent.config_loader.report().misfits
         assert misfit.startswith("GPU 1: the layout 7x1g.5gb does not fit: the GPU has no profile")
         await server.until(lambda: rejections(server))
         assert rejections(server) == [misfit]

@@ -133,7 +133,7 @@ async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> Non
         await it.until(100, 100)
         await it.kubelet.admit(POD)
         await becomes(lambda: list(node.gpu(0).memory_limits.values()) == [(10085 + 1024) * MIB])
-        await becomes(lambda: it.agent.usage_service.enforcement_report["driverLimits"] == 1)
+        await becomes(lambda: it.agent.usage_service.enforcement_report.driver_limits == 1)
         [container] = (await asked(it.agent, "usage"))["containers"]
 
     [part] = container["gpus"]

@@ -13,6 +13,8 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.daemon_checks import check_leases
 from metagpu.core.reports.diagnosis import CheckResult
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.core.usage import lease_differences
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status
@@ -56,7 +58,7 @@ class Node:
 
     async def status(self) -> Mapping[str, Any]:
         """Return the answer to `metagpu status`."""
-        found: Any = await self.scene.agent.commands["status"]({})
+        found: Any = await self.scene.status()
         return dict(found)
 
     async def differences(self) -> Sequence[Mapping[str, Any]]:
@@ -128,9 +130,9 @@ async def test_a_lease_whose_container_is_gone_is_a_difference(
     assert (event["reason"], event["regarding"]["name"]) == ("GPUShareWithoutContainer", "alice")
     assert event["note"] == found["reason"]
     assert (line["event"], line["container"]) == ("container of a lease absent", str(ALICE))
-    result, finding, *_ = check_leases(status)
+    result, finding, *_ = check_leases(read_report(status, StatusReport))
     assert (result, found["reason"] in finding) == (CheckResult.WARNING, True)
-    show_status(status)
+    show_status(read_report(status, StatusReport))
     assert f"team/alice: {found['reason']}" in " ".join(capsys.readouterr().out.split())
 
 
@@ -163,7 +165,7 @@ async def test_use_without_a_lease_is_a_difference(tmp_path: Path) -> None:
     assert found["podUid"] == container.pod_uid
     assert found["reason"] == event["note"]
     assert metric == 1
-    assert check_leases(status)[0] is CheckResult.WARNING
+    assert check_leases(read_report(status, StatusReport))[0] is CheckResult.WARNING
 
 
 async def test_a_container_that_was_never_seen_is_unknown(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ async def write_config(it: Scene, text: str) -> None:
 
 async def configuration(it: Scene) -> Mapping[str, Any]:
     """Return the configuration's part of `status`."""
-    status: Any = await it.agent.commands["status"]({})
+    status: Any = await it.status()
     answer: Mapping[str, Any] = status["configuration"]
     return answer
 

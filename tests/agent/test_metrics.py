@@ -131,8 +131,8 @@ async def test_a_scrape_reads_no_command_lines(
         assert described == []
         report = await it.agent.usage_service.report()
 
-    [container] = report["containers"]
-    assert container["gpus"][0]["processes"][0]["command"]
+    [container] = report.containers
+    assert container.gpus[0].known_processes[0].command
     assert described == [1]
 
 
@@ -276,8 +276,8 @@ async def test_a_daemon_with_an_ended_part_is_not_alive(
             503,
             "the main task backends has ended: it returned\n",
         )
-        status = await it.agent.commands["status"]({})
-        assert status["endedTasks"] == {"backends": "it returned"}  # type: ignore[index]
+        status = await it.status()
+        assert status["endedTasks"] == {"backends": "it returned"}
 
 
 async def test_nvml_that_hangs_delays_a_page_a_little(tmp_path: Path) -> None:

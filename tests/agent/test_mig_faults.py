@@ -11,7 +11,7 @@ from metagpu.core.availability.conflict import shares_on_faulty_devices
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import ShareId
-from metagpu.core.reports.status import status_report
+from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import GpuFaulted, InstanceFaulted
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
 from metagpu.sim.machine import foreign_instances as foreign
@@ -85,9 +85,9 @@ async def test_a_fault_inside_an_instance_is_that_instances_alone(tmp_path: Path
         assert out_of_service(it) == {device: REASON}
         assert it.state(0).verdict.healthy
         assert shares_on_faulty_devices(it.state(0)) == {f"{it.state(0).gpu.id}::3g.20gb@0"}
-        [expected] = status_report(it.agent.registry.snapshot, it.agent.layout)["gpus"][0]["faults"]
-        assert (expected["device"], expected["reason"]) == (device, REASON)
-        assert expected["shares"] == [f"{it.state(0).gpu.id}::3g.20gb@0"]
+        [expected] = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus[0].faults
+        assert (expected.device, expected.reason) == (device, REASON)
+        assert expected.shares == [f"{it.state(0).gpu.id}::3g.20gb@0"]
         assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
 
 

@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def lost_devices_of(it: Scene) -> Sequence[Mapping[str, Any]]:
     """Return the lost devices in `metagpu status`."""
-    status: Any = await it.agent.commands["status"]({})
+    status: Any = await it.status()
     found: Sequence[Mapping[str, Any]] = status["lostDevices"]
     return found
 

@@ -130,8 +130,8 @@ async def test_the_shared_memory_of_an_instance_is_emptied_after_its_last_pod(
 
         await it.kubelet.delete(one)
         await it.until(12, 8, SHARED)
-        [gpu] = report.status_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
-        assert "what its containers left stays: not permitted" in gpu["paused"][0]
+        [gpu] = report.explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        assert "what its containers left stays: not permitted" in gpu.paused[0]
         assert file.exists()
 
         allowed.append(True)
@@ -155,8 +155,8 @@ async def test_a_failed_control_daemon_takes_the_shares_of_its_instance(tmp_path
         await becomes(lambda: any("steered to refuse" in why for why in paused(it).values()))
         [slot] = {i.partition("-p")[0] for i, m in created(it).items() if m.device == device}
         assert set(paused(it)) == {f"{slot}-p{n}" for n in range(4)}
-        [granted] = report.status_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
-        assert any(why.startswith(f"instance {slot}: ") for why in granted["blocked"])
+        [granted] = report.explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        assert any(why.startswith(f"instance {slot}: ") for why in granted.blocked)
 
         control(tmp_path, device).steer("")
         await it.until(12, 12, SHARED)

@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def mixed_of(it: Scene) -> list[dict[str, Any]]:
     """Return the mixed requests in `metagpu status`."""
-    status: Any = await it.agent.commands["status"]({})
+    status: Any = await it.status()
     found: list[dict[str, Any]] = status["mixedRequests"]
     return found
 

@@ -15,6 +15,7 @@ from metagpu.agent.config_source import ConfigSource
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.reports import status as report
+from metagpu.core.reports.schema import ResourceReport
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
@@ -125,9 +126,9 @@ async def test_explain_counts_without_starting_control_daemons(tmp_path: Path) -
     agent = Agent(ConfigSource((file,)), NvmlDriver(SimLibrary(build_node("a100-40gb:1"))))
     await agent.survey_once()
 
-    resources = report.explain_report(agent.registry.snapshot, agent.layout)["resources"]
-    assert resources[MPS] == {"capacity": 100, "allocatable": 100}
-    assert resources[WHOLE] == {"capacity": 1, "allocatable": 1}
+    resources = report.explain_report(agent.registry.snapshot, agent.layout).resources
+    assert resources[MPS] == ResourceReport(100, 100)
+    assert resources[WHOLE] == ResourceReport(1, 1)
 
 
 async def test_control_daemons_of_a_killed_daemon_are_adopted(tmp_path: Path) -> None:

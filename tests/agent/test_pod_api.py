@@ -169,7 +169,7 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
 
         def have_come() -> bool:
             reasons.clear()
-            reasons.update(each["reason"] for each in recent.report())
+            reasons.update(each.reason for each in recent.report())
             return reasons["GPUUnhealthy"] == reasons["GPUSharesGranted"] == 2
 
         await becomes(have_come)

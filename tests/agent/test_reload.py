@@ -120,14 +120,14 @@ async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
         assert "by a fault of metagpu's own" in line["event"]
         assert line["effect"] == "the last good configuration stays"
         assert line["exc_info"]
-        assert it.agent.config_loader.report()["error"] == (
+        assert it.agent.config_loader.report().error == (
             "metagpu failed (RuntimeError: nobody thought of that); see its log"
         )
         await it.until(20, 20)
 
         await it.agent.reload()
         await it.until(10, 10)
-        assert it.agent.config_loader.report()["error"] is None
+        assert it.agent.config_loader.report().error is None
 
 
 async def test_an_internal_error_with_a_new_gpu_ends_nothing(
@@ -207,8 +207,8 @@ async def test_smaller_shares_of_a_gpu_are_offered_beside_its_pods(tmp_path: Pat
         await it.agent.reload()
         await it.until(100, 73)  # the kubelet counts the 3 held ids
 
-        [gpu] = explain_report(it.agent.registry.snapshot, it.agent.layout)["gpus"]
-        assert gpu["waitsFor"].endswith(
+        [gpu] = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        assert (gpu.waits_for or "").endswith(
             "is held by default/old (main) under cnvrg.io/metagpu, which is not on offer as it was "
             "granted; 27 free shares wait for the end of that pod"
         )

@@ -180,7 +180,7 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         both = holder, Holder("default", "other", "main")
         held = {(claim.uid, share): both for share in scene.state(0).leases}
         agent.registry.apply(LeasesObserved({}, anyio.current_time(), of_claims=held))
-        status = await agent.commands["status"]({})
+        status = await scene.status()
         assert isinstance(status, dict)
         assert status["dra"]["claims"] == 1
         [lease] = status["leases"]

@@ -12,6 +12,8 @@ from metagpu.core.errors import DriverReplaced
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.daemon_checks import check_health
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.nvml.session_gpu import NvmlTiming
 from metagpu.sim.machine.spec import build_node
@@ -38,7 +40,7 @@ async def test_a_gpu_off_the_bus_is_somewhere(tmp_path: Path, function: str) -> 
         [missing] = status["unreadableGpus"]
         assert (missing["index"], "lost" in missing["reason"]) == (1, True)
         assert (await page_of(it)).values("metagpu_unreadable_gpus") == [1]
-        result, finding, *_ = check_health(status)
+        result, finding, *_ = check_health(read_report(status, StatusReport))
         assert (result, finding) == ("error", f"cannot be read: {missing['reason']}")
 
         library.work()
@@ -74,7 +76,7 @@ async def test_sigterm_ends_a_start_that_hangs(tmp_path: Path) -> None:
 
 async def reported(it: Scene) -> dict[str, Any]:
     """Return the daemon's answer to `metagpu status`."""
-    answer = await it.agent.commands["status"]({})
+    answer = await it.status()
     assert isinstance(answer, dict)
     return answer
 

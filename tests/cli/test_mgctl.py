@@ -19,6 +19,7 @@ from metagpu import __version__
 from metagpu.cli import live, mgctl
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.doctor import CHECKS
+from metagpu.core.reports.reading import plain_report
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.report import usage_report
 from metagpu.display.table import CLEAR_SCREEN, PLAIN, Terminal
@@ -31,13 +32,8 @@ HINT = "set `hostPID: true`"
 
 def answer(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - of any key
     """Return a daemon's answer about that node."""
-    return {
-        "version": "9.9",
-        "at": 1000.0,
-        "node": "gpu-7",
-        **usage_report(*node(), RULES),
-        **changes,
-    }
+    report = plain_report(usage_report(*node(), RULES))
+    return {**report, "version": "9.9", "at": 1000.0, "node": "gpu-7", **changes}
 
 
 @asynccontextmanager
@@ -368,7 +364,7 @@ async def test_one_namespace(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 MIXED = [
     {"resource": "cnvrg.io/metagpu", "capacity": 100, "held": 25, "shareMiB": 400},
-    {"resource": "nvidia.com/gpu.shared", "capacity": 10, "held": 0, "shareMiB": None},
+    {"resource": "nvidia.com/gpu.shared", "capacity": 10, "held": 0, "shareMiB": 0},
     {"resource": "nvidia.com/mig-1g.5gb", "capacity": 7, "held": 2, "shareMiB": 4864},
     {"resource": "nvidia.com/mig-3g.20gb", "capacity": 2, "held": 0, "shareMiB": 19968},
     {"resource": "nvidia.com/gpu", "capacity": 1, "held": 0, "shareMiB": 40960},
@@ -499,7 +495,7 @@ async def test_a_closed_pipe_ends_mgctl_quietly(
 
 def test_an_empty_node_is_drawn() -> None:
     """A node without GPUs, pods and processes has empty tables."""
-    empty = {"node": "n", "at": 0.0, **usage_report(Snapshot(), NodeUsage(), RULES)}
+    empty = plain_report(usage_report(Snapshot(), NodeUsage(), RULES))
     for kind in KINDS:
         assert len(format_usage(empty, kind, "table", PLAIN).splitlines()) >= 2
     assert "POD (CONTAINER)" in Top().screen(empty, PLAIN)

@@ -3,6 +3,8 @@
 import pytest
 
 from metagpu.core.model.shares import Recovery
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import EnforcementReport, GpuReport
 from metagpu.core.state.facts import Fact, GpuFaulted, GpuRecovering, GpuUnheard
 from metagpu.display.health import format_enforcement, full_health
 from tests.rigs.build import offer
@@ -53,31 +55,28 @@ from tests.rigs.reported import CORDON, ENDED, FRACTIONS, HELD, SUSPENDED, A, gp
 )
 def test_each_reason_has_its_line(facts: tuple[Fact, ...], lines: list[str]) -> None:
     """Each reason has its line, with its start time."""
-    assert [line.text for line in full_health(gpu_report(*facts))] == lines
+    assert [line.text for line in full_health(read_report(gpu_report(*facts), GpuReport))] == lines
 
 
 def test_a_cleanup_has_its_line() -> None:
     """A cleanup has the backend, and its beginning in the time of day."""
     report = gpu_report(HELD, ENDED)
     report["cleaning"] = dict.fromkeys(report["cleaning"], "1970-01-01T00:03:00+00:00")
-    (line,) = full_health(report)
+    (line,) = full_health(read_report(report, GpuReport))
     assert line.text == "mps cleans up since 1970-01-01 00:03:00 UTC"
 
 
 def test_a_waiting_gpu_names_its_pods() -> None:
     """A GPU with a new layout is healthy and names the pods that it waits for."""
-    [waiting] = full_health(gpu_report(HELD, offer(*FRACTIONS)))
+    [waiting] = full_health(read_report(gpu_report(HELD, offer(*FRACTIONS)), GpuReport))
     assert "is held by a pod that is being admitted" in waiting.text
 
 
 def test_enforcement_is_a_line() -> None:
     """Each enforcement action is a line, and no action is no line."""
-    counted = {"warnings": 0, "signals": {"SIGTERM": 0, "SIGKILL": 0}, "driverLimits": 0}
     assert format_enforcement(None) == ()
-    assert format_enforcement(counted) == []
-
-    signals = {"SIGTERM": 2, "SIGKILL": 0}
-    assert format_enforcement({"warnings": 3, "signals": signals, "driverLimits": 4}) == [
+    assert format_enforcement(EnforcementReport(0, 0, {"SIGTERM": 0, "SIGKILL": 0}, [])) == []
+    assert format_enforcement(EnforcementReport(4, 3, {"SIGTERM": 2, "SIGKILL": 0}, [])) == [
         "memory enforcement since the daemon's start: 3 warnings, 2 SIGTERM sent",
         "memory limits set in the driver: 4",
     ]

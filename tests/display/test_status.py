@@ -2,28 +2,36 @@
 
 import re
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+from msgspec import convert
 
-from metagpu.core.layout.layout import Layout
 from metagpu.core.model.shares import OfferTurn
-from metagpu.core.reports.status import explain_report
+from metagpu.core.reports.schema import SharesReport, StatusReport
 from metagpu.core.state.facts import GpuFaulted, TurnsChanged
-from metagpu.display.status import (
-    held_bars,
-    show,
-    show_explanation,
-    show_plan,
-    show_status,
-    table,
-)
-from tests.rigs.build import after
-from tests.rigs.reported import CORDON, HELD, SUSPENDED, A, gpu_report
+from metagpu.display import status as module
+from metagpu.display.status import held_bars, show, show_plan, table
+from tests.rigs.reported import CORDON, HELD, SUSPENDED, A, complete, gpu_report
+
+
+def show_status(plain: Mapping[str, Any]) -> None:
+    """Print a status with some fields."""
+    module.show_status(complete(plain, StatusReport))
+
+
+def show_explanation(plain: Mapping[str, Any]) -> None:
+    """Print an explanation with some fields."""
+    module.show_explanation(complete({**plain, "leases": []}, StatusReport))
 
 
 def test_bars_show_held_free_and_unavailable() -> None:
     """Each resource has its bar, dotted where no pod can have the share."""
-    assert [line.text for line in held_bars(gpu_report(HELD)["shares"])] == [
+    assert [
+        line.text
+        for line in held_bars(convert(gpu_report(HELD)["shares"], dict[str, SharesReport]))
+    ] == [
         "\u00b7" * 10 + " 0/4 metagpu",
         "\u2588" * 5 + "\u2591" * 5 + " 1/2 mps",
     ]
@@ -137,7 +145,7 @@ def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[s
 
 def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of the CDI file and of the libraries each have a line; otherwise none."""
-    well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
+    well: Mapping[str, Any] = {}
     dra = {"driver": "gpu.metagpu.io", "problem": "refused", "crowded": ["GPU 0 serves 2"]}
     show_status({**well, "dra": dra})
     printed = capsys.readouterr().out
@@ -160,7 +168,7 @@ def test_a_status_has_the_problems_of_cdi(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_status_says_why_mgctl_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """A socket of containers that is not served has a line with the reason; otherwise none."""
-    well = {**explain_report(after(), Layout((), {}, ())), "leases": []}
+    well: Mapping[str, Any] = {}
     show_status({**well, "mgctl": {"inPods": True, "problem": "the relay of calls has ended"}})
     expected = "containers get no answers from mgctl: the relay of calls has ended"
     assert expected in capsys.readouterr().out
@@ -192,7 +200,7 @@ def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str
 
 def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan has arrows at differences, pods that it waits for, and settings."""
-    holding = {"holder": "team/old (main)", "resource": "a.b/c", "shares": 3}
+    holding = {"holders": ["team/old (main)", "team/new (main)"], "resource": "a.b/c", "shares": 3}
     one = {
         "index": 0,
         "uuid": A.id,
@@ -202,7 +210,7 @@ def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[s
         "poolAfter": "a",
         "backendsBefore": ["fraction"],
         "backendsAfter": ["whole"],
-        "waitsFor": [holding, {**holding, "holder": None}],
+        "waitsFor": [holding, {**holding, "holders": []}],
     }
     show_plan({"resources": {}, "gpus": [one], "settings": ["health"]})
 
@@ -210,7 +218,7 @@ def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[s
     assert "nothing is offered" in out
     assert "fraction -> whole" in out
     words = " ".join(out.split())
-    assert "team/old (main): 3 of a.b/c" in words
+    assert "team/old (main), team/new (main): 3 of a.b/c" in words
     assert "settings that change at once: health" in words
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from metagpu.core.reports.daemon_checks import check_resource_claims
 from metagpu.core.reports.diagnosis import CheckResult
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.plugins.cluster.event_recorder import NOTE_LIMIT
 from tests.e2e.claims import pod, resource_claim
 from tests.e2e.cluster import Cluster
@@ -78,7 +80,7 @@ def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None
     assert "allowMultipleAllocations" in problem
     assert "whole GPUs alone are published" in problem
     assert "api server dropped fields of resource slices" in daemon.log
-    result, said, *_ = check_resource_claims(daemon.status())
+    result, said, *_ = check_resource_claims(read_report(daemon.status(), StatusReport))
     assert (result, said) == (CheckResult.WARNING, problem)
     wait_for("the Event of the Node", lambda: noted(cluster, problem), within_s=SETTLED_S)
     found = wait_for(

@@ -116,7 +116,7 @@ async def test_the_use_of_a_container_is_that_of_its_program(card: Card, tmp_pat
     """`mgctl` shows the memory that the driver counts for the container's program."""
     async with node_at_work(card, tmp_path) as node, node.container("alice") as alice:
         assert await alice.ask("take 2048") == "ok"
-        report = await node.scene.agent.commands["usage"]({})
+        report = await node.scene.usage()
 
     assert isinstance(report, dict)
     [container] = report["containers"]

@@ -9,18 +9,21 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.reports.schema import GpuReport, PauseReport, StatusReport
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl import drain
 from metagpu.kubectl.cordons import cordon_gpu
 from metagpu.kubectl.drain import UNNAMED, GpuDrain, Holding, holdings_of, judge_pod
-from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer
+from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer, Question
 from metagpu.sim.apiserver.evictions import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_program import Cluster, cluster
 from tests.rigs.agent import METAGPU
+from tests.rigs.reported import complete
 
 pytestmark = pytest.mark.long
 
@@ -157,7 +160,7 @@ def test_containers_of_a_resource_claim_hold_it_too() -> None:
     lease = {"resource": METAGPU, "uuid": "GPU-a", "shares": 2, "holder": "a/one (main)"}
     claim = {**lease, "resourceClaim": "a/ours", "shares": 5, "sharers": ["b/two (main)"]}
     status = {"leases": [lease, claim, {**lease, "uuid": "GPU-b"}, {**lease, "holder": None}]}
-    assert holdings_of(status, "GPU-a") == [
+    assert holdings_of(complete(status, StatusReport), "GPU-a") == [
         Holding(UNNAMED, "", 2),
         Holding(("a", "one"), "main", 7),
         Holding(("b", "two"), "main", 5),
@@ -226,12 +229,12 @@ class ScriptedViewer(ClusterViewer):
         """Return the daemon that replaced the first."""
         return [AgentPod(NODE, "system", "after", 1, ready=True)]
 
-    async def ask(
+    async def ask(  # type: ignore[override]
         self,
-        _: str,
+        _: Question[StatusReport],
         agents: Iterable[AgentPod],
         deadline: float | None = None,  # noqa: ARG002 - the viewer has it
-    ) -> Sequence[NodeAnswer]:
+    ) -> Sequence[NodeAnswer[StatusReport]]:
         """Return the next answer."""
         self.asked += [it.name for it in agents]
         holders = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -239,7 +242,8 @@ class ScriptedViewer(ClusterViewer):
             return [NodeAnswer(NODE, problem="it restarts")]
         leases = [{"uuid": "GPU-a", "shares": 1, "holder": f"team/{it} (main)"} for it in holders]
         gpus = [{"uuid": "GPU-a" if "gone" not in holders else "GPU-b"}]
-        return [NodeAnswer(NODE, {"leases": leases, "gpus": gpus})]
+        report = complete({"leases": leases, "gpus": gpus}, StatusReport)
+        return [NodeAnswer(NODE, report)]
 
     async def get(self, path: str) -> Mapping[str, Any] | None:
         """Return a pod of a Job, `None` once it is evicted and the daemon has said so."""
@@ -266,7 +270,7 @@ def drain_of(viewer: ScriptedViewer, *, yes: bool, drain_timeout: float = 30.0) 
     """Return the drain of a GPU whose daemon is about to be replaced."""
     args = Namespace(yes=yes, force=False, drain_timeout=drain_timeout)
     agent = AgentPod(NODE, "system", "before", 1, ready=True)
-    return GpuDrain(args, viewer, agent, {"uuid": "GPU-a", "index": 0})
+    return GpuDrain(args, viewer, agent, complete({"uuid": "GPU-a"}, GpuReport))
 
 
 @pytest.mark.usefixtures("_short_pauses")
@@ -312,19 +316,22 @@ async def test_a_daemon_that_has_just_started_frees_no_gpu(
 
 async def test_a_cordon_waits_for_a_gpu_that_is_not_reported() -> None:
     """A daemon that has just started reports no GPUs: the command waits for its next report."""
-    gpu = {"uuid": "GPU-a", "index": 0, "cordon": None}
-    reports = [[], [{**gpu, "cordon": {"reason": "fan"}}]]
+    gpu = complete({"uuid": "GPU-a"}, GpuReport)
+    cordon = PauseReport("fan", "", reset=False)
+    reports = [[], [replace(gpu, cordon=cordon)]]
 
     class Starting(ScriptedViewer):
         async def annotate_node(self, *_: object) -> None:
             """Cordon the GPU."""
 
-        async def ask(self, *_: object) -> Sequence[NodeAnswer]:
-            return [NodeAnswer(NODE, {"gpus": reports.pop(0)})]
+        async def ask(  # type: ignore[override]
+            self, *_: object
+        ) -> Sequence[NodeAnswer[StatusReport]]:
+            return [NodeAnswer(NODE, replace(complete({}, StatusReport), gpus=reports.pop(0)))]
 
     agent = AgentPod(NODE, "system", "starting", 1, ready=True)
     found = await cordon_gpu(Starting(), agent, gpu, "fan", 30.0)
-    assert (found["cordon"], reports) == ({"reason": "fan"}, [])
+    assert (found.cordon, reports) == (cordon, [])
 
 
 @pytest.mark.usefixtures("_short_pauses")

@@ -8,11 +8,13 @@ from msgspec.structs import replace
 
 from metagpu.cli.kube_documents import KubeDocument
 from metagpu.core.errors import MetagpuError
+from metagpu.core.reports.schema import StatusReport
 from metagpu.kubectl.claims import ReadClaims, claim_refs
 from metagpu.kubectl.judgement import conclude, exceeded_quota, judge, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pod_reasons import PodReason
 from metagpu.kubectl.pods import PodDemand, demand_of, pods_in
+from tests.rigs.reported import complete
 
 SHARES = "cnvrg.io/metagpu"
 GPUS = "nvidia.com/gpu"
@@ -36,7 +38,7 @@ def gpu(index: int, held: int, free: int | None = None, **changes: object) -> Ma
 def node(*gpus: Mapping[str, Any], rule: str = "one_gpu", **changes: Any) -> ClusterNode:  # noqa: ANN401 - of any field
     """Return a node whose daemon offers shares of GPUs."""
     free = [it["shares"][SHARES]["free"] for it in gpus]
-    report = {
+    report: dict[str, Any] = {
         "offers": {
             SHARES: {
                 "free": sum(free),
@@ -60,7 +62,7 @@ def node(*gpus: Mapping[str, Any], rule: str = "one_gpu", **changes: Any) -> Clu
         ],
     }
     report |= changes.pop("report", {})
-    return ClusterNode("gpu-1", report=report, **changes)
+    return ClusterNode("gpu-1", report=complete(report, StatusReport), **changes)
 
 
 def demand(*counts: int, resource: str = SHARES, **spec: object) -> PodDemand:

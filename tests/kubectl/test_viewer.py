@@ -14,9 +14,11 @@ import yaml
 from aiohttp import web
 
 from metagpu.core.errors import ClusterError, MetagpuError
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema import UsageReport
 from metagpu.kubectl import viewer
 from metagpu.kubectl.commands import report_silence, silent_nodes
-from metagpu.kubectl.tables import gpu_items, node_items
+from metagpu.kubectl.tables import read_rows
 from metagpu.kubectl.viewer import (
     AT_ONCE,
     SELECTOR,
@@ -38,6 +40,7 @@ from tests.cli.test_mgctl import TtyText
 from tests.kubectl.test_program import AGENT, DAEMON_OWNER, DAEMON_VOLUMES, Cluster, cluster
 from tests.plugins.cluster.rig import client_of
 from tests.rigs.agent import METAGPU
+from tests.rigs.reported import complete
 from tests.rigs.waiting import skip
 
 EVIL = "team-evil"
@@ -100,13 +103,16 @@ def test_the_manifests_pods_are_daemons() -> None:
     assert template["metadata"]["labels"][key] == value
 
 
+GOOD = NodeAnswer("good", complete({}, UsageReport))
+
+
 def test_silent_nodes_are_named() -> None:
     """Nodes of one problem have one line with their names, of which a long list is cut."""
-    silent = [NodeAnswer(f"n{number}", None, "timed out") for number in range(9)]
-    assert list(silent_nodes([*silent[:2], NodeAnswer("good", {})])) == ["n0, n1: timed out"]
+    silent = [NodeAnswer[UsageReport](f"n{number}", None, "timed out") for number in range(9)]
+    assert list(silent_nodes([*silent[:2], GOOD])) == ["n0, n1: timed out"]
     assert list(silent_nodes(silent)) == ["n0, n1, n2, n3, n4 and 4 more: timed out"]
     assert report_silence(silent) == 1
-    assert report_silence([*silent, NodeAnswer("good", {})]) == 0
+    assert report_silence([*silent, GOOD]) == 0
     assert report_silence([]) == 0
 
 
@@ -188,7 +194,7 @@ async def read_reports(tmp_path: Path) -> Mapping[str, Any]:
         await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         await scene.it.wait_holders()
         found: dict[str, Any] = {
-            path: await scene.get(f"/{path}", scene.token()) for path in (STATUS, USAGE)
+            path: await scene.get(f"/{path}", scene.token()) for path in (STATUS.path, USAGE.path)
         }
     return {path: {**report, "gpus": 4 * report["gpus"]} for path, report in found.items()}
 
@@ -219,8 +225,8 @@ async def daemons(
         return web.json_response({**report, "gpus": gpus})
 
     app = web.Application()
-    app.router.add_get(f"/{USAGE}", answer)
-    app.router.add_get(f"/{STATUS}", answer)
+    app.router.add_get(f"/{USAGE.path}", answer)
+    app.router.add_get(f"/{STATUS.path}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "0.0.0.0", 0)  # noqa: S104 - all of 127.0.0.0/8
@@ -273,9 +279,12 @@ async def test_500_nodes_are_asked_in_parallel(
     problems = [it["problem"] for it in silent]
     assert all("no answer within 90 s" in it or "reached" in it for it in problems)
     assert all(it["status"] and it["usage"] for it in shown["nodes"][SILENT:])
-    answers = [NodeAnswer(it["name"], it["usage"]) for it in shown["nodes"]]
-    assert len(list(node_items(answers))) == NODES - SILENT
-    assert len(list(gpu_items(answers))) == (NODES - SILENT) * 8
+    answers = [
+        NodeAnswer(it["name"], read_report(it["usage"], UsageReport))
+        for it in shown["nodes"][SILENT:]
+    ]
+    assert len(read_rows("nodes", answers)[0]) == NODES - SILENT
+    assert len(read_rows("gpus", answers)[0]) == (NODES - SILENT) * 8
     assert sorted(steps) == sorted(2 * [(n, NODES) for n in range(1, NODES + 1)])
     tokens = [it for it in server.requests if it.target.endswith("/token")]
     assert len(tokens) == 1
@@ -294,7 +303,7 @@ def test_progress_is_shown_once_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 
 A, B = (AgentPod(node, "kube-system", node, 1, ready=True) for node in "ab")
-REPORT: dict[str, Any] = {"gpus": []}
+REPORT = complete({}, UsageReport)
 
 
 class SlowViewer:
@@ -308,9 +317,9 @@ class SlowViewer:
 
     async def ask(
         self, _: str, agents: Iterable[AgentPod], deadline: float | None = None
-    ) -> Sequence[NodeAnswer]:
+    ) -> Sequence[NodeAnswer[UsageReport]]:
         """Answer for `a` at once; a question with a deadline waits for `b`."""
-        found = []
+        found: list[NodeAnswer[UsageReport]] = []
         for it in agents:
             self.asked.append(it.node)
             if it is B and deadline is None:
@@ -328,7 +337,7 @@ async def test_a_silent_node_delays_the_first_look_alone() -> None:
     """The node is asked once at a time, and its row returns once it has answered."""
     viewer: Any = SlowViewer()
     questions = RepeatedQuestions(viewer)
-    silent = NodeAnswer("b", problem="no answer within 5 s")
+    silent = NodeAnswer[UsageReport]("b", problem="no answer within 5 s")
     with anyio.fail_after(20):
         for _ in range(3):
             assert await questions.ask([A, B]) == [NodeAnswer("a", REPORT), silent]

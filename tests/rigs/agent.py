@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from metagpu.core.health.watch import DEFAULT_TIMING, HealthTiming
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.reports.reading import ReportPart, plain_report
 from metagpu.core.state.events import Event
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.host.daemons import HostDaemons
@@ -83,6 +85,14 @@ class Scene:
             async for snapshot in self.agent.registry.watch(lambda now: now):
                 if predicate(snapshot):
                     return
+
+    async def status(self) -> dict[str, Any]:
+        """Return the status as JSON has it."""
+        return plain_report(cast("ReportPart", await self.agent.commands["status"]({})))
+
+    async def usage(self) -> dict[str, Any]:
+        """Return the usage as JSON has it."""
+        return plain_report(cast("ReportPart", await self.agent.commands["usage"]({})))
 
     async def wait_holders(self) -> None:
         """Wait until the holder of every lease is known."""

@@ -1,8 +1,15 @@
-"""A GPU as the reports show it, after some facts."""
+"""Reports for tests: of a GPU after some facts, and completed from a few fields."""
 
-from typing import Any
+from collections.abc import Mapping
+from enum import Enum
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT
 
 from metagpu.core.layout.layout import Layout
+from metagpu.core.reports.reading import ReportPart, plain_report
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import (
     BackendAttached,
@@ -24,8 +31,46 @@ def gpu_report(*facts: Fact) -> dict[str, Any]:
     """Return the report of a GPU after some facts."""
     kept = BackendAttached(A.id, "mps", needs_setup=False, needs_cleanup=True, at=0)
     snapshot = after(GpusFound((A,), at=0), kept, offer(*FRACTIONS, *UNITS), *facts)
-    [gpu] = explain_report(snapshot, Layout((), {}, ()))["gpus"]
-    return dict(gpu)
+    [gpu] = explain_report(snapshot, Layout((), {}, ())).gpus
+    return plain_report(gpu)
+
+
+T = TypeVar("T", bound=ReportPart)
+
+
+def complete(partial: Mapping[str, Any], kind: type[T]) -> T:
+    """Return a report with some fields, given as plain data; all others are empty, 0 or null."""
+    return msgspec.convert(_complete(partial, kind), kind)
+
+
+def _complete(value: Any, kind: Any) -> Any:  # noqa: ANN401 - any field of a report
+    for it in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        if isinstance(value, Mapping) and isinstance(it, type) and issubclass(it, ReportPart):
+            fields = {field.encode_name: field for field in msgspec.structs.fields(it)}
+            return {
+                **{name: _empty(each.type) for name, each in fields.items() if _required(each)},
+                **{name: _complete(part, fields[name].type) for name, part in value.items()},
+            }
+        if isinstance(value, Mapping) and get_origin(it) is dict:
+            return {name: _complete(part, get_args(it)[1]) for name, part in value.items()}
+        if isinstance(value, (list, tuple)) and get_origin(it) is list:
+            return [_complete(part, *get_args(it)) for part in value]
+    return value
+
+
+def _required(field: msgspec.structs.FieldInfo) -> bool:
+    return field.default is NODEFAULT and field.default_factory is NODEFAULT
+
+
+def _empty(kind: Any) -> Any:  # noqa: ANN401 - any field of a report
+    """Return a value of a type that says nothing."""
+    if get_origin(kind) in (Union, UnionType):
+        return None if type(None) in get_args(kind) else _empty(get_args(kind)[0])
+    if get_origin(kind) is not None:
+        return get_origin(kind)()
+    if issubclass(kind, Enum):
+        return next(iter(kind)).value
+    return _complete({}, kind) if issubclass(kind, ReportPart) else kind()
 
 
 CORDON = GpuCordoned(A.id, "riser", at=60)

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
+from metagpu.core.reports.schema import StatusReport
 from metagpu.display.status import show_status
 from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.web.server import WebServer
+from tests.rigs.reported import complete
 from tests.rigs.waiting import becomes
 from tests.web import views
 from tests.web.browser import AXE_REPORT, DESKTOP, LOOPBACK, PHONE, Opened, opened, served
@@ -186,7 +188,7 @@ async def test_problems_are_in_the_words_of_status(
         },
     }
     status = node.as_node()["status"]
-    show_status({**status, "gpus": [], "leases": []})
+    show_status(complete({**status, "gpus": [], "leases": []}, StatusReport))
     printed = capsys.readouterr().out.split(" RESOURCE")[0].strip().splitlines()
     assert len(printed) > 15
     async with (

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from metagpu.core.reports.remarks import Remark, RemarkReason
+from metagpu.core.reports.remarks import RemarkReason
+from metagpu.core.reports.schema import StatusReport
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode
 from metagpu.plugins.web.pod import node_of_pod
+from tests.rigs.reported import complete
 
 METAGPU = "cnvrg.io/metagpu"
 SHARED = "nvidia.com/gpu.shared"
@@ -342,12 +344,12 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
     node.status["devices"] = {"gpu": {"devices": 4, "free": 1, "largest": {}}}
     back = f"20 free shares of {METAGPU} are held back: the GPU serves as many as it can"
     move = "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1"
-    remarks = (
-        Remark(RemarkReason.SHARES_HELD_BACK, back, 0),
-        Remark(RemarkReason.LARGEST_INSTANCE, "the largest instance that fits is 1g.10gb", 1),
-        Remark(RemarkReason.MOVE_FOR_INSTANCE, move),
-    )
-    node.status["remarks"] = [it.as_report() for it in remarks]
+    largest = "GPU 1: the largest instance that fits is 1g.10gb"
+    node.status["remarks"] = [
+        {"reason": RemarkReason.SHARES_HELD_BACK, "gpu": 0, "text": f"GPU 0: {back}"},
+        {"reason": RemarkReason.LARGEST_INSTANCE, "gpu": 1, "text": largest},
+        {"reason": RemarkReason.MOVE_FOR_INSTANCE, "gpu": None, "text": move},
+    ]
     return node
 
 
@@ -416,6 +418,10 @@ def mig_pod_view() -> View:
     return view("pod", [node_of_pod(devices, {"containers": containers, "unauthorized": []})])
 
 
+def _status_of(node: View) -> StatusReport | None:
+    return None if node["status"] is None else complete(node["status"], StatusReport)
+
+
 def cluster_view(count: int = 9) -> View:
     """Return a cluster of nodes of several models; one does not answer."""
     nodes = [busy_node("gpu-a-01").as_node()]
@@ -464,7 +470,7 @@ def cluster_view(count: int = 9) -> View:
                 waiting_pod("nlp", "train-70b", {METAGPU: 700}),
                 waiting_pod("lab", "sweep-15", claim="two-gpus"),
             ],
-            [ClusterNode(it["name"], report=it["status"], problem=it["problem"]) for it in nodes],
+            [ClusterNode(it["name"], report=_status_of(it), problem=it["problem"]) for it in nodes],
             two_gpus(),
         ),
     )

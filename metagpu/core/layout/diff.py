@@ -12,7 +12,7 @@ from metagpu.core.config.config import Config, Pool
 from metagpu.core.layout.layout import Layout, pool_of
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
-from metagpu.core.model.shares import Lease, ResourceName, Share
+from metagpu.core.model.shares import Lease, ResourceName, Share, holders_of
 from metagpu.core.model.snapshot import Snapshot
 
 _POOL_SETTINGS: Final = frozenset(Pool.__struct_fields__) - {"name", "backends", "gpus", "reason"}
@@ -131,11 +131,16 @@ def to_dict(diff: LayoutDiff) -> dict[str, Any]:
 
 def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
     """Return the holders whose leases have to end, once for each resource."""
-    counted = Counter((str(lease.holder or ""), lease.share.resource) for lease in leases)
+    counted = Counter((holders_of(lease), lease.share.resource) for lease in leases)
 
     return [
-        {"holder": holder or None, "resource": resource, "shares": count}
-        for (holder, resource), count in counted.items()
+        {
+            "holder": str(holders[0]) if holders else None,
+            "holders": list(map(str, holders)),
+            "resource": resource,
+            "shares": count,
+        }
+        for (holders, resource), count in counted.items()
     ]
 
 

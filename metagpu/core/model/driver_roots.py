@@ -99,18 +99,6 @@ class DriverRoots(msgspec.Struct, frozen=True):
             return (self.library,)
         return (NVML_LIBRARY, *filter(None, [self.library]))
 
-    def to_dict(self) -> Mapping[str, str]:
-        """Return the roots as plain data."""
-        return {
-            "driverRoot": self.driver.host,
-            "containerDriverRoot": self.driver.here,
-            "devRoot": self.dev.host,
-            "containerDevRoot": self.dev.here,
-            "containerHostRoot": self.host.here,
-            "library": self.library,
-            "reason": self.reason,
-        }
-
 
 def candidates(options: RootOptions) -> Sequence[str]:
     """Return every folder to look at before a choice, as paths of this process."""

@@ -1,24 +1,19 @@
-"""Checks of the daemon's own status, for `mgctl doctor`.
-
-The status is that of `metagpu status --json`. A daemon of an earlier version may lack a part:
-a check of that part finds no problem.
-"""
+"""Checks of the daemon's own status, for `mgctl doctor`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
 
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Finding
+from metagpu.core.reports.schema import GpuReport, PrivilegeReport, SlicesReport, StatusReport
 
-Status: TypeAlias = Mapping[str, Any]
-StatusCheck: TypeAlias = Callable[[Status], Finding]
+StatusCheck = Callable[[StatusReport], Finding]
 
 
-def check_capability(privilege: Privilege, status: Status) -> Finding:
+def check_capability(privilege: Privilege, status: StatusReport) -> Finding:
     """Check that a capability is held, if a feature needs it."""
-    report = status.get("privileges", {}).get(privilege, {"held": False, "neededFor": ()})
-    uses = ", ".join(report["neededFor"])
-    if report["held"]:
+    report = status.privileges.get(privilege, PrivilegeReport(held=False, needed_for=[]))
+    uses = ", ".join(report.needed_for)
+    if report.held:
         return OK, f"{privilege} is held, {f'for {uses}' if uses else 'and not needed'}"
     if not uses:
         return OK, f"{privilege} is not held, and not needed"
@@ -26,29 +21,25 @@ def check_capability(privilege: Privilege, status: Status) -> Finding:
     return ERROR, f"{privilege} is not held, but needed for {uses}", fix
 
 
-def check_offer(status: Status) -> Finding:
+def check_offer(status: StatusReport) -> Finding:
     """Check that shares are on offer."""
-    resources = status["resources"]
-    if not any(numbers["capacity"] for numbers in resources.values()):
+    resources = status.resources
+    if not any(numbers.capacity for numbers in resources.values()):
         fix = "run `metagpu explain`: it lists each GPU with its pool and the reason"
         return ERROR, "no resource is offered", fix
-    if not any(numbers["allocatable"] for numbers in resources.values()):
-        counts = ", ".join(f"0 of {it['capacity']} {name}" for name, it in resources.items())
+    if not any(numbers.allocatable for numbers in resources.values()):
+        counts = ", ".join(f"0 of {it.capacity} {name}" for name, it in resources.items())
         fix = "run `metagpu status`: it lists the reason for each GPU"
         return ERROR, f"nothing is allocatable: {counts}", fix
-    counts = ", ".join(f"{name} {it['allocatable']}" for name, it in resources.items())
+    counts = ", ".join(f"{name} {it.allocatable}" for name, it in resources.items())
     return OK, f"allocatable: {counts}"
 
 
-def check_health(status: Status) -> Finding:
+def check_health(status: StatusReport) -> Finding:
     """Check that every GPU is in service."""
-    gpus = status["gpus"]
-    out = [
-        f"GPU {gpu['index']}: {_returning(gpu)}{gpu['reason']}"
-        for gpu in gpus
-        if not gpu["healthy"]
-    ]
-    out += [f"cannot be read: {it['reason']}" for it in status.get("unreadableGpus", ())]
+    gpus = status.gpus
+    out = [f"GPU {it.index}: {_returning(it)}{it.reason}" for it in gpus if not it.healthy]
+    out += [f"cannot be read: {it.reason}" for it in status.unreadable_gpus]
     if out:
         fix = "see docs/health.md; `metagpu acknowledge` brings a repaired GPU back"
         return ERROR, "; ".join(out), fix
@@ -56,86 +47,84 @@ def check_health(status: Status) -> Finding:
     return OK, f"{count}, none out of service"
 
 
-def check_main_tasks(status: Status) -> Finding:
+def check_main_tasks(status: StatusReport) -> Finding:
     """Check that no main task of the daemon has ended."""
-    ended = status.get("endedTasks") or {}
+    ended = status.ended_tasks
     if not ended:
         return OK, "every main task of the daemon runs"
     fix = "metagpu starts them again; if they end again, restart it and report its log"
     return ERROR, f"main tasks of the daemon ended: {_named(ended)}", fix
 
 
-def check_registrations(status: Status) -> Finding:
+def check_registrations(status: StatusReport) -> Finding:
     """Check that the kubelet counts what metagpu lists."""
-    problems = status.get("registrationProblems") or {}
+    problems = status.registration_problems
     if not problems:
         return OK, "the kubelet has what metagpu lists"
     fix = "look for another device plugin of the name; metagpu's log has each attempt"
     return ERROR, _named(problems), fix
 
 
-def check_node_amounts(status: Status) -> Finding:
+def check_node_amounts(status: StatusReport) -> Finding:
     """Check that the Node shows what metagpu lists."""
-    differences = (status.get("cluster") or {}).get("nodeDifferences") or {}
+    differences = status.cluster.node_differences if status.cluster else {}
     if not differences:
         return OK, "the Node shows what metagpu lists, or is not read"
     fix = "see in the kubelet's log whether it updates its Node, and who else writes the Node"
     return WARNING, _named(differences), fix
 
 
-def check_resource_claims(status: Status) -> Finding:
+def check_resource_claims(status: StatusReport) -> Finding:
     """Check that the kubelet has the DRA driver, and the API server its slices."""
-    dra = status.get("dra")
+    dra = status.dra
     if dra is None:
         return OK, "no pool has `api: dra`"
-    if problem := dra["problem"]:
+    if problem := dra.problem:
         fix = "pods with ResourceClaims wait until the kubelet has the driver; see its log too"
-        return ERROR, f"DRA driver {dra['driver']}: {problem}", fix
-    slices = (status.get("cluster") or {}).get("resourceSlices") or {}
-    if (found := _slice_finding(slices)) is not None:
+        return ERROR, f"DRA driver {dra.driver}: {problem}", fix
+    slices = status.cluster.resource_slices if status.cluster else None
+    if slices is not None and (found := _slice_finding(slices)) is not None:
         return found
-    if crowded := dra.get("crowded"):
+    if crowded := dra.crowded:
         return WARNING, "; ".join(crowded), "docs/backends/mps.md has the number of clients"
-    if problem := dra.get("statusProblem"):
+    if problem := dra.status_problem:
         fix = "pods are not concerned: `status.devices` of their claims is empty"
         return WARNING, f"the status of ResourceClaims is not written: {problem}", fix
-    return OK, f"the kubelet has the DRA driver {dra['driver']}, with {dra['claims']} claims"
+    return OK, f"the kubelet has the DRA driver {dra.driver}, with {dra.claims} claims"
 
 
-def _slice_finding(slices: Mapping[str, Any]) -> Finding | None:
+def _slice_finding(slices: SlicesReport) -> Finding | None:
     """Return what is wrong with ResourceSlices and DeviceClasses, `None` for nothing."""
-    problem = slices.get("problem")
-    if problem and problem == slices.get("dropped"):
+    problem = slices.problem
+    if problem and problem == slices.dropped:
         return WARNING, problem, "docs/dra.md has what an earlier Kubernetes serves"
     if problem:
         fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
-    if contested := slices.get("contested"):
+    if contested := slices.contested:
         named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())
         finding = f"the device plugin offers {named} here, so that nobody gets the class's devices"
         return WARNING, finding, "give the pool with `api: device-plugin` another resource name"
-    if problem := slices.get("classesProblem"):
+    if problem := slices.classes_problem:
         fix = "names in `limits` that DeviceClasses have are unknown; see docs/permissions.md"
         return WARNING, f"DeviceClasses: {problem}", fix
     return None
 
 
-def check_driver_upgrade(status: Status) -> Finding:
+def check_driver_upgrade(status: StatusReport) -> Finding:
     """Check that no pod holds the driver while it is upgraded."""
-    upgrade = (status.get("cluster") or {}).get("driverUpgrade")
-    if not upgrade:
+    upgrade = status.cluster.present_upgrade if status.cluster else None
+    if upgrade is None:
         return OK, "no driver upgrade is under way, or none is followed"
-    if not upgrade["pods"]:
-        return OK, upgrade["summary"]
-    return WARNING, upgrade["summary"], "delete the pods that the operator does not see"
+    if not upgrade.pods:
+        return OK, upgrade.summary
+    return WARNING, upgrade.summary, "delete the pods that the operator does not see"
 
 
-def check_events(status: Status) -> Finding:
+def check_events(status: StatusReport) -> Finding:
     """Check that NVML delivers the XIDs of every GPU."""
     unheard = [
-        f"GPU {gpu['index']}: {gpu['unheard']['reason']}"
-        for gpu in status["gpus"]
-        if gpu.get("unheard")
+        f"GPU {gpu.index}: {gpu.unheard.reason}" for gpu in status.gpus if gpu.unheard is not None
     ]
     if not unheard:
         return OK, "NVML delivers the XIDs of every GPU in service"
@@ -143,49 +132,48 @@ def check_events(status: Status) -> Finding:
     return WARNING, f"XIDs are not heard: {'; '.join(unheard)}", fix
 
 
-def check_leases(status: Status) -> Finding:
+def check_leases(status: StatusReport) -> Finding:
     """Check that processes and cgroups show what the leases say."""
-    differences = status.get("leaseDifferences") or ()
+    differences = status.lease_differences
     if not differences:
         return OK, "no container uses a GPU without a lease, or holds a lease and does not run"
     fix = "look at these pods with `kubectl describe pod`; docs/doctor.md has the causes of each"
-    return WARNING, "; ".join(f"{it['holder']}: {it['reason']}" for it in differences), fix
+    return WARNING, "; ".join(f"{it.holder}: {it.reason}" for it in differences), fix
 
 
-def check_configuration(status: Status) -> Finding:
+def check_configuration(status: StatusReport) -> Finding:
     """Check that the configuration of now is in force, on all GPUs that it names."""
-    configuration = status.get("configuration") or {}
-    if error := configuration.get("error"):
-        effect = configuration.get("effect") or "the last good configuration stays"
-        fix = f"correct the place that the message names; {effect}"
+    configuration = status.configuration
+    if error := configuration.error:
+        fix = f"correct the place that the message names; {configuration.effect}"
         return ERROR, f"the configuration was rejected: {error}", fix
-    if misfits := configuration.get("misfits"):
+    if misfits := configuration.misfits:
         fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"
         return WARNING, f"GPUs can have nothing of their pool: {'; '.join(misfits)}", fix
     return OK, "the configuration is in force"
 
 
-def check_mixed_requests(status: Status) -> Finding:
+def check_mixed_requests(status: StatusReport) -> Finding:
     """Check that no container sees the devices of one of its resources alone."""
-    mixed = status.get("mixedRequests") or ()
+    mixed = status.mixed_requests
     if not mixed:
         return OK, "no container holds devices that it does not see"
     fix = "request each resource in a container of its own, or change deviceListStrategy"
-    return WARNING, "; ".join(f"{it['holder']}: {it['reason']}" for it in mixed), fix
+    return WARNING, "; ".join(f"{it.holder}: {it.reason}" for it in mixed), fix
 
 
-def check_lost_devices(status: Status) -> Finding:
+def check_lost_devices(status: StatusReport) -> Finding:
     """Check that the MIG devices of all containers exist."""
-    lost = status.get("lostDevices") or ()
+    lost = status.lost_devices
     if not lost:
         return OK, "every container's MIG devices exist"
-    holders = ", ".join(str(it["holder"]) for it in lost)
-    fixes = "; ".join(dict.fromkeys(f"`{it['fix']}`" for it in lost))
+    holders = ", ".join(it.holder for it in lost)
+    fixes = "; ".join(dict.fromkeys(f"`{it.fix}`" for it in lost))
     return ERROR, f"containers hold MIG devices that no longer exist: {holders}", fixes
 
 
-def _returning(gpu: Mapping[str, Any]) -> str:
-    returns_at = (gpu.get("recovery") or {}).get("returnsAt")
+def _returning(gpu: GpuReport) -> str:
+    returns_at = gpu.recovery.returns_at if gpu.recovery else None
     return f"recovering until {returns_at} after: " if returns_at else ""
 
 

@@ -5,7 +5,7 @@ docs/doctor.md explains each code.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -14,6 +14,10 @@ from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports import daemon_checks as daemon
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Diagnosis, Finding
 from metagpu.core.reports.driver_checks import check_links, check_roots
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema import DriverRootsReport, StatusReport
+
+T = TypeVar("T")
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -39,7 +43,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
         envvar_accepted: NVIDIA's toolkit reads NVIDIA_VISIBLE_DEVICES of unprivileged containers;
             `None` where it has no configuration.
         cdi_files: CDI specifications for NVIDIA's GPUs.
-        roots: the roots of driver and device nodes, as `metagpu status --json` has them.
+        roots: the roots of driver and device nodes.
         unlinked_nodes: device nodes that need a link in /dev/char and have none.
         mps_program: path of `nvidia-cuda-mps-control`, empty when it is not found.
     """
@@ -53,7 +57,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     kubelet_problem: str
     pod_resources_problem: str
     competing_plugins: Mapping[str, str]
-    status: Mapping[str, Any] | None
+    status: StatusReport | None
     status_problem: str
     pod_dir: str
     has_mgctl: bool
@@ -61,7 +65,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     pod_socket_problem: str
     envvar_accepted: bool | None
     cdi_files: Sequence[str]
-    roots: Mapping[str, str]
+    roots: DriverRootsReport
     unlinked_nodes: Sequence[str]
     mps_program: str
 
@@ -72,12 +76,20 @@ OLDEST_DRIVER: Final = 510
 
 def diagnose(facts: NodeFacts) -> Sequence[Diagnosis]:
     """Run every check, in the order of the codes."""
-    return [Diagnosis(code, *check(facts)) for code, check in CHECKS.items()]
+    return [Diagnosis(code, *_finding(check, facts)) for code, check in CHECKS.items()]
 
 
-def diagnose_status(status: Mapping[str, Any]) -> Sequence[Diagnosis]:
+def diagnose_status(status: StatusReport) -> Sequence[Diagnosis]:
     """Run the checks of the status of any node's daemon, in the order of the codes."""
-    return [Diagnosis(code, *check(status)) for code, check in STATUS_CHECKS.items()]
+    return [Diagnosis(code, *_finding(check, status)) for code, check in STATUS_CHECKS.items()]
+
+
+def _finding(check: Callable[[T], Finding], about: T) -> Finding:
+    """Return what a check finds, or which field its daemon does not report."""
+    try:
+        return check(about)
+    except FieldMissing as error:
+        return WARNING, f"unknown: {error}"
 
 
 def _privileges(facts: NodeFacts) -> Finding:
@@ -177,8 +189,8 @@ def _daemon(facts: NodeFacts) -> Finding:
 
 
 def _mgctl_in_containers(facts: NodeFacts) -> Finding:
-    mgctl = (facts.status or {}).get("mgctl") or {"inPods": True, "problem": None}
-    if not mgctl["inPods"]:
+    mgctl = facts.status.mgctl if facts.status else None
+    if mgctl is not None and not mgctl.in_pods:
         return OK, "mgctl is not for containers here: `mgctl: {inPods: false}`"
     if not facts.has_mgctl:
         return (
@@ -194,7 +206,7 @@ def _mgctl_in_containers(facts: NodeFacts) -> Finding:
         )
     return _socket(
         f"the socket in {facts.pod_dir}",
-        mgctl["problem"] or facts.pod_socket_problem,
+        (mgctl and mgctl.problem) or facts.pod_socket_problem,
         "start `metagpu run`; its log has the reason",
     )
 
@@ -213,8 +225,8 @@ def _toolkit(facts: NodeFacts) -> Finding:
             ),
         )
     finding = "NVIDIA's toolkit takes NVIDIA_VISIBLE_DEVICES of privileged containers only"
-    configuration = (facts.status or {}).get("configuration") or {}
-    if DeviceListStrategy.ENVVAR not in configuration.get("deviceListStrategy", ("envvar",)):
+    strategies = facts.status.configuration.device_list_strategy if facts.status else ["envvar"]
+    if DeviceListStrategy.ENVVAR not in strategies:
         return OK, finding
     return (
         WARNING,
@@ -227,14 +239,14 @@ def _toolkit(facts: NodeFacts) -> Finding:
 
 
 def _cdi(facts: NodeFacts) -> Finding:
-    node_cdi = (facts.status or {}).get("cdi") or {}
-    if problem := node_cdi.get("problem"):
+    node_cdi = facts.status.cdi if facts.status else None
+    if node_cdi is not None and (problem := node_cdi.problem):
         return (
             ERROR,
             f"containers get GPUs through CDI and may not start: {problem}",
             "remove the cause that the finding names",
         )
-    if problem := node_cdi.get("noLibraries"):
+    if node_cdi is not None and (problem := node_cdi.no_libraries):
         return (
             WARNING,
             f"containers get no driver libraries through CDI: {problem}",
@@ -253,16 +265,11 @@ def _cdi(facts: NodeFacts) -> Finding:
 
 
 def _mps(facts: NodeFacts) -> Finding:
+    gpus = facts.status.gpus if facts.status else []
     suspended = [
-        f"GPU {gpu['index']}: {gpu['suspended']['mps']['reason']}"
-        for gpu in (facts.status or {}).get("gpus", ())
-        if "mps" in gpu.get("suspended", {})
+        f"GPU {it.index}: {it.suspended['mps'].reason}" for it in gpus if "mps" in it.suspended
     ]
-    suspended += [
-        f"GPU {gpu['index']}: {reason}"
-        for gpu in (facts.status or {}).get("gpus", ())
-        for reason in gpu.get("paused", ())
-    ]
+    suspended += [f"GPU {it.index}: {reason}" for it in gpus for reason in it.paused]
     if suspended:
         fix = "the reason says what to do; see docs/backends/mps.md, When something breaks"
         return ERROR, f"no shares through MPS: {'; '.join(suspended)}", fix

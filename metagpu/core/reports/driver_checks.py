@@ -1,23 +1,23 @@
 """Checks of the driver's place on a node, for `mgctl doctor`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from metagpu.core.model.driver_roots import MOUNT_HOST, NVML_LIBRARY
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Finding
+from metagpu.core.reports.schema import DriverRootsReport, StatusReport
 
 
-def check_roots(roots: Mapping[str, str], status: Mapping[str, Any] | None) -> Finding:
+def check_roots(roots: DriverRootsReport, status: StatusReport | None) -> Finding:
     """Check that NVML is in the driver's root, and name both roots."""
-    driver = _folder(roots["driverRoot"], roots["containerDriverRoot"])
-    dev = _folder(roots["devRoot"], roots["containerDevRoot"])
-    found = f"driver in {driver}, {roots['reason']}; device nodes below {dev}"
-    if roots["library"]:
+    driver = _folder(roots.driver_root, roots.container_driver_root)
+    dev = _folder(roots.dev_root, roots.container_dev_root)
+    found = f"driver in {driver}, {roots.reason}; device nodes below {dev}"
+    if roots.library:
         return OK, found
-    if (status or {}).get("gpus"):
+    if status is not None and status.gpus:
         return OK, f"{found}; NVML is found by the linker"
     fix = f"install the driver; in a container, {MOUNT_HOST}, or see --driver-root"
-    return ERROR, f"{NVML_LIBRARY} is not in {driver}, {roots['reason']}", fix
+    return ERROR, f"{NVML_LIBRARY} is not in {driver}, {roots.reason}", fix
 
 
 def check_links(unlinked: Sequence[str]) -> Finding:

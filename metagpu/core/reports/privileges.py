@@ -4,13 +4,13 @@ docs/permissions.md lists them; the measurement is described there.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from metagpu.core.config.config import Config
 from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.capabilities import NeedsPrivileges
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.privileges import Privilege
+from metagpu.core.reports.schema import PrivilegeReport
 
 _FIRST_FREE_PORT = 1024
 """ip_unprivileged_port_start of a kernel, by default."""
@@ -38,10 +38,10 @@ def needed_privileges(config: Config, ports: Mapping[str, int]) -> Mapping[Privi
 
 def privileges_report(
     needed: Mapping[Privilege, list[str]], held: frozenset[Privilege]
-) -> dict[str, Any]:
+) -> dict[str, PrivilegeReport]:
     """Return for each capability whether it is held, and what needs it."""
     return {
-        str(privilege): {"held": privilege in held, "neededFor": uses}
+        str(privilege): PrivilegeReport(privilege in held, uses)
         for privilege, uses in needed.items()
     }
 

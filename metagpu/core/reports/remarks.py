@@ -1,9 +1,8 @@
 """Remarks of a node's report: what is free and cannot be had, and what would help."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -14,6 +13,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Offer, Snapshot
+from metagpu.core.reports.schema import FreeCapacityReport, MoveReport, RemarkReport
 
 
 class RemarkReason(StrEnum):
@@ -42,10 +42,10 @@ class Remark(msgspec.Struct, frozen=True):
     text: str
     gpu: int | None = None
 
-    def as_report(self) -> Mapping[str, str | int | None]:
-        """Return the remark as JSON values."""
+    def report(self) -> RemarkReport:
+        """Return the remark as a report has it."""
         where = "" if self.gpu is None else f"GPU {self.gpu}: "
-        return {"reason": str(self.reason), "gpu": self.gpu, "text": f"{where}{self.text}"}
+        return RemarkReport(str(self.reason), self.gpu, f"{where}{self.text}")
 
 
 class LeasedPart(msgspec.Struct, frozen=True):
@@ -159,22 +159,22 @@ def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[Remark]:
             yield Remark(RemarkReason.MOVE_FOR_INSTANCE, text)
 
 
-def capacity_report(capacity: FreeCapacity) -> Mapping[str, Any]:
-    """Return the free capacity of a GPU as JSON values."""
-    return {
-        "largest": capacity.largest,
-        "largestSlices": capacity.largest_slices,
-        "freeSlices": capacity.free_slices,
-        "slices": capacity.slices,
-        "moves": [
-            {
-                "profile": it.profile,
-                "freedSlot": it.freed_slot,
-                "holder": str(it.holder) if it.holder else None,
-                "from": it.slot,
-                "to": it.target_slot,
-                "toGpu": it.target_gpu.index,
-            }
+def capacity_report(capacity: FreeCapacity) -> FreeCapacityReport:
+    """Return the free capacity of a GPU as a report has it."""
+    return FreeCapacityReport(
+        largest=capacity.largest,
+        largest_slices=capacity.largest_slices,
+        free_slices=capacity.free_slices,
+        slices=capacity.slices,
+        moves=[
+            MoveReport(
+                profile=it.profile,
+                freed_slot=it.freed_slot,
+                holder=str(it.holder) if it.holder else None,
+                from_slot=it.slot,
+                to_slot=it.target_slot,
+                to_gpu=it.target_gpu.index,
+            )
             for it in capacity.moves
         ],
-    }
+    )

@@ -6,7 +6,7 @@ from functools import partial
 from random import SystemRandom
 from signal import Signals
 from time import time
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -20,6 +20,7 @@ from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.reports.schema import EnforcementReport, OverLimitReport
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
@@ -50,25 +51,21 @@ class EnforcementRecord(msgspec.Struct):
 
 def enforcement_report(
     record: EnforcementRecord, snapshot: Snapshot, driver_limits: int = 0
-) -> dict[str, Any]:
-    """Return the record of the enforcement as plain data.
+) -> EnforcementReport:
+    """Return the record of the enforcement.
 
     `driver_limits` is the number of limits that the driver has been given.
     """
-    return {
-        "driverLimits": driver_limits,
-        "warnings": record.warnings,
-        "signals": {signal.name: count for signal, count in record.signals.items()},
-        "overLimit": [
-            {
-                "gpu": snapshot.gpus[gpu].gpu.index,
-                "container": str(holder),
-                "excessMiB": excess // MIB,
-            }
+    return EnforcementReport(
+        driver_limits=driver_limits,
+        warnings=record.warnings,
+        signals={signal.name: count for signal, count in record.signals.items()},
+        over_limit=[
+            OverLimitReport(snapshot.gpus[gpu].gpu.index, str(holder), excess // MIB)
             for gpu, containers in record.over_limit.items()
             for holder, excess in containers.items()
         ],
-    }
+    )
 
 
 log = structlog.get_logger()

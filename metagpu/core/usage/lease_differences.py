@@ -12,7 +12,6 @@ container, so the answer cannot join them; PodResources shows the container when
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from enum import StrEnum
 from time import time
-from typing import Any
 
 import anyio
 import msgspec
@@ -23,6 +22,7 @@ from metagpu.core.model.mig import is_mig, slot_of
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import LeaseDifferenceReport, MixedRequestReport
 from metagpu.core.state.events import ContainerAbsent, MixedRequestFound, UnauthorizedUseFound
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
@@ -50,14 +50,9 @@ class LeaseDifference(msgspec.Struct, frozen=True):
     pod_uid: str | None
     reason: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the difference as plain data."""
-        return {
-            "difference": self.kind,
-            "holder": self.container,
-            "podUid": self.pod_uid,
-            "reason": self.reason,
-        }
+    def report(self) -> LeaseDifferenceReport:
+        """Return the difference as the status has it."""
+        return LeaseDifferenceReport(str(self.kind), self.container, self.pod_uid, self.reason)
 
 
 def difference_of(
@@ -272,10 +267,10 @@ class MixedRequestWatch:
             await anyio.sleep(self._timing.mixed_period)
             self._check()
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return the containers as plain data."""
+    def report(self) -> list[MixedRequestReport]:
+        """Return the containers."""
         return [
-            {"holder": str(it.holder), "podUid": it.pod_uid, "reason": describe_mixed_request(it)}
+            MixedRequestReport(str(it.holder), it.pod_uid, describe_mixed_request(it))
             for it in self.found.values()
         ]
 

@@ -8,7 +8,6 @@ that container. The loss is reported once as an Event, and in the status as long
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from time import time
-from typing import Any
 
 import anyio
 import msgspec
@@ -18,6 +17,7 @@ from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
+from metagpu.core.reports.schema import LostDevicesReport
 from metagpu.core.state.events import DevicesLost
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
@@ -133,16 +133,16 @@ class LostDeviceWatch:
                 self._report_loss(it)
             self.found, before = found, seen
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return the losses, each with its fix, as plain data."""
+    def report(self) -> list[LostDevicesReport]:
+        """Return the losses, each with its fix."""
         return [
-            {
-                "holder": str(it.holder),
-                "podUid": it.pod_uid,
-                "devices": list(it.devices),
-                "reason": describe_loss(it.container, it.devices, it.fix),
-                "fix": it.fix,
-            }
+            LostDevicesReport(
+                holder=str(it.holder),
+                pod_uid=it.pod_uid,
+                devices=list(it.devices),
+                reason=describe_loss(it.container, it.devices, it.fix),
+                fix=it.fix,
+            )
             for it in sorted(self.found)
         ]
 

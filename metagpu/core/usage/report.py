@@ -1,4 +1,4 @@
-"""Reports of GPU usage as plain data, for `mgctl`.
+"""Reports of GPU usage, for `mgctl`.
 
 Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
 """
@@ -6,18 +6,29 @@ Memory is in MiB, utilization in percent; `None` where the driver does not repor
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from metagpu.core.config.memory import MemoryEnforcement
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import profile_of
-from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import HardwareDevice, Holder, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.reports.schema import (
+    ContainerGpuReport,
+    ContainerReport,
+    DatedReason,
+    HeldDeviceReport,
+    OfferedSharesReport,
+    PlacementReport,
+    ProcessReport,
+    UnauthorizedReport,
+    UsageReport,
+    UsedGpuReport,
+)
 from metagpu.core.usage.accounting import (
     ContainerUsage,
     GpuUsage,
@@ -58,25 +69,26 @@ class RequestingPod(msgspec.Struct, frozen=True):
         )
 
 
-def usage_report(snapshot: Snapshot, node_usage: NodeUsage, rules: ReportRules) -> dict[str, Any]:
+def usage_report(snapshot: Snapshot, node_usage: NodeUsage, rules: ReportRules) -> UsageReport:
     """Return the usage of all containers and GPUs, and the unauthorized processes."""
     usages = [usage for account in node_usage.gpus.values() for usage in account.containers]
     unauthorized = [it for account in node_usage.gpus.values() for it in account.unauthorized]
 
-    return {
-        "gpus": [
+    return UsageReport(
+        at=node_usage.at,
+        gpus=[
             _gpu_report(state, _gpu_totals(state, node_usage), node_usage, rules)
             for state in snapshot.gpus.values()
         ],
-        "containers": _containers_report(snapshot, usages, node_usage, rules),
-        "unauthorized": [_unauthorized_report(it, snapshot, node_usage) for it in unauthorized],
-        "warnings": list(node_usage.warnings),
-    }
+        containers=_containers_report(snapshot, usages, node_usage, rules),
+        unauthorized=[_unauthorized_report(it, snapshot, node_usage) for it in unauthorized],
+        warnings=list(node_usage.warnings),
+    )
 
 
 def pod_report(
     snapshot: Snapshot, node_usage: NodeUsage, rules: ReportRules, pod: RequestingPod
-) -> dict[str, Any]:
+) -> UsageReport:
     """Return the usage of one pod, in the shape of `usage_report`.
 
     The report has the GPUs of which the pod holds shares, with the pod's own usage and shares. The
@@ -85,37 +97,42 @@ def pod_report(
     usages = [
         usage for it in node_usage.gpus.values() for usage in it.containers if pod.owns(usage)
     ]
-    containers = _containers_report(snapshot, usages, node_usage, rules)
 
-    for container in containers:
-        for part in container["gpus"]:
-            for process in part["processes"]:
-                process["pid"] = process["containerPid"]
-    return {
-        "gpus": [
+    return UsageReport(
+        at=node_usage.at,
+        gpus=[
             _gpu_report_for_pod(state, its, node_usage, rules)
             for gpu, state in snapshot.gpus.items()
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
-        "containers": containers,
-        "unauthorized": [],
-        "warnings": [],
-    }
-
-
-def without_processes(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `usage_report` with the number of processes in place of the processes."""
-    return {
-        **report,
-        "containers": [
-            {
-                **container,
-                "gpus": [{**it, "processes": len(it["processes"])} for it in container["gpus"]],
-            }
-            for container in report["containers"]
+        containers=[
+            replace(it, gpus=list(map(_with_own_pids, it.gpus)))
+            for it in _containers_report(snapshot, usages, node_usage, rules)
         ],
-        "unauthorized": len(report["unauthorized"]),
-    }
+        unauthorized=[],
+        warnings=[],
+    )
+
+
+def _with_own_pids(part: ContainerGpuReport) -> ContainerGpuReport:
+    """Return a part with the pids of the container's namespace, never the host's."""
+    own = [replace(it, pid=it.container_pid) for it in part.known_processes]
+    return replace(part, processes=own)
+
+
+def without_processes(report: UsageReport) -> UsageReport:
+    """Return a `usage_report` with the number of processes in place of the processes."""
+    return replace(
+        report,
+        containers=[
+            replace(
+                container,
+                gpus=[replace(it, processes=len(it.known_processes)) for it in container.gpus],
+            )
+            for container in report.containers
+        ],
+        unauthorized=len(report.known_unauthorized),
+    )
 
 
 class _GpuTotals(msgspec.Struct, frozen=True):
@@ -149,32 +166,32 @@ def _pod_totals(
 
 def _gpu_report(
     state: GpuState, use: _GpuTotals, node_usage: NodeUsage, rules: ReportRules
-) -> dict[str, Any]:
+) -> UsedGpuReport:
     gpu, busy = state.gpu, use.utilization
     failure = node_usage.failures.get(gpu.id)
 
-    return {
-        "index": gpu.index,
-        "uuid": gpu.id,
-        "product": gpu.name,
-        "memoryMiB": None if gpu.memory is None else _mib(gpu.memory),
-        "usableMiB": None if gpu.memory is None else _mib(gpu.memory - (gpu.reserved or 0)),
-        "usedMiB": None if failure else _mib(use.memory),
-        "utilization": None if busy is None else min(100, sum(busy.values())),
-        "shares": _resources_report(state, use.held),
-        "healthy": state.verdict.healthy,
-        "reason": state.verdict.reason,
-        "since": iso_time(state.verdict.since),
-        "faults": {device: verdict.reason for device, verdict in state.mig_faults.items()},
-        "cordon": state.cordon and state.cordon.reason,
-        "policy": str(rules.settings(gpu.id).policy),
-        "failure": failure,
-    }
+    return UsedGpuReport(
+        index=gpu.index,
+        uuid=gpu.id,
+        product=gpu.name,
+        memory_mib=None if gpu.memory is None else _mib(gpu.memory),
+        usable_mib=None if gpu.memory is None else _mib(gpu.memory - (gpu.reserved or 0)),
+        used_mib=None if failure else _mib(use.memory),
+        utilization=None if busy is None else min(100, sum(busy.values())),
+        shares=_resources_report(state, use.held),
+        healthy=state.verdict.healthy,
+        reason=state.verdict.reason,
+        since=iso_time(state.verdict.since),
+        faults={device: verdict.reason for device, verdict in state.mig_faults.items()},
+        cordon=state.cordon.reason if state.cordon else None,
+        policy=str(rules.settings(gpu.id).policy),
+        failure=failure,
+    )
 
 
 def _gpu_report_for_pod(
     state: GpuState, usages: Sequence[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
-) -> dict[str, Any]:
+) -> UsedGpuReport:
     """Return a GPU's report for a pod, without cordon and without other pods' devices."""
     provisioned = {
         share: device
@@ -188,48 +205,48 @@ def _gpu_report_for_pod(
         if share.id in provisioned
     }
     devices = [_device_report(state, share, *of_share) for share, of_share in own.items()]
-    names = {it["device"] for it in devices}
+    names = {it.device for it in devices}
     details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
-    faults = {device: reason for device, reason in details["faults"].items() if device in names}
+    faults = {device: reason for device, reason in details.faults.items() if device in names}
     ends = [it.start + it.size for profile in state.gpu.mig_profiles for it in profile.placements]
     slices = max(ends, default=0) if devices else 0
-    return {**details, "cordon": None, "faults": faults, "devices": devices, "slices": slices}
+    return replace(details, cordon=None, faults=faults, devices=devices, slices=slices)
 
 
 def _device_report(
     state: GpuState, share: ShareId, holder: Holder, it: HardwareDevice
-) -> dict[str, Any]:
+) -> HeldDeviceReport:
     """Return a MIG device that a container holds, or holds a part of."""
     place, fault = it.placement, state.mig_faults.get(it.device)
-    return {
-        "share": share,
-        "container": holder.container,
-        "device": it.device,
-        "profile": profile_of(share),
-        "placement": {"start": place.start, "size": place.size} if place else None,
-        "fault": {"reason": fault.reason, "since": iso_time(fault.since)} if fault else None,
-    }
+    return HeldDeviceReport(
+        share=share,
+        container=holder.container,
+        device=it.device,
+        profile=profile_of(share),
+        placement=PlacementReport(place.start, place.size) if place else None,
+        fault=DatedReason(fault.reason, iso_time(fault.since)) if fault else None,
+    )
 
 
-def _resources_report(state: GpuState, held: Container[ShareId]) -> list[dict[str, Any]]:
+def _resources_report(state: GpuState, held: Container[ShareId]) -> list[OfferedSharesReport]:
     by_resource: dict[str, list[Share]] = {}
     for share in state.shares:
         by_resource.setdefault(share.resource, []).append(share)
 
     return [
-        {
-            "resource": resource,
-            "capacity": len(shares),
-            "held": sum(share.id in held for share in shares),
-            "shareMiB": _mib(shares[0].memory),
-        }
+        OfferedSharesReport(
+            resource=resource,
+            capacity=len(shares),
+            held=sum(share.id in held for share in shares),
+            share_mib=_mib(shares[0].memory),
+        )
         for resource, shares in by_resource.items()
     ]
 
 
 def _containers_report(
     snapshot: Snapshot, usages: Sequence[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
-) -> list[dict[str, Any]]:
+) -> list[ContainerReport]:
     found: dict[tuple[Holder, str | None], list[ContainerUsage]] = {}
     details = {usage.holder: usage.pod_uid for usage in usages if usage.pod_uid}
     for usage in usages:
@@ -243,25 +260,24 @@ def _containers_report(
         for gpu in {usage.gpu for usage in usages}
     }
 
-    return [
-        {
-            "namespace": holder.namespace,
-            "pod": holder.pod,
-            "container": holder.container,
-            "podUid": uid,
-            **_pod_details(snapshot.pods.find(holder, uid)),
-            "gpus": [
-                _container_gpu_report(snapshot, its, node_usage, rules, capacity[its.gpu])
-                for its in parts
-            ],
-        }
-        for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0]))
-    ]
-
-
-def _pod_details(pod: KnownPod | None) -> dict[str, Any]:
-    """Return the API server's data of a pod; `None` values for an unknown pod."""
-    return {"podOwner": pod and (pod.owner or None), "podPhase": pod and (pod.phase or None)}
+    reports = []
+    for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0])):
+        known = snapshot.pods.find(holder, uid)
+        reports.append(
+            ContainerReport(
+                namespace=holder.namespace,
+                pod=holder.pod,
+                container=holder.container,
+                pod_uid=uid,
+                pod_owner=(known.owner or None) if known else None,
+                pod_phase=(known.phase or None) if known else None,
+                gpus=[
+                    _container_gpu_report(snapshot, its, node_usage, rules, capacity[its.gpu])
+                    for its in parts
+                ],
+            )
+        )
+    return reports
 
 
 def _container_gpu_report(
@@ -270,7 +286,7 @@ def _container_gpu_report(
     node_usage: NodeUsage,
     rules: ReportRules,
     capacities: Mapping[ResourceName, int],
-) -> dict[str, Any]:
+) -> ContainerGpuReport:
     """Return the usage of one container on one GPU.
 
     `capacities` are the shares of each resource of the GPU.
@@ -286,64 +302,61 @@ def _container_gpu_report(
     busy = node_usage.utilization.get(usage.gpu)
     own = None if busy is None else sum(busy.get(p.pid, 0) for p in usage.processes)
 
-    return {
-        "index": state.gpu.index,
-        "uuid": usage.gpu,
-        "resource": resource,
-        "shares": len(usage.shares),
-        "capacity": capacity,
-        "shareMiB": None if usage.share_memory is None else _mib(usage.share_memory),
-        "limitMiB": None if limit is None else _mib(limit),
-        "usedMiB": None if usage.gpu in node_usage.failures else _mib(usage.memory),
-        "overLimit": limit is not None and usage.memory > limit,
-        "utilization": own,
+    return ContainerGpuReport(
+        index=state.gpu.index,
+        uuid=usage.gpu,
+        resource=resource,
+        shares=len(usage.shares),
+        capacity=capacity,
+        share_mib=None if usage.share_memory is None else _mib(usage.share_memory),
+        limit_mib=None if limit is None else _mib(limit),
+        used_mib=None if usage.gpu in node_usage.failures else _mib(usage.memory),
+        over_limit=limit is not None and usage.memory > limit,
+        utilization=own,
         # In percent of the container's part of the GPU: above 100 where others leave time.
-        "relativeUtilization": (
+        relative_utilization=(
             None if own is None else round(own * max(capacity, 1) / len(usage.shares))
         ),
-        "guard": guard and str(guard),
-        "policy": str(effective.settings.policy) if enforced else None,
-        "processes": [_process_report(p, busy, node_usage) for p in usage.processes],
-    }
+        guard=str(guard) if guard else None,
+        policy=str(effective.settings.policy) if enforced else None,
+        processes=[_process_report(process, busy, node_usage) for process in usage.processes],
+    )
 
 
 def _unauthorized_report(
     unauthorized_process: UnauthorizedProcess, snapshot: Snapshot, node_usage: NodeUsage
-) -> dict[str, Any]:
-    holder = unauthorized_process.holder
+) -> UnauthorizedReport:
+    holder, gpu = unauthorized_process.holder, unauthorized_process.gpu
+    busy = node_usage.utilization.get(gpu)
 
-    return {
-        "index": snapshot.gpus[unauthorized_process.gpu].gpu.index,
-        "uuid": unauthorized_process.gpu,
-        "namespace": holder and holder.namespace,
-        "pod": holder and holder.pod,
-        "container": holder and holder.container,
-        "reason": unauthorized_process.reason,
-        **_process_report(
-            unauthorized_process.process,
-            node_usage.utilization.get(unauthorized_process.gpu),
-            node_usage,
-        ),
-    }
+    return UnauthorizedReport(
+        **asdict(_process_report(unauthorized_process.process, busy, node_usage)),
+        index=snapshot.gpus[gpu].gpu.index,
+        uuid=gpu,
+        namespace=holder.namespace if holder else None,
+        pod=holder.pod if holder else None,
+        container=holder.container if holder else None,
+        reason=unauthorized_process.reason,
+    )
 
 
 def _process_report(
     process: ProcessUsage, busy: Mapping[int, int] | None, node_usage: NodeUsage
-) -> dict[str, Any]:
+) -> ProcessReport:
     details = node_usage.process_details.get(process.identity) if process.identity else None
+    started = datetime.fromtimestamp(details.started_at, UTC) if details else None
 
-    return {
-        "pid": process.pid,
-        "containerPid": details and details.inner_pid,
-        "memoryMiB": None if process.memory is None else _mib(process.memory),
-        "utilization": None if busy is None else busy.get(process.pid, 0),
-        "user": details and ("root" if details.uid == 0 else str(details.uid)),
-        "command": details and list(details.command),
-        "startedAt": details
-        and datetime.fromtimestamp(details.started_at, UTC).isoformat("T", "seconds"),
-        "hostMemoryMiB": details and _mib(details.memory),
-        "cpuSeconds": details and round(details.cpu, 2),
-    }
+    return ProcessReport(
+        pid=process.pid,
+        container_pid=details.inner_pid if details else None,
+        memory_mib=None if process.memory is None else _mib(process.memory),
+        utilization=None if busy is None else busy.get(process.pid, 0),
+        user=("root" if details.uid == 0 else str(details.uid)) if details else None,
+        command=list(details.command) if details else None,
+        started_at=started.isoformat("T", "seconds") if started else None,
+        host_memory_mib=_mib(details.memory) if details else None,
+        cpu_seconds=round(details.cpu, 2) if details else None,
+    )
 
 
 def _mib(amount: int) -> int:

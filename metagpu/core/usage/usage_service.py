@@ -5,9 +5,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
+from metagpu.core.reports.schema import (
+    EnforcementReport,
+    LostDevicesReport,
+    MixedRequestReport,
+    UsageReport,
+)
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import PromisedMemory
@@ -88,7 +96,7 @@ class UsageService:
         )
 
     @property
-    def enforcement_report(self) -> dict[str, Any]:
+    def enforcement_report(self) -> EnforcementReport:
         """Counters since the daemon's start, and the containers above their limit now."""
         return enforcement_report(
             self._enforcer.record, self._registry.snapshot, self._limits.count
@@ -109,12 +117,12 @@ class UsageService:
         return {kind: found[kind] for kind in LeaseDifferenceKind}
 
     @property
-    def lost_devices(self) -> list[dict[str, Any]]:
+    def lost_devices(self) -> list[LostDevicesReport]:
         """Containers that hold MIG devices that no longer exist."""
         return self._lost.report()
 
     @property
-    def mixed_requests(self) -> list[dict[str, Any]]:
+    def mixed_requests(self) -> list[MixedRequestReport]:
         """Containers that hold shares of several resources, and see the devices of one."""
         return self._mixed.report()
 
@@ -136,19 +144,13 @@ class UsageService:
         """Return usage without details; callers of the same second share one collection."""
         return await self._cache.latest(sensors=sensors)
 
-    async def report(self) -> dict[str, Any]:
+    async def report(self) -> UsageReport:
         """Collect and return the usage of all GPUs, with the enforcement so far."""
         usage = await self._collector.describe(await self._collector.collect())
-        snapshot = self._registry.snapshot
+        report = usage_report(self._registry.snapshot, usage, self._rules)
+        return replace(report, enforcement=self.enforcement_report)
 
-        return {
-            "at": usage.at,
-            **usage_report(snapshot, usage, self._rules),
-            "enforcement": self.enforcement_report,
-        }
-
-    async def report_for_pod(self, pod: RequestingPod) -> dict[str, Any]:
+    async def report_for_pod(self, pod: RequestingPod) -> UsageReport:
         """Return a pod's own usage; callers of the same second share one collection."""
         usage = await self._collector.describe(await self.latest())
-        report = pod_report(self._registry.snapshot, usage, self._rules, pod)
-        return {"at": usage.at, **report}
+        return pod_report(self._registry.snapshot, usage, self._rules, pod)

@@ -178,6 +178,30 @@ class KubeClient:
         Raises:
             ClusterError: the API server refuses the request, or does not answer in time.
         """
+        raw = await self.read(
+            method, path, query=query, body=body, content=content, headers=headers
+        )
+        try:
+            answer: KubeObject = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise self._unreachable(error) from error
+        return answer
+
+    async def read(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: "KubeObject | None" = None,
+        content: str = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Make one request and return the answer as it came.
+
+        Raises:
+            ClusterError: the API server refuses the request, or does not answer in time.
+        """
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
         try:
             async with self._answer(
@@ -194,11 +218,7 @@ class KubeClient:
 
         if response.status >= _ERRORS:
             raise _refusal(method, path, response, raw)
-        try:
-            answer: KubeObject = msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
-            raise self._unreachable(error) from error
-        return answer
+        return raw
 
     async def watch(
         self, path: str, query: Mapping[str, str]

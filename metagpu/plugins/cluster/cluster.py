@@ -5,15 +5,16 @@ knows. An API server that does not answer costs a line in the log. The client li
 when this runs.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
 from anyio import to_thread
+from msgspec import UNSET
 
 from metagpu.core.contracts.programs import RunCommand
+from metagpu.core.reports.schema import ClusterReport
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.competing_pods import (
     CompetingPod,
@@ -119,24 +120,29 @@ class Cluster:
                     with anyio.move_on_after(timing.shutdown_timeout, shield=True):
                         await self.connection.remove()
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> ClusterReport:
         """Return the state of each feature: its problem, or an empty string."""
         settings, parts, connection = self._context.settings, self.parts, self.connection
         found = connection.problems() if connection else {}
         offers = list(self._context.registry.snapshot.offers)
         upgrades = parts.upgrade_follower
-        unconnected = {"connected": False, "problem": "", "resourceSlices": None}
-
-        return {
-            "node": settings.node,
-            "features": {str(it): found.get(it, "") for it in sorted(settings.features)},
-            **({**unconnected, "nodeDifferences": {}} if not connection else connection.report()),
-            **parts.config_follower.report(),
-            "competingPlugins": parts.competing_pods.report(offers),
-            **({"driverUpgrade": upgrades.report()} if upgrades else {}),
-            "eventsDropped": parts.node_events.recorder.dropped,
-            "podEventsDropped": parts.pod_events.dropped if parts.pod_events else 0,
+        unconnected: dict[str, Any] = {
+            "connected": False,
+            "problem": "",
+            "resource_slices": None,
+            "node_differences": {},
         }
+
+        return ClusterReport(
+            node=settings.node,
+            features={str(it): found.get(it, "") for it in sorted(settings.features)},
+            **(connection.report() if connection else unconnected),
+            **parts.config_follower.report(),
+            competing_plugins=parts.competing_pods.report(offers),
+            driver_upgrade=upgrades.report() if upgrades else UNSET,
+            events_dropped=parts.node_events.recorder.dropped,
+            pod_events_dropped=parts.pod_events.dropped if parts.pod_events else 0,
+        )
 
 
 def _load_client() -> "ModuleType":

@@ -7,11 +7,12 @@ The socket of a competing plugin alone decides that metagpu does not register a 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.reports.schema import CompetingPodReport
 from metagpu.core.state.registry import Registry
 
 _NVIDIA: Final = "nvidia.com/"
@@ -107,9 +108,8 @@ class CompetingPodWatch:
         names = [str(it) for it in self.found if it.contested([resource])]
         return " or ".join(names) or "another device plugin"
 
-    def report(self, offered: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the competing pods as plain data."""
+    def report(self, offered: Sequence[str]) -> list[CompetingPodReport]:
+        """Return the competing pods."""
         return [
-            {"program": it.program, "pod": it.pod, "contested": it.contested(offered)}
-            for it in self.found
+            CompetingPodReport(it.program, it.pod, list(it.contested(offered))) for it in self.found
         ]

@@ -63,12 +63,12 @@ class ConfigFollower:
         return mig_state(self._followed, self._outcome, self.registry.snapshot)
 
     def report(self) -> Mapping[str, Any]:
-        """Return the choice that is followed, and its outcome."""
+        """Return the choice that is followed and its outcome: fields of a report."""
         followed = self._followed or ClusterChoice()
         return {
             "label": followed.label or None,
             "profile": followed.profile,
-            "migConfig": followed.mig_config,
+            "mig_config": followed.mig_config,
             "refusal": self._outcome.rejection,
         }
 

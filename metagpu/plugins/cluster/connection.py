@@ -214,13 +214,13 @@ class NodeConnection:
         return found
 
     def report(self) -> Mapping[str, Any]:
-        """Return the state of the connection, and of what it writes."""
+        """Return the state of the connection and of what it writes: fields of a report."""
         return {
             "connected": self.node.known and not self.node.problem,
             "problem": self.node.problem,
             **self._label_sync.report(),
-            "resourceSlices": self.slices.report() if self.slices else None,
-            "nodeDifferences": dict(self.comparison.differences),
+            "resource_slices": self.slices.report() if self.slices else None,
+            "node_differences": dict(self.comparison.differences),
         }
 
     def _of_features(self) -> Iterator[tuple[Feature, Reconciler]]:

@@ -264,12 +264,12 @@ class LabelSync:
         return recheck
 
     def report(self) -> dict[str, Any]:
-        """Return the object with the labels, and the labels that the Node lacks."""
+        """Return the object with the labels, and missing ones: fields of a report."""
         carrier = self.node_feature
         carries = carrier.labels is not None
         return {
-            "nodeFeature": f"{carrier.namespace}/{carrier.name}" if carries else None,
-            "missingLabels": sorted(self.missing),
+            "node_feature": f"{carrier.namespace}/{carrier.name}" if carries else None,
+            "missing_labels": sorted(self.missing),
         }
 
     async def remove(self) -> None:

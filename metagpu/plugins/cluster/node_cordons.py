@@ -9,7 +9,7 @@ and k8s-driver-manager (`cmd/driver-manager/main.go`).
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import structlog
@@ -18,6 +18,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource, holders_of
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import DriverPodReport, DriverUpgradeReport
 from metagpu.core.reports.status import find_gpu
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned
@@ -181,16 +182,13 @@ class DriverUpgradeFollower:
         if self.registry.snapshot.gpus:
             self.decided.set()
 
-    def report(self) -> Mapping[str, Any] | None:
+    def report(self) -> DriverUpgradeReport | None:
         """Return the upgrade and the pods that hold the driver, `None` without one."""
         if not self.state:
             return None
         pods = holding_pods(self.registry.snapshot)
-        return {
-            "label": self.state,
-            "pods": [{"pod": pod, "seenByOperator": seen} for pod, seen in pods.items()],
-            "summary": summary(self.state, pods),
-        }
+        named = [DriverPodReport(pod, seen) for pod, seen in pods.items()]
+        return DriverUpgradeReport(self.state, named, summary(self.state, pods))
 
     def _apply(self) -> None:
         source = CordonSource.DRIVER_UPGRADE

@@ -24,6 +24,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.reports.schema import SlicesReport
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
@@ -152,7 +153,7 @@ class SlicePublisher:
             async for _ in self.registry.watch(_watched):
                 self.reconciler.trigger()
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> SlicesReport:
         """Return published pools, the problem with others, extended resources, and theirs.
 
         A resource is contested that the device plugin has on this node, and a DeviceClass too.
@@ -160,14 +161,14 @@ class SlicePublisher:
         problem = self.reconciler.problem or self.own.problem or self._dropped_problem
         resources = self.classes.of_driver(self.driver())
         by_plugin = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
-        return {
-            "pools": len(self._published),
-            "problem": problem,
-            "dropped": self._dropped_problem,
-            "extendedResources": resources,
-            "classesProblem": self.classes.problem,
-            "contested": {it: name for it, name in resources.items() if it in by_plugin},
-        }
+        return SlicesReport(
+            pools=len(self._published),
+            problem=problem,
+            dropped=self._dropped_problem,
+            extended_resources=dict(resources),
+            classes_problem=self.classes.problem,
+            contested={it: name for it, name in resources.items() if it in by_plugin},
+        )
 
     async def reconcile(self) -> float | None:
         """Write what differs; return the seconds until more is to be written."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 from grpclib.const import Handler as Method
@@ -13,6 +12,7 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.shares import ResourceName, count_containers
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import DraReport
 from metagpu.core.state.call_stats import CallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.allocation import ReadResourceClaim
@@ -124,18 +124,18 @@ class DraDriver:
             group.start_soon(self.checkpoint.follow)
             await self.registration.run()
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> DraReport:
         """Return the registration, prepared claims, and GPUs with too many of their pods."""
         status = self.registration.status
-        return {
-            "driver": self.driver,
-            "registered": status.registered,
-            "problem": self.checkpoint.problem or status.problem or None,
-            "claims": len(self._states.prepared),
-            "monitored": sorted(all_monitored(self._states.prepared)),
-            "statusProblem": self.statuses.problem or None,
-            "crowded": list(crowded_gpus(self.registry.snapshot)),
-        }
+        return DraReport(
+            driver=self.driver,
+            registered=status.registered,
+            problem=self.checkpoint.problem or status.problem or None,
+            claims=len(self._states.prepared),
+            monitored=sorted(all_monitored(self._states.prepared)),
+            status_problem=self.statuses.problem or None,
+            crowded=list(crowded_gpus(self.registry.snapshot)),
+        )
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
         streams = HealthStream(self.registry, self.node).methods(calls)

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
+
+from msgspec import UNSET
 
 from metagpu import __version__
 from metagpu.core.config.profiles import ConfigStatus
@@ -14,6 +16,7 @@ from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid_severity import Severity, rule_for
+from metagpu.core.reports.schema import ClusterReport, DraReport
 from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
@@ -169,17 +172,17 @@ def _configuration(status: ConfigStatus) -> Iterator[Sample]:
     yield Sample(f.CONFIG_IGNORED_SETTINGS, (), status.ignored_settings)
 
 
-def _cluster(report: Mapping[str, Any] | None) -> Iterator[Sample]:
+def _cluster(report: ClusterReport | None) -> Iterator[Sample]:
     if report is None:
         return
-    yield Sample(f.API_CONNECTED, (), report["connected"])
-    yield Sample(f.NODE_AMOUNTS_DIFFERING, (), len(report["nodeDifferences"]))
-    if "driverUpgrade" in report:
-        upgrade = report["driverUpgrade"]
-        yield Sample(f.UPGRADE_HOLDING_PODS, (), len(upgrade["pods"]) if upgrade else 0)
-    yield Sample(f.EVENTS_DROPPED, ("node",), report["eventsDropped"])
-    yield Sample(f.EVENTS_DROPPED, ("pod",), report["podEventsDropped"])
-    for feature, problem in report["features"].items():
+    yield Sample(f.API_CONNECTED, (), report.connected)
+    yield Sample(f.NODE_AMOUNTS_DIFFERING, (), len(report.node_differences))
+    if report.driver_upgrade is not UNSET:
+        pods = report.driver_upgrade.pods if report.driver_upgrade else ()
+        yield Sample(f.UPGRADE_HOLDING_PODS, (), len(pods))
+    yield Sample(f.EVENTS_DROPPED, ("node",), report.events_dropped)
+    yield Sample(f.EVENTS_DROPPED, ("pod",), report.pod_events_dropped)
+    for feature, problem in report.features.items():
         yield Sample(f.API_FEATURE, (str(feature),), not problem)
 
 
@@ -196,20 +199,20 @@ def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def _claims(
-    dra: Mapping[str, Any] | None, prepares: CallStats, cluster: Mapping[str, Any] | None
+    dra: DraReport | None, prepares: CallStats, cluster: ClusterReport | None
 ) -> Iterator[Sample]:
     """Yield the samples of the DRA driver; it stands for a resource."""
     if dra is None:
         return
-    driver = dra["driver"]
-    yield Sample(f.RESOURCE_REGISTERED, (driver,), dra["registered"])
-    yield Sample(f.PREPARED_CLAIMS, (), dra["claims"])
+    driver = dra.driver
+    yield Sample(f.RESOURCE_REGISTERED, (driver,), dra.registered)
+    yield Sample(f.PREPARED_CLAIMS, (), dra.claims)
     for outcome, count in prepares.outcomes.items():
         yield Sample(f.CALLS, (driver, PREPARE, outcome), count)
     yield from _durations(PREPARE, [prepares])
-    if slices := (cluster or {}).get("resourceSlices"):
-        is_expected = slices["problem"] == slices["dropped"]  # an earlier Kubernetes
-        yield Sample(f.API_FEATURE, ("resource-slices",), is_expected or not slices["problem"])
+    if cluster is not None and (slices := cluster.resource_slices) is not None:
+        is_expected = slices.problem == slices.dropped  # an earlier Kubernetes
+        yield Sample(f.API_FEATURE, ("resource-slices",), is_expected or not slices.problem)
 
 
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:

@@ -1,12 +1,13 @@
 """The kubelet's probes: liveness and readiness of the daemon."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import anyio
 
 from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 
 PERIOD: Final = 1.0
@@ -48,7 +49,7 @@ def liveness_problems(lag: float, ended: Mapping[str, str], late: float) -> list
 
 
 def readiness_problems(
-    snapshot: Snapshot, kubelet: KubeletCallStats, claims: Mapping[str, Any] | None = None
+    snapshot: Snapshot, kubelet: KubeletCallStats, claims: DraReport | None = None
 ) -> list[str]:
     """Return the resources that the kubelet lacks, and the DRA driver likewise.
 
@@ -70,10 +71,10 @@ def readiness_problems(
     return found
 
 
-def _driver_problems(claims: Mapping[str, Any] | None) -> list[str]:
+def _driver_problems(claims: DraReport | None) -> list[str]:
     if claims is None:
         return ["the DRA driver does not run yet"]
-    if claims["registered"]:
+    if claims.registered:
         return []
-    why = f": {claims['problem']}" if claims["problem"] else ""
-    return [f"the DRA driver {claims['driver']} is not registered with the kubelet{why}"]
+    why = f": {claims.problem}" if claims.problem else ""
+    return [f"the DRA driver {claims.driver} is not registered with the kubelet{why}"]

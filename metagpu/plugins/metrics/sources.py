@@ -1,7 +1,7 @@
 """The sources of the metrics, and the times of monitoring."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -10,6 +10,7 @@ from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_metrics import MetricKind
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.reports.schema import ClusterReport, DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage
@@ -83,8 +84,8 @@ class MetricSources(msgspec.Struct, frozen=True):
     driver: Callable[[], NvmlStatus]
     driver_limits: Callable[[], int]
     lease_differences: Callable[[], Mapping[LeaseDifferenceKind, int]]
-    cluster: Callable[[], Mapping[str, Any] | None]
-    claims: Callable[[], Mapping[str, Any] | None]
+    cluster: Callable[[], ClusterReport | None]
+    claims: Callable[[], DraReport | None]
     has_node: Callable[[], bool]
     problems: Callable[[], Sequence[str]]
     ended: Callable[[], Mapping[str, str]]

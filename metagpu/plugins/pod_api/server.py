@@ -7,7 +7,7 @@ that the kubelet repeats.
 
 import platform
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -15,16 +15,18 @@ from typing import ClassVar, Final
 import anyio
 import structlog
 from anyio import CapacityLimiter, to_thread
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.errors import FileNotWritten, MetagpuError, PackageIncomplete
 from metagpu.core.grants.injection import CLIENT_NAME
+from metagpu.core.reports.schema import EventReport, PodMgctlReport, UsageReport, UsedGpuReport
 from metagpu.core.usage.report import RequestingPod
 from metagpu.display.table import PLAIN, Terminal, redraw
-from metagpu.display.usage import TABLES, Top, format_usage
-from metagpu.display.usage_tables import Answer
+from metagpu.display.usage import TABLES, Answer, Top, format_usage
 from metagpu.plugins.pod_api.command import HELP, PodCommand, UsageError, parse_command
 from metagpu.plugins.pod_api.frames import PodRequest
 from metagpu.plugins.pod_api.socket import (
@@ -116,11 +118,11 @@ USAGE_STATUS: Final = 2
 """The exit status for a wrong command line."""
 
 
-PodEvents = Callable[[RequestingPod, Sequence[Answer]], Sequence[Answer]]
+PodEvents = Callable[[RequestingPod, Sequence[UsedGpuReport]], Sequence[EventReport]]
 """Returns the recent events that a pod may read, by the GPUs of its usage."""
 
 
-def no_events(_pod: RequestingPod, _gpus: Sequence[Answer]) -> Sequence[Answer]:
+def no_events(_pod: RequestingPod, _gpus: Sequence[UsedGpuReport]) -> Sequence[EventReport]:
     """Return no event: nobody reads them here."""
     return ()
 
@@ -144,7 +146,7 @@ class PodMgctlServer:
     folder: PodFolder
     node: str
     host: Host
-    usage_report: Callable[[RequestingPod], Awaitable[Answer]]
+    usage_report: Callable[[RequestingPod], Awaitable[UsageReport]]
     is_enabled: Callable[[], bool]
     run_child: RunChild
     timing: PodApiTiming = field(default_factory=PodApiTiming)
@@ -174,10 +176,10 @@ class PodMgctlServer:
                 await self._until(enabled=False)
                 group.cancel_scope.cancel()
 
-    def report(self) -> Mapping[str, object]:
+    def report(self) -> PodMgctlReport:
         """Return whether containers have `mgctl`, and why their calls are not answered."""
         problem = self._socket.problem if self._socket is not None else ""
-        return {"inPods": self.is_enabled(), "problem": problem or None}
+        return PodMgctlReport(self.is_enabled(), problem or None)
 
     async def _until(self, *, enabled: bool) -> None:
         while self.is_enabled() != enabled:  # noqa: ASYNC110 - the configuration has no event
@@ -217,7 +219,8 @@ class PodMgctlServer:
         is_top = command.name == "top" and is_table
         follow = is_screen if is_top else command.watch and (is_screen or not is_table)
 
-        def render(answer: Answer) -> str:
+        def render(report: UsageReport) -> str:
+            answer: Answer = to_builtins(report)
             if is_top:
                 return top.screen(answer, terminal, command.sort_by)
             return format_usage(
@@ -225,18 +228,18 @@ class PodMgctlServer:
             )
 
         while True:
-            answer = await self._answer(pod)
+            report = await self._report(pod)
             # In a thread: a pod with very many processes must not keep the kubelet waiting.
-            text = await to_thread.run_sync(render, answer, limiter=self._render_limiter)
+            text = await to_thread.run_sync(render, report, limiter=self._render_limiter)
             await caller.write_stdout(redraw(text, terminal) if follow and is_screen else text)
             if not follow:
                 return
             await anyio.sleep(PERIOD)
 
-    async def _answer(self, pod: RequestingPod) -> Answer:
+    async def _report(self, pod: RequestingPod) -> UsageReport:
         report = await self.usage_report(pod)
-        events = self.events_of(pod, report["gpus"])
-        return {"version": __version__, "node": self.node, **report, "events": events}
+        events = list(self.events_of(pod, report.gpus))
+        return replace(report, version=__version__, node=self.node, events=events)
 
     async def _pod(self, container: Container) -> RequestingPod:
         """Return the pod of a container, by name.

@@ -1,31 +1,29 @@
 """The page of one node: its view, and when that changes."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
 import anyio
+from msgspec.structs import replace
 
 from metagpu.core.model.quantities import iso_time
+from metagpu.core.reports.schema import NodeReports
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.server import SingleFlight
 from metagpu.plugins.web.access import TokenCheck
 from metagpu.plugins.web.server import WebServer
 
-STATUS: Final = "/api/v1/status"
-USAGE: Final = "/api/v1/usage"
 USAGE_TIMEOUT: Final = 0.5
 """Seconds to wait for NVML: a view without its answers has older ones, or none."""
-
-Reports = Mapping[str, Callable[[], Awaitable[Mapping[str, Any]]]]
 
 
 class NodeWeb:
     """Serves the page of this node.
 
     Args:
-        reports: the reports of the status API, by path.
+        reports: the reports of this node.
 
     Attributes:
         server: the server of the page.
@@ -36,7 +34,7 @@ class NodeWeb:
         address: ListenAddress,
         registry: Registry,
         node: str,
-        reports: Reports,
+        reports: NodeReports,
         *,
         tokens: TokenCheck | None,
         timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
@@ -44,7 +42,7 @@ class NodeWeb:
         self._registry = registry
         self._node = node
         self._reports = reports
-        self._usage = SingleFlight("GPU usage", reports[USAGE], age=0)
+        self._usage = SingleFlight("GPU usage", reports.usage, age=0)
         self.server = WebServer(address, self._view, self._changes, tokens, timing)
 
     async def run(self) -> None:
@@ -55,8 +53,8 @@ class NodeWeb:
 
     async def _view(self) -> Mapping[str, Any]:
         usage = await self._usage.get(USAGE_TIMEOUT)
-        status = dict(await self._reports[STATUS]())
-        events = status.pop("events")
+        report = await self._reports.status()
+        events, status = report.events, replace(report, events=None)
         node = {"name": self._node, "problem": "", "labels": {}, "status": status, "usage": usage}
         return {
             "kind": "node",

@@ -10,7 +10,6 @@ from anyio import to_thread
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.quantities import iso_time
-from metagpu.core.usage.report import without_processes
 from metagpu.plugins.pod_api.frames import ask_daemon
 from metagpu.plugins.web.changes import Object, PolledView, digest_of
 
@@ -94,8 +93,18 @@ def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
             "gpus": [_gpu(it, pods[0] if pods else "") for it in devices["gpus"]],
             "leases": leases,
         },
-        "usage": without_processes({**devices, **processes}),
+        "usage": {
+            **devices,
+            "containers": list(map(_without_processes, containers)),
+            "unauthorized": len(processes["unauthorized"]),
+        },
     }
+
+
+def _without_processes(container: Object) -> dict[str, Any]:
+    """Return a container with its number of processes, as the status API has it."""
+    gpus = [{**it, "processes": len(it["processes"])} for it in container["gpus"]]
+    return {**container, "gpus": gpus}
 
 
 def _gpu(report: Object, pod: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -20,6 +20,7 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import EventReport, UsedGpuReport
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed
@@ -70,16 +71,10 @@ class RecentEvent(msgspec.Struct, frozen=True):
     pod: tuple[str, str] | None = None
     device: str = ""
 
-    def to_dict(self, node: str) -> dict[str, Any]:
-        """Return the event as the view has it."""
-        return {
-            "at": iso_time(self.at),
-            "node": node,
-            "gpu": self.gpu,
-            "severity": self.severity,
-            "reason": self.reason,
-            "text": self.text,
-        }
+    def report(self, node: str) -> EventReport:
+        """Return the event as a report has it."""
+        at = iso_time(self.at)
+        return EventReport(at, node, self.gpu, self.severity, self.reason, self.text)
 
 
 class RecentEvents:
@@ -133,13 +128,13 @@ class RecentEvents:
         for event in events:
             self._add(event)
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return the events as plain data, the latest first."""
-        return [it.to_dict(self._node.name) for it in self._latest_first()]
+    def report(self) -> list[EventReport]:
+        """Return the events, the latest first."""
+        return [it.report(self._node.name) for it in self._latest_first()]
 
     def report_for_pod(
-        self, pod: RequestingPod, gpus: Iterable[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
+        self, pod: RequestingPod, gpus: Iterable[UsedGpuReport]
+    ) -> list[EventReport]:
         """Return the events that are about a pod, or about the health of what it holds.
 
         Args:
@@ -148,10 +143,10 @@ class RecentEvents:
         """
         indices, devices = set[int](), set[str]()
         for gpu in gpus:
-            indices.add(gpu["index"])
-            devices.update(it["device"] for it in gpu["devices"])
+            indices.add(gpu.index)
+            devices.update(it.device for it in gpu.devices or ())
         return [
-            it.to_dict(self._node.name)
+            it.report(self._node.name)
             for it in self._latest_first()
             if it.pod == (pod.namespace, pod.name)
             or it.device in devices

@@ -3,22 +3,25 @@
 It names pods, so each request carries a viewer's token: the port itself may be open to all pods.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Final
 
 import anyio
 import msgspec
 from anyio import to_thread
 
+from metagpu.core.reports.reading import ReportPart
+from metagpu.core.reports.schema import NodeReports
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse
 from metagpu.plugins.http.server import Page, PageServer, SingleFlight
 from metagpu.plugins.web.access import JSON, TokenCheck, refusal_of, status_response
 
-Report = Callable[[], Awaitable[Mapping[str, Any]]]
+STATUS: Final = "/api/v1/status"
+USAGE: Final = "/api/v1/usage"
 
 
 class StatusApi:
@@ -31,25 +34,21 @@ class StatusApi:
     def __init__(
         self,
         address: ListenAddress,
-        reports: Mapping[str, Report],
+        reports: NodeReports,
         tokens: TokenCheck,
         timing: HttpTiming = HttpTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._tokens = tokens
-        self._reports = [
-            SingleFlight[bytes](path, _encoded(report), timing.page_age)
-            for path, report in reports.items()
-        ]
-        pages = zip(reports, self._reports, strict=True)
-        self.server = PageServer(
-            address, {path: self._page(it) for path, it in pages}, timing, name="status-api"
-        )
+        self._status = SingleFlight[bytes](STATUS, _encoded(reports.status), timing.page_age)
+        self._usage = SingleFlight[bytes](USAGE, _encoded(reports.usage), timing.page_age)
+        pages = {STATUS: self._page(self._status), USAGE: self._page(self._usage)}
+        self.server = PageServer(address, pages, timing, name="status-api")
 
     async def run(self) -> None:
         """Serve until cancelled; a failure here ends nothing else."""
         async with anyio.create_task_group() as group:
-            for report in self._reports:
-                group.start_soon(report.run)
+            group.start_soon(self._status.run)
+            group.start_soon(self._usage.run)
             group.start_soon(partial(run_with_restart, self._tokens.run, "review of tokens"))
             group.start_soon(partial(run_with_restart, self.server.run, "status API"))
 
@@ -66,7 +65,7 @@ class StatusApi:
         return page
 
 
-def _encoded(report: Report) -> Callable[[], Awaitable[bytes]]:
+def _encoded(report: Callable[[], Awaitable[ReportPart]]) -> Callable[[], Awaitable[bytes]]:
     async def encoded() -> bytes:
         return await to_thread.run_sync(msgspec.json.encode, await report())
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from metagpu.agent.agent import Agent
@@ -28,7 +29,8 @@ from metagpu.core.grants.injection import VISIBLE_DEVICES
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.snapshot import GpuState
-from metagpu.core.reports.status import status_report
+from metagpu.core.reports.reading import plain_report
+from metagpu.core.reports.status import explain_report, lease_reports
 from metagpu.core.state.events import PodEnded
 from metagpu.display.encoding import encode
 from metagpu.nvml.driver import NvmlDriver
@@ -71,7 +73,9 @@ class DemoNode:
     async def status(self) -> dict[str, Any]:
         """Return the agent's status, once the agent knows all holders."""
         await self._wait_for_gpus(lambda _: True)
-        return status_report(self.agent.registry.snapshot, self.agent.layout)
+        snapshot = self.agent.registry.snapshot
+        leases: list[dict[str, Any]] = to_builtins(lease_reports(snapshot))
+        return {**plain_report(explain_report(snapshot, self.agent.layout)), "leases": leases}
 
     async def end_pod(self, pod: SimPod) -> None:
         """End a pod, and report its end to the agent as the API server does.
@@ -143,11 +147,11 @@ class DemoNode:
         """Return the GPUs and the allocatable shares, once the kubelet has the latest."""
         await self.wait_settled()
         await self._wait_listed()
-        status = status_report(self.agent.registry.snapshot, self.agent.layout)
+        explained = explain_report(self.agent.registry.snapshot, self.agent.layout)
         return {
             "event": event,
             "allocatable": self._allocatable(),
-            "gpus": status["gpus"],
+            "gpus": to_builtins(explained.gpus),
             "slices": self._slices(),
         }
 
@@ -169,8 +173,8 @@ class DemoNode:
 
     def _allocatable(self) -> dict[str, int]:
         """Return the allocatable shares per resource, as the agent offers them."""
-        status = status_report(self.agent.registry.snapshot, self.agent.layout)
-        return {name: numbers["allocatable"] for name, numbers in status["resources"].items()}
+        explained = explain_report(self.agent.registry.snapshot, self.agent.layout)
+        return {name: it.allocatable for name, it in explained.resources.items()}
 
     def _slices(self) -> list[list[int]]:
         """Return per GPU and memory slice the compute slices of its MIG instance, or 0."""

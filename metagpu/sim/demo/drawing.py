@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import convert
+
+from metagpu.core.reports.schema import GpuReport
 from metagpu.display.status import gpus_table, show, table
 from metagpu.display.table import Cell, TextTable
 
@@ -20,7 +23,7 @@ def show_demo(story: Mapping[str, Any]) -> None:
             if not pod["admitted"]
         ),
         *_heading(f"2. A fault: GPU {fault['gpu']} reports XID {fault['xid']}"),
-        gpus_table(story["after"]["gpus"], "HELD"),
+        gpus_table(convert(story["after"]["gpus"], list[GpuReport]), "HELD"),
         f"The node's allocatable shares fall from {fault['allocatableBefore']} to "
         f"{fault['allocatable']}: only GPU {fault['gpu']} leaves service. "
         f"The {len(fault['running'])} running pods stay.",

@@ -3,6 +3,7 @@
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ProvisionedState, ShareId
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.reading import plain_report
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -33,7 +34,7 @@ def held(of: GpuId, *slots: str) -> dict[ShareId, Holder]:
 
 def capacity_lines(snapshot: Snapshot) -> list[str]:
     """Return the operator's lines."""
-    return [it["text"] for it in explain_report(snapshot, LAYOUT)["remarks"]]
+    return [it.text for it in explain_report(snapshot, LAYOUT).remarks]
 
 
 def node(*holders: dict[ShareId, Holder]) -> Snapshot:
@@ -87,7 +88,8 @@ def test_a_fixed_layout_has_no_capacity_lines() -> None:
 def test_free_capacity_is_reported_in_numbers() -> None:
     """Each GPU has its largest profile with slices, its free slices, and the helpful move."""
     snapshot = node(held(A.id, "1g.5gb@0", "1g.5gb@4"), held(B.id, "2g.10gb@0", "3g.20gb@4"))
-    first, second = (gpu["freeCapacity"] for gpu in explain_report(snapshot, LAYOUT)["gpus"])
+    explained = explain_report(snapshot, LAYOUT)
+    first, second = (plain_report(it.free_capacity) for it in explained.gpus if it.free_capacity)
 
     move = {
         "profile": "3g.20gb",
@@ -105,8 +107,9 @@ def test_free_capacity_is_reported_in_numbers() -> None:
         "moves": [move],
     }
     assert second == {**first, "freeSlices": 2, "moves": []}
-    empty = explain_report(node(), LAYOUT)["gpus"][0]["freeCapacity"]
-    assert (empty["largest"], empty["largestSlices"], empty["freeSlices"]) == ("7g.40gb", 8, 8)
+    empty = explain_report(node(), LAYOUT).gpus[0].free_capacity
+    assert empty is not None
+    assert (empty.largest, empty.largest_slices, empty.free_slices) == ("7g.40gb", 8, 8)
 
 
 def test_a_full_gpu_has_no_largest_profile() -> None:

@@ -1,6 +1,7 @@
 """Diagnoses of a node's facts: each problem has a code and a fix."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from msgspec.structs import replace
 from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import CHECKS, NodeFacts, diagnose
+from metagpu.core.reports.reading import plain_report, read_report
+from metagpu.core.reports.schema import GpuReport, StatusReport
+from metagpu.core.reports.status import roots_report
+from tests.rigs.reported import complete
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 GPU = {"index": 0, "healthy": True, "reason": ""}
@@ -17,6 +22,13 @@ HELD = {
     "KILL": {"held": True, "neededFor": ["policy kill (pool a)"]},
     "SYS_ADMIN": {"held": True, "neededFor": []},
     "NET_BIND_SERVICE": {"held": False, "neededFor": []},
+}
+STATUS: Mapping[str, Any] = {
+    "resources": {"x/y": {"capacity": 100, "allocatable": 90}},
+    "gpus": [GPU],
+    "privileges": HELD,
+    "configuration": {"error": None, "deviceListStrategy": ["envvar"]},
+    "mgctl": {"inPods": True},
 }
 SOUND = NodeFacts(
     uid=0,
@@ -28,11 +40,7 @@ SOUND = NodeFacts(
     kubelet_problem="",
     pod_resources_problem="",
     competing_plugins={},
-    status={
-        "resources": {"x/y": {"capacity": 100, "allocatable": 90}},
-        "gpus": [GPU],
-        "privileges": HELD,
-    },
+    status=complete(STATUS, StatusReport),
     status_problem="",
     pod_dir="/pod",
     has_mgctl=True,
@@ -40,97 +48,99 @@ SOUND = NodeFacts(
     pod_socket_problem="",
     envvar_accepted=None,
     cdi_files=("/etc/cdi/nvidia.yaml",),
-    roots=DriverRoots(library="/usr/lib64/libnvidia-ml.so.1").to_dict(),
+    roots=roots_report(DriverRoots(library="/usr/lib64/libnvidia-ml.so.1")),
     unlinked_nodes=(),
     mps_program="/usr/bin/nvidia-cuda-mps-control",
 )
 NOTHING: dict[str, Any] = {
-    **(SOUND.status or {}),
+    **STATUS,
     "resources": {"x/y": {"capacity": 0, "allocatable": 0}},
     "gpus": [],
 }
-NO_DRIVER = DriverRoots(driver=Folder("/", "/host")).to_dict()
+NO_DRIVER = roots_report(DriverRoots(driver=Folder("/", "/host")))
 SHUT = {**NOTHING, "resources": {"a/b": {"capacity": 7, "allocatable": 0}}}
-DUMB = {**(SOUND.status or {}), "unreadableGpus": [{"index": 1, "reason": "GPU 1: it hangs"}]}
-BROKEN = {**(SOUND.status or {}), "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
+DUMB = {**STATUS, "unreadableGpus": [{"index": 1, "reason": "GPU 1: it hangs"}]}
+BROKEN = {**STATUS, "gpus": [{**GPU, "healthy": False, "reason": "XID 79"}]}
 UNMOUNTED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "gpus": [{**GPU, "suspended": {"mps": {"reason": "give CAP_SYS_ADMIN"}}}],
 }
 UPGRADED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "cluster": {
         "driverUpgrade": {"label": "a=b", "pods": [{"pod": "team/a"}], "summary": "team/a holds it"}
     },
 }
 PAUSED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "gpus": [{**GPU, "paused": ["instance 1g.5gb@4: not emptied"]}],
 }
 ASKED = {"driver": "gpu.metagpu.io", "claims": 2, "problem": None}
-UNASKED = {**(SOUND.status or {}), "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
+UNASKED = {**STATUS, "dra": {**ASKED, "problem": "the kubelet has not asked yet"}}
 REFUSED_SLICES = {"resourceSlices": {"problem": "the API server does not allow it"}}
 DROPPED_FIELDS = {"resourceSlices": dict.fromkeys(("problem", "dropped"), "it dropped fields")}
 CONTESTED_NAME = {"resourceSlices": {"contested": {"nvidia.com/gpu": "whole.example"}}}
 UNREAD_CLASSES = {"resourceSlices": {"classesProblem": "the API server does not allow it"}}
-CLASSES_DENIED = {**(SOUND.status or {}), "dra": ASKED, "cluster": UNREAD_CLASSES}
-CROWDED = {**(SOUND.status or {}), "dra": {**ASKED, "crowded": ["GPU 0 serves 2 containers"]}}
-TWO_APIS = {**(SOUND.status or {}), "dra": ASKED, "cluster": CONTESTED_NAME}
-WITHOUT_GATES = {**(SOUND.status or {}), "dra": ASKED, "cluster": DROPPED_FIELDS}
-UNPUBLISHED = {**(SOUND.status or {}), "dra": ASKED, "cluster": REFUSED_SLICES}
+CLASSES_DENIED = {**STATUS, "dra": ASKED, "cluster": UNREAD_CLASSES}
+CROWDED = {**STATUS, "dra": {**ASKED, "crowded": ["GPU 0 serves 2 containers"]}}
+TWO_APIS = {**STATUS, "dra": ASKED, "cluster": CONTESTED_NAME}
+WITHOUT_GATES = {**STATUS, "dra": ASKED, "cluster": DROPPED_FIELDS}
+UNPUBLISHED = {**STATUS, "dra": ASKED, "cluster": REFUSED_SLICES}
 DIFFERING = {
-    **(SOUND.status or {}),
+    **STATUS,
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
 }
 UNUSED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "leaseDifferences": [{"holder": "team/alice (main)", "reason": "container main holds 3"}],
 }
 LOST = {
-    **(SOUND.status or {}),
+    **STATUS,
     "lostDevices": [{"holder": "team/alice (main)", "fix": "kubectl delete pod -n team alice"}],
 }
 UNREGISTERED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "registrationProblems": {"x/y": "the kubelet counts 0 shares as allocatable"},
 }
-ENDED = {**(SOUND.status or {}), "endedTasks": {"leases": "it returned"}}
+ENDED = {**STATUS, "endedTasks": {"leases": "it returned"}}
 UNHEARD = {
-    **(SOUND.status or {}),
+    **STATUS,
     "gpus": [{**GPU, "unheard": {"reason": "Unknown Error", "since": "2026-01-01T00:00:00+00:00"}}],
 }
-REFUSED = {**(SOUND.status or {}), "configuration": {"error": "f: 4: pools[0]: no GPU can"}}
-MISFIT = {**(SOUND.status or {}), "configuration": {"error": None, "misfits": ["GPU 1: too small"]}}
+REFUSED = {**STATUS, "configuration": {"error": "f: 4: pools[0]: no GPU can"}}
+MISFIT = {**STATUS, "configuration": {"error": None, "misfits": ["GPU 1: too small"]}}
 MIXED = {
-    **(SOUND.status or {}),
+    **STATUS,
     "mixedRequests": [{"holder": "team/alice (main)", "reason": "container main holds GPU 0"}],
 }
 NO_LIBRARIES = {
-    **(SOUND.status or {}),
+    **STATUS,
     "cdi": {"problem": None, "noLibraries": "there is no nvidia-ctk here"},
 }
 NO_FILE = {
-    **(SOUND.status or {}),
+    **STATUS,
     "cdi": {
         "problem": "/var/run/cdi cannot be written: Read-only file system",
         "noLibraries": None,
     },
 }
 NO_RELAY = {
-    **(SOUND.status or {}),
+    **STATUS,
     "mgctl": {"inPods": True, "problem": "the relay of calls has ended"},
 }
-NOT_IN_PODS = {**(SOUND.status or {}), "mgctl": {"inPods": False, "problem": None}}
+NOT_IN_PODS = {**STATUS, "mgctl": {"inPods": False, "problem": None}}
 
 
 def lacking(privilege: str) -> dict[str, Any]:
     """Return the status of a daemon that needs a capability and does not hold it."""
     lacks = {privilege: {"held": False, "neededFor": ["a use (pool a)"]}}
-    return {**(SOUND.status or {}), "privileges": {**HELD, **lacks}}
+    return {**STATUS, "privileges": {**HELD, **lacks}}
 
 
 def found(**changes: Any) -> dict[str, Diagnosis]:  # noqa: ANN401 - of any fact
     """Check a sound node with some facts changed; return the diagnoses that are not ok."""
+    if changes.get("status"):
+        changes["status"] = complete(changes["status"], StatusReport)
     diagnoses = diagnose(replace(SOUND, **changes))
     return {it.code: it for it in diagnoses if it.result is not CheckResult.OK}
 
@@ -172,7 +182,7 @@ def test_a_sound_node_is_ok() -> None:
         (
             "MG203",
             CheckResult.ERROR,
-            {"roots": NO_DRIVER, "status": {**(SOUND.status or {}), "gpus": []}},
+            {"roots": NO_DRIVER, "status": {**STATUS, "gpus": []}},
             "is not in / (here /host)",
         ),
         (
@@ -270,7 +280,7 @@ def test_mgctl_that_is_switched_off_needs_no_socket() -> None:
 @pytest.mark.parametrize("strategies", [["volume-mounts"], ["cdi-cri", "cdi-annotations"]])
 def test_a_node_without_the_variable_is_well(strategies: list[str]) -> None:
     """A toolkit that refuses the variable is right where metagpu does not use it."""
-    status = {**(SOUND.status or {}), "configuration": {"deviceListStrategy": strategies}}
+    status = {**STATUS, "configuration": {"deviceListStrategy": strategies}}
 
     assert found(envvar_accepted=False, status=status) == {}
 
@@ -310,7 +320,11 @@ def test_every_code_has_its_place_in_the_docs() -> None:
     assert headings == list(CHECKS)
 
 
-def test_an_older_daemon_lacks_parts_and_has_no_problem_for_it() -> None:
-    """A status without the parts of later versions stops no check, and is no error."""
-    old = {key: (SOUND.status or {})[key] for key in ("resources", "gpus")}
-    assert found(status=old) == {}
+def test_what_a_daemon_of_another_release_does_not_report_is_unknown() -> None:
+    """A check that needs a field that the status lacks says so; the others have their result."""
+    gpu = plain_report(complete({**GPU, "healthy": True}, GpuReport))
+    status = read_report({"gpus": [gpu], "unreadableGpus": []}, StatusReport)
+    results = {it.code: it for it in diagnose(replace(SOUND, status=status))}
+    assert results["MG403"].result is CheckResult.OK
+    assert results["MG405"].result is CheckResult.WARNING
+    assert "does not report the field endedTasks of StatusReport" in results["MG405"].finding

@@ -9,6 +9,7 @@ import pytest
 from metagpu.core.config.config import Config, parse
 from metagpu.core.model.privileges import Privilege, privileges_in
 from metagpu.core.reports.privileges import needed_privileges, privileges_report
+from metagpu.core.reports.schema import PrivilegeReport
 from tests.rigs.build import BACKENDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "permissions.md"
@@ -115,6 +116,6 @@ def test_the_report_says_what_is_missing() -> None:
     """Each capability has its uses, and whether it is held."""
     needed = needed_privileges(config("{backend: mps}"), {})
     report = privileges_report(needed, frozenset({Privilege.KILL}))
-    assert report["KILL"] == {"held": True, "neededFor": []}
-    assert report["SYS_ADMIN"]["held"] is False
-    assert len(report["SYS_ADMIN"]["neededFor"]) == 1
+    assert report["KILL"] == PrivilegeReport(held=True, needed_for=[])
+    assert report["SYS_ADMIN"].held is False
+    assert len(report["SYS_ADMIN"].needed_for) == 1

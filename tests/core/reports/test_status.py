@@ -1,6 +1,7 @@
 """A snapshot as plain data for `explain` and `status`."""
 
 import time
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,9 @@ from metagpu.core.model.gpu import Connection, PciPath, Topology
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.status import explain_report, find_gpu, status_report
+from metagpu.core.reports.reading import plain_report
+from metagpu.core.reports.status import explain_report as explain
+from metagpu.core.reports.status import find_gpu, lease_reports
 from metagpu.core.state.facts import (
     BackendAttached,
     GpuFaulted,
@@ -25,6 +28,16 @@ from tests.rigs.build import METAGPU, after, gpu, offer, offered, refusal, share
 
 A, B = gpu(0, numa_node=1), gpu(1)
 ALICE = Holder("team", "alice", "main")
+
+
+def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
+    """Return an explanation as JSON has it."""
+    return plain_report(explain(snapshot, layout))
+
+
+def leases_of(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the leases as JSON has them."""
+    return [plain_report(it) for it in lease_reports(snapshot)]
 
 
 HEALTHY = {
@@ -186,9 +199,7 @@ def test_a_status_counts_leases() -> None:
         LeasesObserved({part.id: ALICE for part in layout.shares[:2]}, at=6),
         since=snapshot,
     )
-    report = status_report(snapshot, layout)
-
-    assert report["leases"] == [
+    assert leases_of(snapshot) == [
         {
             "resource": METAGPU,
             "gpu": 0,
@@ -199,7 +210,6 @@ def test_a_status_counts_leases() -> None:
         },
         {"resource": METAGPU, "gpu": 0, "uuid": A.id, "shares": 1, "part": 0.1, "holder": None},
     ]
-    assert report["gpus"] == explain_report(snapshot, layout)["gpus"]
 
 
 def test_a_blocker_names_the_backend_that_has_the_gpu() -> None:
@@ -218,7 +228,7 @@ def test_a_status_has_the_pod_metadata_of_a_holder() -> None:
     pod = KnownPod("u", "team", "alice", "Running", "Job/train")
     holders = {layout.shares[0].id: ALICE, layout.shares[1].id: replace(ALICE, pod="bob")}
     snapshot = after(LeasesObserved(holders, at=1), PodsListed((pod,)), since=snapshot)
-    alice, bob = status_report(snapshot, layout)["leases"]
+    alice, bob = leases_of(snapshot)
 
     assert (alice["podUid"], alice["podOwner"], alice["podPhase"]) == ("u", "Job/train", "Running")
     assert bob.keys() == {"resource", "gpu", "uuid", "shares", "part", "holder"}
@@ -228,10 +238,11 @@ def test_leases_of_an_earlier_configuration_are_in_no_capacity() -> None:
     """After a reload to fewer shares, no more of them are held than there are."""
     layout, snapshot = offered(A)
     held = after(SharesClaimed(layout.shares[:9], at=5), since=snapshot)
-    report = status_report(after(offer(*layout.shares[:4]), since=held), layout)
+    snapshot = after(offer(*layout.shares[:4]), since=held)
+    report = explain_report(snapshot, layout)
 
     assert report["gpus"][0]["shares"][METAGPU] == {"capacity": 4, "held": 4, "free": 0}
-    assert sum(lease["shares"] for lease in report["leases"]) == 9
+    assert sum(lease["shares"] for lease in leases_of(snapshot)) == 9
 
 
 @pytest.mark.parametrize(
@@ -249,7 +260,7 @@ def test_a_blocker_names_the_pod_of_an_orphaned_lease(holder: Holder | None, who
         since=snapshot,
     )
 
-    assert status_report(snapshot, layout)["gpus"][0]["waitsFor"] == (
+    assert explain_report(snapshot, layout)["gpus"][0]["waitsFor"] == (
         f"GPU 0 ({A.id}) is held by {who} under cnvrg.io/metagpu, which is not on offer as it was "
         "granted; the GPU waits for the end of that pod"
     )

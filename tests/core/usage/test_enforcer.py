@@ -359,7 +359,7 @@ async def test_the_agent_enforces_the_settings_of_its_pool(tmp_path: Path) -> No
             state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
         ]
         it.node.start_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
-        asked = await it.agent.commands["usage"]({})
+        asked = await it.usage()
         assert isinstance(asked, dict)
         [container] = asked["containers"]
         [part] = container["gpus"]

@@ -15,6 +15,7 @@ from metagpu.core.model.mig import Placement
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.reading import plain_report
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
@@ -24,9 +25,10 @@ from metagpu.core.state.facts import (
     PodsListed,
     ProvisioningReported,
 )
+from metagpu.core.usage import report as module
 from metagpu.core.usage.accounting import attribute_processes
 from metagpu.core.usage.collector import NodeUsage
-from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
+from metagpu.core.usage.report import ReportRules, RequestingPod
 from metagpu.display.table import PLAIN
 from metagpu.display.usage import format_usage
 from metagpu.sim.machine.containers import container_of
@@ -66,6 +68,18 @@ def node() -> tuple[Snapshot, NodeUsage]:
         utilization={A.id: {100: 45, 999: 80}},
         process_details={who: TOLD},
     )
+
+
+def usage_report(snapshot: Snapshot, usage: NodeUsage, rules: ReportRules) -> dict[str, Any]:
+    """Return a usage as JSON has it."""
+    return plain_report(module.usage_report(snapshot, usage, rules))
+
+
+def pod_report(
+    snapshot: Snapshot, usage: NodeUsage, rules: ReportRules, pod: RequestingPod
+) -> dict[str, Any]:
+    """Return a pod's usage as JSON has it."""
+    return plain_report(module.pod_report(snapshot, usage, rules, pod))
 
 
 def report(rules: ReportRules = RULES) -> dict[str, Any]:

@@ -45,14 +45,14 @@ async def test_right_that_is_missing_is_named(tmp_path: Path) -> None:
     async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as it:
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
-        await becomes(lambda: it.cluster.report()["features"]["condition"])
+        await becomes(lambda: it.cluster.report().features["condition"])
 
-        assert it.cluster.report()["features"]["condition"] == (
+        assert it.cluster.report().features["condition"] == (
             'the API server does not allow it: User "sim" cannot patch '
             f"/api/v1/nodes/{NODE}/status; docs/permissions.md has the rule to add, or remove the "
             "feature from --cluster"
         )
-        assert it.cluster.report()["features"]["labels"] == ""
+        assert it.cluster.report().features["labels"] == ""
 
 
 async def test_fault_of_ours_ends_nothing_else(
@@ -98,12 +98,12 @@ async def test_health_changes_are_events(tmp_path: Path) -> None:
 async def test_connection_and_dropped_events_are_reported(tmp_path: Path) -> None:
     """The connection starts as down; dropped Events are counted."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        assert not it.cluster.report()["connected"]
-        await becomes(lambda: it.cluster.report()["connected"])
+        assert not it.cluster.report().connected
+        await becomes(lambda: it.cluster.report().connected)
 
         it.cluster.parts.node_events.recorder.dropped = 3
-        assert it.cluster.report()["eventsDropped"] == 3
-        assert it.cluster.report()["podEventsDropped"] == 0
+        assert it.cluster.report().events_dropped == 3
+        assert it.cluster.report().pod_events_dropped == 0
 
 
 async def test_a_needed_reset_is_reported_with_its_command(tmp_path: Path) -> None:

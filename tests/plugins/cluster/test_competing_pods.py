@@ -1,14 +1,14 @@
 """Competing device plugins, found by their DaemonSets' pods, and named."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
 
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.reports.schema import ClusterReport
 from metagpu.core.state.facts import CompetingPluginFound
 from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.competing_pods import describe_competing_pod, find_competing_pods
@@ -71,7 +71,7 @@ def test_a_plugin_competes_for_names_with_its_prefix() -> None:
     )
 
 
-async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+async def reports(it: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
     with anyio.fail_after(30):
         while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
@@ -88,8 +88,8 @@ async def test_competing_plugins_of_this_node_are_reported(tmp_path: Path) -> No
     server.add_pod("default", "job", NODE)
 
     async with cluster_at_work(tmp_path, *USES, server=server) as it:
-        report = await reports(it, lambda now: now["competingPlugins"])
-        assert [it["pod"] for it in report["competingPlugins"]] == ["kube-system/hami-here"]
+        report = await reports(it, lambda now: now.competing_plugins)
+        assert [it.pod for it in report.competing_plugins] == ["kube-system/hami-here"]
         assert server.events() == []  # its resources are not known yet
 
         it.offer(WHOLE)
@@ -97,7 +97,7 @@ async def test_competing_plugins_of_this_node_are_reported(tmp_path: Path) -> No
         [event] = server.events()
         assert (event["reason"], event["type"]) == ("CompetingDevicePlugin", "Warning")
         assert "; it may serve nvidia.com/gpu as we do, " in event["note"]
-        report = await reports(it, lambda now: now["competingPlugins"][0]["contested"])
+        report = await reports(it, lambda now: now.competing_plugins[0].contested)
         assert list(cluster_problems(report)) == [
             (
                 "HAMi's device plugin runs on this node: pod kube-system/hami-here; it may serve "
@@ -137,7 +137,7 @@ async def test_pod_after_pod_of_one_program_is_one_event(tmp_path: Path) -> None
         for number in range(3):
             owner = ("DaemonSet", "my-hami-device-plugin")
             server.add_pod("a", f"hami-{number}", NODE, uid=f"uid-{number}", owner=owner)
-            await reports(it, lambda now, most=number: len(now["competingPlugins"]) > most)  # type: ignore[misc] # of a loop
+            await reports(it, lambda now, most=number: len(now.competing_plugins) > most)  # type: ignore[misc] # of a loop
         server.add_pod("b", "x", NODE, owner=("DaemonSet", "nvidia-device-plugin"))
         await server.until(lambda: any("NVIDIA" in each["note"] for each in server.events()))
 
@@ -153,9 +153,9 @@ async def test_competing_plugins_come_and_go(tmp_path: Path) -> None:
 
     async with cluster_at_work(tmp_path, *USES, server=server) as it:
         server.add_pod("a", "b", NODE, owner=("DaemonSet", "metagpu-device-plugin"))
-        await reports(it, lambda now: now["competingPlugins"])
+        await reports(it, lambda now: now.competing_plugins)
         server.delete_pod("a", "b")
-        await reports(it, lambda now: not now["competingPlugins"])
+        await reports(it, lambda now: not now.competing_plugins)
 
 
 async def test_without_the_feature_no_plugin_is_reported(tmp_path: Path) -> None:
@@ -171,5 +171,5 @@ async def test_without_the_feature_no_plugin_is_reported(tmp_path: Path) -> None
                     break
         await anyio.wait_all_tasks_blocked()
 
-        assert it.cluster.report()["competingPlugins"] == []
+        assert it.cluster.report().competing_plugins == []
         assert server.events() == []

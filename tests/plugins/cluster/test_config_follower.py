@@ -58,7 +58,7 @@ async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_pat
         assert first["reason"] == "ConfigRejected"
         assert first["note"] == "bad: 1: no; the last good configuration stays"
         assert first["regarding"]["uid"] == server.node(NODE)["metadata"]["uid"]
-        assert it.cluster.report()["refusal"] == "bad: 1: no"
+        assert it.cluster.report().refusal == "bad: 1: no"
 
         it.refusal = None
         server.label(NODE, {"metagpu.io/config": "good"})
@@ -82,9 +82,7 @@ async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> Non
             "ConfigMap kube-system/metagpu is gone; the last good configuration stays"
         )
         assert len(it.choices) == 1
-        assert it.cluster.report()["features"]["config"].startswith(
-            "ConfigMap kube-system/metagpu is"
-        )
+        assert it.cluster.report().features["config"].startswith("ConfigMap kube-system/metagpu is")
 
         server.configure(*CONFIG_MAP, {"default": "B"})
         await becomes(lambda: len(it.choices) == 2)
@@ -160,11 +158,9 @@ async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
     async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
         await becomes(it.cluster.parts.config_follower.decided.is_set)
         server.store.delete(("nodes", "", NODE))
-        await becomes(lambda: it.cluster.report()["features"]["config"])
+        await becomes(lambda: it.cluster.report().features["config"])
 
-        assert (
-            it.cluster.report()["features"]["config"] == f"there is no Node {NODE}; see --node-name"
-        )
+        assert it.cluster.report().features["config"] == f"there is no Node {NODE}; see --node-name"
 
 
 OURS = "metagpu.io/config"

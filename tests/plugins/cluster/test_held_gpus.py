@@ -241,7 +241,7 @@ pools: [{{name: all, backends: [{{backend: fraction, sharesPerGpu: {many}}}]}}]
         assert {each["regarding"]["uid"] for each in it.server.events()} == {p.uid for p in pods}
         it.registry.apply(GpuRecovered(FIRST.id, "quiet", at=3))
         await it.server.until(lambda: len(it.server.events()) == 2 * many)
-        assert it.cluster.report()["podEventsDropped"] == 0
+        assert it.cluster.report().pod_events_dropped == 0
 
 
 async def test_a_new_connection_repeats_no_event(
@@ -261,7 +261,7 @@ async def test_a_new_connection_repeats_no_event(
     with capture_module_logs(cluster) as lines:
         async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:
             it.offer()
-            await it.server.until(lambda: it.cluster.report()["connected"])
+            await it.server.until(lambda: it.cluster.report().connected)
             it.registry.apply(held(alice=0, bob=10))
             it.registry.apply(FAULT)
             await it.server.until(it.server.events)

@@ -170,7 +170,7 @@ async def test_a_dry_run_deletes_nothing(tmp_path: Path) -> None:
         await server.until(server.events)
         add(server, "train-2")
         await server.until(lambda: "count" in str(server.events()))
-        assert it.cluster.report()["features"]["janitor-dry-run"] == ""
+        assert it.cluster.report().features["janitor-dry-run"] == ""
 
     assert pods(server) == ["train-1", "train-2"]
     assert [each.body["dryRun"] for each in deletions(server)] == [["All"], ["All"]]
@@ -243,9 +243,9 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     add(server, "train-1")
 
     async with at_work(tmp_path, server) as it:
-        await becomes(lambda: it.cluster.report()["features"]["janitor"])
-        assert "does not allow it" in it.cluster.report()["features"]["janitor"]
-        assert it.cluster.report()["features"]["pod-events"] == ""
+        await becomes(lambda: it.cluster.report().features["janitor"])
+        assert "does not allow it" in it.cluster.report().features["janitor"]
+        assert it.cluster.report().features["pod-events"] == ""
 
     assert pods(server) == ["train-1"]
 
@@ -259,13 +259,13 @@ async def test_a_pod_whose_deletion_is_refused_holds_up_no_other(tmp_path: Path)
         add(server, name)
 
     async with at_work(tmp_path, server) as it:
-        await becomes(lambda: it.cluster.report()["features"]["janitor"])
+        await becomes(lambda: it.cluster.report().features["janitor"])
         janitor = it.connection.janitor
         assert janitor is not None
         janitor._rate = TokenBucket(2, 1 / 0.01)
         add(server, "train-1")
         await server.until(lambda: pods(server) == kept)
-        await becomes(lambda: "/pods/kept-" in it.cluster.report()["features"]["janitor"])
+        await becomes(lambda: "/pods/kept-" in it.cluster.report().features["janitor"])
 
 
 async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> None:

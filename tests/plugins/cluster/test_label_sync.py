@@ -1,12 +1,13 @@
 """Labels of the Node, at a simulated API server."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from metagpu.core.reports.schema import ClusterReport
 from metagpu.core.state.facts import (
     GpuFaulted,
     GpusFound,
@@ -119,7 +120,7 @@ async def test_a_label_of_another_manager_stays_theirs(tmp_path: Path) -> None:
         await it.has_labels(nvidia_com__gpu_count="2")
 
         assert server.labels(NODE)["nvidia.com/gpu.family"] == "mine"
-        assert it.cluster.report()["features"]["labels"] == ""
+        assert it.cluster.report().features["labels"] == ""
 
 
 async def test_labels_and_condition_leave_only_if_that_is_wanted(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def written(server: SimApiServer) -> list[str]:
     return [f"{it.method} {it.target}" for it in server.requests if it.method != "GET"]
 
 
-async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Mapping[str, Any]:
+async def reports(it: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
     with anyio.fail_after(30):
         while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
@@ -180,14 +181,14 @@ async def reports(it: Scene, seen: Callable[[Mapping[str, Any]], object]) -> Map
     return it.cluster.report()
 
 
-def carries(report: Mapping[str, Any]) -> bool:
+def carries(report: ClusterReport) -> bool:
     """Return whether the object is known to have the labels."""
-    return bool(report.get("nodeFeature") == f"kube-system/{OBJECT[2]}")
+    return bool(report.node_feature == f"kube-system/{OBJECT[2]}")
 
 
-def trouble(report: Mapping[str, Any]) -> str:
+def trouble(report: ClusterReport) -> str:
     """Return the problem of the feature."""
-    found: str = report["features"]["nodefeature"]
+    found: str = report.features["nodefeature"]
     return found
 
 
@@ -222,8 +223,8 @@ async def test_without_nfd_labels_are_patched(tmp_path: Path) -> None:
         await it.has_labels(nvidia_com__gpu_count="2")
 
         assert COUNT in owned(it.server)
-        assert it.cluster.report()["features"] == {"labels": "", "nodefeature": ""}
-        assert it.cluster.report()["nodeFeature"] is None
+        assert it.cluster.report().features == {"labels": "", "nodefeature": ""}
+        assert it.cluster.report().node_feature is None
 
 
 @pytest.mark.parametrize("method", ["GET", "PATCH"])
@@ -236,8 +237,8 @@ async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str)
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
 
-        assert it.cluster.report()["features"]["labels"] == ""
-        assert it.cluster.report()["features"]["nodefeature"] == (
+        assert it.cluster.report().features["labels"] == ""
+        assert it.cluster.report().features["nodefeature"] == (
             f'the API server does not allow it: User "sim" cannot {method.lower()} '
             f"/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures/metagpu-{NODE}; "
             "docs/permissions.md has the rule to add, or remove the feature from --cluster; labels "
@@ -324,7 +325,7 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
     async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
         it.offer()
         await server.until(lambda: late in owned(server))
-        report = await reports(it, lambda now: trouble(now) and late in now["missingLabels"])
+        report = await reports(it, lambda now: trouble(now) and late in (now.missing_labels or ()))
 
         assert server.labels(NODE)[COUNT] == "2"
         assert trouble(report).startswith("nfd-master has not put ")
@@ -386,7 +387,7 @@ async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
         await server.until(lambda: COUNT in owned(server))
 
         assert server.labels(NODE)[COUNT] == "3"
-        assert it.cluster.report()["features"]["nodefeature"] == ""
+        assert it.cluster.report().features["nodefeature"] == ""
 
 
 async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path) -> None:

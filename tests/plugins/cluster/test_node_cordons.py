@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from msgspec import UNSET
 
 from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import CordonSource, Holder
 from metagpu.core.reports.daemon_checks import check_driver_upgrade
+from metagpu.core.reports.reading import plain_report, read_report
+from metagpu.core.reports.schema import DriverPodReport, StatusReport
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, LeasesObserved, PodsListed
 from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.node_cordons import STATE_LABEL, summary, upgrade_state
@@ -142,14 +145,16 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
         state = it.registry.snapshot.gpus[gpu(0).id]
         assert held not in availability_of(state).unlisted
         assert it.registry.snapshot.gpus[gpu(1).id].cordon is not None
-        report = it.cluster.report()["driverUpgrade"]
-        assert report["pods"] == [{"pod": "team/alice", "seenByOperator": False}]
-        assert check_driver_upgrade({"cluster": it.cluster.report()})[0] == "warning"
-        assert report["summary"] in cluster_problems(it.cluster.report())
+        report = it.cluster.report().present_upgrade
+        assert report is not None
+        assert report.pods == [DriverPodReport("team/alice", seen_by_operator=False)]
+        cluster = {"cluster": plain_report(it.cluster.report())}
+        assert check_driver_upgrade(read_report(cluster, StatusReport))[0] == "warning"
+        assert report.summary in cluster_problems(it.cluster.report())
 
         it.server.label(NODE, {STATE_LABEL: "validation-required"})
         await becomes(lambda: allocatable(it) == 19)
-        assert it.cluster.report()["driverUpgrade"] is None
+        assert it.cluster.report().driver_upgrade is None
 
         await it.server.until(lambda: len(node_events(it)) == 3)
         advice = (
@@ -163,10 +168,10 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
                 "DriverUpgradeEnded",
                 "the driver upgrade is over, and the GPUs give shares again",
             ),
-            ("Warning", "DriverUpgradeUnderWay", report["summary"]),
+            ("Warning", "DriverUpgradeUnderWay", report.summary),
             ("Warning", "GPUDriverUpgrade", advice),
         ]
-        assert report["summary"] == (
+        assert report.summary == (
             "the GPU operator upgrades the driver of this node "
             f"({STATE_LABEL}=pod-deletion-required), and no GPU gives new shares; these pods hold "
             "the driver: team/alice (the operator does not see it)"
@@ -188,7 +193,7 @@ async def test_an_operators_cordon_outlasts_the_upgrade(tmp_path: Path) -> None:
         it.server.label(NODE, {STATE_LABEL: "drain-required"})
         it.offer()
         await it.has_labels(nvidia_com__gpu_count="2")
-        assert (allocatable(it), "driverUpgrade" in it.cluster.report()) == (20, False)
+        assert (allocatable(it), it.cluster.report().driver_upgrade) == (20, UNSET)
 
 
 def test_a_sentence_names_a_few_pods() -> None:

@@ -89,7 +89,7 @@ async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> N
         await server.until(lambda: [each.method for each in server.requests].count("PATCH") >= 1)
         server.label(NODE, {"team": "vision"})
         await server.until(lambda: "taints" not in server.node(NODE)["spec"])
-        assert it.cluster.report()["features"]["taint"] == ""
+        assert it.cluster.report().features["taint"] == ""
         assert [each.method for each in server.requests].count("PATCH") >= 2
 
 
@@ -396,17 +396,17 @@ async def test_a_difference_that_stays_is_reported_until_it_ends(tmp_path: Path)
     async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as it:
         it.offer()
         await server.until(lambda: [each["note"] for each in server.events()] == [TEXT])
-        assert list(it.cluster.report()["nodeDifferences"]) == [METAGPU]
+        assert list(it.cluster.report().node_differences) == [METAGPU]
 
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
-        await becomes(lambda: not it.cluster.report()["nodeDifferences"])
+        await becomes(lambda: not it.cluster.report().node_differences)
         assert len(server.events()) == 1
 
 
 async def test_a_number_that_the_kubelet_may_follow_is_no_difference(tmp_path: Path) -> None:
     """A difference begins again whenever our own number changes."""
     async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        await becomes(lambda: it.cluster.report()["connected"])
+        await becomes(lambda: it.cluster.report().connected)
         comparison = it.connection.comparison
 
         def wait(listed: int, now: float) -> float:
@@ -426,10 +426,10 @@ async def test_a_resource_that_the_kubelet_lacks_is_reported_as_that(tmp_path: P
 
     async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as it:
         it.offer()
-        await becomes(lambda: it.cluster.report()["nodeDifferences"])
+        await becomes(lambda: it.cluster.report().node_differences)
         it.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet does not read its list"))
         server.label(NODE, {"team": "vision"})
-        await becomes(lambda: not it.cluster.report()["nodeDifferences"])
+        await becomes(lambda: not it.cluster.report().node_differences)
 
 
 async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(

@@ -189,7 +189,7 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
 
     async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
         with anyio.fail_after(30):
-            while not (why := it.cluster.report()["features"]["pods"]):  # noqa: ASYNC110 - no event
+            while not (why := it.cluster.report().features["pods"]):  # noqa: ASYNC110 - no event
                 await anyio.sleep(0.005)
         assert why == (
             'the API server does not allow it: User "sim" cannot get /api/v1/pods; '

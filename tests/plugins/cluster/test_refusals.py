@@ -89,7 +89,7 @@ async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
             "namespace": "team",
         }
         assert {each["reason"] for each in it.server.events()} == {"GPURequestRefused"}
-        assert it.cluster.report()["podEventsDropped"] == 0
+        assert it.cluster.report().pod_events_dropped == 0
 
 
 async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_one_storm_leaves_room_for_other_events(tmp_path: Path) -> None:
             it.registry.events.publish(refusal)
             it.server.add_pod("team", f"p{number}", NODE, owner=REPLICA_SET)
             it.server.reject_pod("team", f"p{number}", f"desc = {refusal.reason}, which is")
-        await becomes(lambda: it.cluster.report()["podEventsDropped"] == 5 * limit)
+        await becomes(lambda: it.cluster.report().pod_events_dropped == 5 * limit)
 
         assert len(it.server.events()) == limit
 
@@ -262,7 +262,7 @@ async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path)
                 )
             )
         )
-        await becomes(lambda: it.cluster.report()["connected"])
+        await becomes(lambda: it.cluster.report().connected)
         for _ in range(3):
             publish(OCCUPIED)
             await anyio.wait_all_tasks_blocked()
@@ -283,7 +283,7 @@ async def test_a_claim_that_was_prepared_meanwhile_has_no_event(tmp_path: Path) 
     async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
         publish = it.registry.events.publish
         it.registry.apply(PodsListed((naming("a"), naming("b", claim="other"))))
-        await becomes(lambda: it.cluster.report()["connected"])
+        await becomes(lambda: it.cluster.report().connected)
         other = msgspec.structs.replace(OCCUPIED, claim=ResourceClaimRef("team", "other", "uid-2"))
         publish(OCCUPIED)
         publish(other)

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from metagpu.core.model.shares import Fault, ResourceClaimRef
+from metagpu.core.reports.schema import SlicesReport
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -23,6 +24,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import FOUR
 from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
 from tests.rigs.build import gpu, pool
+from tests.rigs.reported import complete
 from tests.rigs.waiting import becomes, skip
 
 COLLECTION = "resourceslices"
@@ -262,7 +264,7 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
             UUIDS[0].lower(),
             f"{UUIDS[0].lower()}-monitor",
         ]
-        problem = it.cluster.report()["resourceSlices"]["problem"]
+        problem = slices_of(it).problem
         assert problem.startswith(
             "the API server dropped sharedCounters, devices[].consumesCounters, "
             "devices[].capacity.shares.requestPolicy"
@@ -319,7 +321,7 @@ async def test_a_field_that_no_slice_has_now_is_still_dropped(tmp_path: Path) ->
         await becomes(lambda: len(writes(server)) >= len(before) + 2)
         it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
         await becomes(lambda: writes(server)[-1].endswith(f"{UUIDS[1].lower()}-01"))
-        assert "devices[].taints from" in it.cluster.report()["resourceSlices"]["dropped"]
+        assert "devices[].taints from" in slices_of(it).dropped
         assert writes(server)[len(before) : -1] == ["POST resourceslices"] * 2
 
 
@@ -338,7 +340,7 @@ async def test_an_api_server_without_dry_runs_gets_slices(tmp_path: Path) -> Non
         assert first.startswith("PUT ")
         assert second == "POST resourceslices"
         await anyio.wait_all_tasks_blocked()
-        assert "devices[].taints from" in it.cluster.report()["resourceSlices"]["dropped"]
+        assert "devices[].taints from" in slices_of(it).dropped
 
 
 async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path: Path) -> None:
@@ -383,8 +385,7 @@ async def test_extended_resources_are_those_of_device_classes(tmp_path: Path) ->
         it.offer(BOTH_APIS)
 
         def report() -> tuple[Any, Any]:
-            found = it.cluster.report()["resourceSlices"] or {}
-            return found.get("extendedResources"), found.get("contested")
+            return slices_of(it).extended_resources, slices_of(it).contested
 
         await becomes(lambda: report() == ({"nvidia.com/gpu": "older"}, {}))
         _device_class(server, "a-younger", "nvidia.com/gpu", "2026-01-02T00:00:00Z")
@@ -405,11 +406,16 @@ async def test_unread_device_classes_are_a_problem_of_their_own(tmp_path: Path) 
         await server.until(lambda: len(slices(server, 1)) == 2)
 
         def report() -> Any:  # noqa: ANN401 - any JSON
-            return (it.cluster.report()["resourceSlices"] or {}).get("classesProblem")
+            return slices_of(it).classes_problem
 
         await becomes(lambda: "deviceclasses" in str(report()))
         assert not _problem(it)
 
 
+def slices_of(it: Scene) -> SlicesReport:
+    """Return the report of the slices, once there is a connection."""
+    return it.cluster.report().resource_slices or complete({}, SlicesReport)
+
+
 def _problem(it: Scene) -> str:
-    return str((it.cluster.report()["resourceSlices"] or {}).get("problem"))
+    return slices_of(it).problem

@@ -55,11 +55,11 @@ async def test_the_kubelet_finds_the_driver_and_says_how_its_registration_went(
         assert (info.type, info.name) == ("DRAPlugin", DRIVER)
         assert info.supported_versions[0] == "v1.DRAPlugin"
         assert await anyio.Path(info.endpoint).is_socket()
-        assert not node.dra.report()["registered"]
+        assert not node.dra.report().registered
         await node.notify(registered=True)
-        assert node.dra.report()["registered"]
+        assert node.dra.report().registered
         await node.notify(registered=False, error="RegisterPlugin error -- no")
-        assert node.dra.report()["problem"] == "RegisterPlugin error -- no"
+        assert node.dra.report().problem == "RegisterPlugin error -- no"
 
 
 async def test_a_registration_socket_that_is_removed_is_made_again(node: DraNode) -> None:
@@ -82,10 +82,10 @@ async def test_another_driver_of_the_name_keeps_its_sockets(
             await other.notify(registered=True)
             before = [it.stat().st_ino for it in sockets]
             group.start_soon(node.dra.run)
-            await until(lambda: endpoint in str(node.dra.report()["problem"]))
-            assert f"process {os.getpid()} " in node.dra.report()["problem"]
+            await until(lambda: endpoint in str(node.dra.report().problem))
+            assert f"process {os.getpid()} " in str(node.dra.report().problem)
             assert [it.stat().st_ino for it in sockets] == before
-            assert other.dra.report()["problem"] is None
+            assert other.dra.report().problem is None
         await node.wait_registration()
         group.cancel_scope.cancel()
 
@@ -97,9 +97,9 @@ async def test_of_two_daemons_that_start_at_once_one_serves(node: DraNode, tmp_p
     async def settled() -> bool:
         with suppress(OSError, StreamTerminatedError):
             await node.notify(registered=True)
-        served, other = sorted((it.report() for it in drivers), key=lambda it: not it["registered"])
-        return (served["registered"], other["registered"]) == (True, False) and (
-            f"process {os.getpid()} serves" in str(other["problem"])
+        served, other = sorted((it.report() for it in drivers), key=lambda it: not it.registered)
+        return (served.registered, other.registered) == (True, False) and (
+            f"process {os.getpid()} serves" in str(other.problem)
         )
 
     async with anyio.create_task_group() as group:

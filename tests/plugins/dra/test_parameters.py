@@ -144,7 +144,7 @@ async def test_a_claim_with_more_containers_than_clients_is_reported(node: DraNo
         for count, crowded in ((2, []), (3, [sentence])):
             held = {(claim.uid, it): tuple(pods[:count]) for it in node.leased(claim)}
             node.registry.apply(LeasesObserved({}, anyio.current_time() + count, of_claims=held))
-            assert node.dra.report()["crowded"] == crowded
+            assert node.dra.report().crowded == crowded
 
 
 async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraNode) -> None:

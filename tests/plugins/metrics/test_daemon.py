@@ -19,6 +19,7 @@ from metagpu.core.model.request_errors import (
 )
 from metagpu.core.model.shares import Fault, ResourceClaimRef, ResourceName
 from metagpu.core.model.snapshot import Versions
+from metagpu.core.reports.schema import ClusterReport, DraReport
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, CallOutcome, KubeletCall, KubeletCallStats
 from metagpu.core.state.events import (
     AnnotationRejected,
@@ -42,6 +43,7 @@ from metagpu.plugins.metrics.sources import MetricSources, NvmlStatus
 from tests.core.usage.test_report import RULES
 from tests.plugins.metrics.rig import valued
 from tests.rigs.build import METAGPU, gpu, layout_of
+from tests.rigs.reported import complete
 
 A = gpu(0)
 ON_A, NOWHERE = ("0", A.id), ("", "")
@@ -118,9 +120,9 @@ def measured(
 
 def test_the_dra_driver_is_measured_like_a_resource() -> None:
     """The driver's registration, its claims, its calls and slices; none without a pool of it."""
-    report = {"driver": "gpu.metagpu.io", "registered": False, "claims": 3}
-    slices: dict[str, str | None] = {"problem": "slices are forbidden", "dropped": None}
-    cluster = {**QUIET_CLUSTER, "resourceSlices": slices}
+    report = complete({"driver": "gpu.metagpu.io", "claims": 3}, DraReport)
+    slices = {"problem": "slices are forbidden", "dropped": ""}
+    cluster = complete({**QUIET_CLUSTER, "resourceSlices": slices}, ClusterReport)
     it = sources(claims=lambda: report, cluster=lambda: cluster)
     it.kubelet.prepares.record(CallOutcome.REFUSED, 0.002)
     values = measured(it)
@@ -134,6 +136,7 @@ def test_the_dra_driver_is_measured_like_a_resource() -> None:
     assert values["metagpu_api_server_feature_healthy", "resource-slices"] == 0
 
     slices["dropped"] = slices["problem"]  # an earlier Kubernetes: no fault
+    cluster = complete({**QUIET_CLUSTER, "resourceSlices": slices}, ClusterReport)
     assert measured(it)["metagpu_api_server_feature_healthy", "resource-slices"] == 1
     assert ("metagpu_prepared_claims",) not in measured()
 
@@ -238,7 +241,7 @@ def test_api_server() -> None:
         "podEventsDropped": 5,
         "features": {"labels": "", "taint": "forbidden"},
     }
-    values = measured(sources(cluster=lambda: report))
+    values = measured(sources(cluster=lambda: complete(report, ClusterReport)))
 
     assert values["metagpu_api_server_connected",] == 1
     assert values["metagpu_api_server_feature_healthy", "labels"] == 1
@@ -250,13 +253,19 @@ def test_api_server() -> None:
 
 @pytest.mark.parametrize(
     ("upgrade", "value"),
-    [({"driverUpgrade": {"pods": ["a", "b"]}}, 2), ({"driverUpgrade": None}, 0), ({}, None)],
+    [
+        ({"driverUpgrade": {"pods": [{"pod": "a"}, {"pod": "b"}]}}, 2),
+        ({"driverUpgrade": None}, 0),
+        ({}, None),
+    ],
 )
 def test_a_driver_upgrade_counts_the_pods_in_its_way(
     upgrade: Mapping[str, object], value: int | None
 ) -> None:
     """The pods that hold the driver are counted where upgrades are followed."""
-    values = measured(sources(cluster=lambda: {**QUIET_CLUSTER, **upgrade}))
+    values = measured(
+        sources(cluster=lambda: complete({**QUIET_CLUSTER, **upgrade}, ClusterReport))
+    )
     assert values.get(("metagpu_driver_upgrade_holding_pods",)) == value
 
 

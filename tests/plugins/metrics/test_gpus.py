@@ -11,7 +11,7 @@ from metagpu.core.model.shares import (
     ShareId,
 )
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.status import status_report
+from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import (
     BackendSuspended,
     CompetingPluginFound,
@@ -118,17 +118,17 @@ def test_numbers_are_those_of_status() -> None:
         GpuFaulted(B.id, "XID 79", at=6, fault=Fault.XID),
         since=held(3),
     )
-    values, status = valued(snapshot_samples(snapshot, LAYOUT)), status_report(snapshot, LAYOUT)
+    values, status = valued(snapshot_samples(snapshot, LAYOUT)), explain_report(snapshot, LAYOUT)
 
-    for resource, counts in status["resources"].items():
-        assert values["metagpu_resource_capacity_shares", resource] == counts["capacity"]
-        assert values["metagpu_resource_allocatable_shares", resource] == counts["allocatable"]
-    for each in status["gpus"]:
-        for resource, shares in each["shares"].items():
-            where = (str(each["index"]), each["uuid"], resource)
+    for resource, counts in status.resources.items():
+        assert values["metagpu_resource_capacity_shares", resource] == counts.capacity
+        assert values["metagpu_resource_allocatable_shares", resource] == counts.allocatable
+    for each in status.gpus:
+        for resource, shares in each.shares.items():
+            where = (str(each.index), each.uuid, resource)
             names = [it for it in values if it[0] == "metagpu_container_shares"]
-            assert sum(values[it] for it in names if it[4:] == where) == shares["held"]
-            assert values["metagpu_gpu_resource_free_shares", *where] == shares["free"]
+            assert sum(values[it] for it in names if it[4:] == where) == shares.held
+            assert values["metagpu_gpu_resource_free_shares", *where] == shares.free
 
 
 def test_what_is_wrong_with_a_gpu() -> None:

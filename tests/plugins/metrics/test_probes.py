@@ -2,9 +2,11 @@
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.schema import DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import (
     CompetingPluginFound,
@@ -13,6 +15,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.plugins.metrics.probes import LoopLagProbe, liveness_problems, readiness_problems
 from tests.rigs.build import METAGPU, after, gpu, offered, pool
+from tests.rigs.reported import complete
 
 DRA = pool("sharesPerGpu: 10").replace("- name: all\n", "- name: all\n    api: dra\n")
 
@@ -58,13 +61,14 @@ def test_a_driver_that_the_kubelet_lacks_is_named() -> None:
     """The kubelet has to have the driver where a pool has DRA."""
     _, snapshot = offered(gpu(0), text=DRA)
     record = KubeletCallStats()
-    driver = {"driver": "gpu.metagpu.io", "registered": False, "problem": "pod x answers there"}
+    partial = {"driver": "gpu.metagpu.io", "problem": "pod x answers there"}
+    driver = complete(partial, DraReport)
 
     assert readiness_problems(snapshot, record, None) == ["the DRA driver does not run yet"]
     assert readiness_problems(snapshot, record, driver) == [
         "the DRA driver gpu.metagpu.io is not registered with the kubelet: pod x answers there"
     ]
-    assert readiness_problems(snapshot, record, {**driver, "registered": True}) == []
+    assert readiness_problems(snapshot, record, replace(driver, registered=True)) == []
 
 
 def test_a_competing_plugin_is_named() -> None:

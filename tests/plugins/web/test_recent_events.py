@@ -8,6 +8,7 @@ import pytest
 
 from metagpu.core.config.profiles import LAST_GOOD
 from metagpu.core.model.shares import CordonSource, Holder
+from metagpu.core.reports.schema import UsedGpuReport
 from metagpu.core.state.events import ConfigRejected, LayoutApplied, MemoryExceeded
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -23,6 +24,7 @@ from metagpu.core.usage.report import RequestingPod
 from metagpu.plugins.web import recent_events as module
 from metagpu.plugins.web.recent_events import KEPT, RecentEvents
 from tests.rigs.build import METAGPU, gpu, offer, share
+from tests.rigs.reported import complete
 from tests.rigs.waiting import becomes
 
 A = gpu(0)
@@ -64,8 +66,8 @@ async def said(recent: RecentEvents, count: int) -> list[Said]:
     """Wait for this number of events; return them, the oldest first."""
     await becomes(lambda: len(recent.report()) >= count)
     found = recent.report()
-    assert all(it["node"] == "gpu-1" for it in found)
-    return [(it["reason"], it["severity"], it["gpu"], it["text"]) for it in reversed(found)]
+    assert all(it.node == "gpu-1" for it in found)
+    return [(it.reason, it.severity, it.gpu, it.text) for it in reversed(found)]
 
 
 async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None:
@@ -136,8 +138,10 @@ async def test_a_pod_gets_events_of_its_own_alone(registry: Registry) -> None:
 
     def of_pod(name: str, device: str) -> list[tuple[str, int | None]]:
         pod = RequestingPod("team", name, "uid")
-        found = recent.report_for_pod(pod, [{"index": 0, "devices": [{"device": device}]}])
-        return [(it["reason"], it["gpu"]) for it in reversed(found)]
+        found = recent.report_for_pod(
+            pod, [complete({"index": 0, "devices": [{"device": device}]}, UsedGpuReport)]
+        )
+        return [(it.reason, it.gpu) for it in reversed(found)]
 
     faults = [("MIGDeviceUnhealthy", 0), ("GPUUnhealthy", 0)]
     assert of_pod("alice", "MIG-alice") == [("GPUSharesGranted", 0), *faults]
