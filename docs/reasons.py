@@ -102,12 +102,26 @@ def conditions() -> Sequence[Cells]:
 
 
 def logged() -> Sequence[Cells]:
-    """Return each event of the log from `warning` on, with its level.
+    """Return each event of the log from `warning` on, with its level, but for bugs."""
+    return sorted(
+        (event, " or ".join(sorted({_LEVELS[it] for it in found})))
+        for event, found in _logged().items()
+        if found != {"exception"}
+    )
+
+
+def bugs() -> Sequence[Cells]:
+    """Return each event of the log that has a traceback: a fault of metagpu's own."""
+    return sorted((event,) for event, found in _logged().items() if found == {"exception"})
+
+
+def _logged() -> Mapping[str, set[str]]:
+    """Return each event of the log from `warning` on, with the methods that write it.
 
     Raises:
         UnknownReasonError: an event is no constant text.
     """
-    levels: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
     for file in sorted(PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if file.relative_to(PACKAGE).parts[0] in _OUTSIDE or not _LOGS.search(text):
@@ -121,8 +135,8 @@ def logged() -> Sequence[Cells]:
             if not call.args or not isinstance(call.args[0], ast.Constant):
                 place = f"{file.relative_to(PACKAGE)}:{call.lineno}"
                 raise UnknownReasonError(f"{place}: the event of the log is no constant text")
-            levels[str(call.args[0].value)].add(_LEVELS[function.attr])
-    return sorted((event, " or ".join(sorted(found))) for event, found in levels.items())
+            found[str(call.args[0].value)].add(function.attr)
+    return found
 
 
 def _members(kinds: type[StrEnum]) -> Sequence[Cells]:
@@ -232,6 +246,7 @@ TABLES: Final = (
     Table("## Events", events, 3),
     Table("## Conditions of the Node", conditions, 2),
     Table("## The log", logged, 2),
+    Table("## Bugs in the log", bugs, 0),
     Table("## Faults of a GPU", faults, 0),
     Table("## Remarks of the status", remarks, 1),
     Table("## Answers about a pod", answers, 1),
