@@ -74,17 +74,6 @@ def becomes(example: str, offer: NodeOffer) -> str:
     return ", ".join(f"`{name}: {count}`" for name, count in limits(asked, outcome).items())
 
 
-def hami_gives(amounts: Mapping[str, int]) -> str:
-    """Return how a row begins, by HAMi's rules: all of a GPU that is not limited."""
-    gpus = "one GPU" if amounts[GPU] == 1 else f"each of {amounts[GPU]} GPUs"
-    limits = [f"{amounts[MEMORY]} MiB"] if MEMORY in amounts else []
-    if amounts.get(PERCENT, 100) < 100:
-        limits += [f"{amounts[PERCENT]} % of the memory"]
-    if limits and CORES in amounts:
-        limits += [f"{amounts[CORES]} % of the SMs"]
-    return f"{' and '.join(limits)} of {gpus}" if limits else f"all of {gpus}"
-
-
 def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
     section = PAGE.read_text(encoding="utf-8").partition("## HAMi's pods")[2].partition("\n- ")[0]
@@ -96,11 +85,9 @@ def rows() -> Mapping[str, list[str]]:
 def test_the_page_says_what_an_example_becomes(example: str) -> None:
     """The row has the request, and the resources on nodes of three kinds."""
     amounts, annotations = EXAMPLES[example]
-    asks, gives, *cells = rows()[example]
+    asks, *cells = rows()[example]
     keys = re.findall(r"`([^`:]+): ([^`]+)`", asks)
 
-    if "mig" not in example:
-        assert gives.startswith(hami_gives(amounts))
     assert cells == [becomes(example, it) for it in (INSTANCES, FRACTIONS, MPS)]
     assert dict(keys) == {
         **{name.removeprefix("nvidia.com/"): str(count) for name, count in amounts.items()},
