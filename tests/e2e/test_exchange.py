@@ -1,4 +1,4 @@
-"""A new daemon takes the node over while pods arrive, and none of them notices."""
+"""Rollouts of the DaemonSet while pods arrive, by versions that work and that do not."""
 
 import threading
 import time
@@ -9,7 +9,10 @@ import pytest
 
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, Cluster, container, pod
 from tests.e2e.rig.kubectl import Document
+from tests.e2e.rig.pod_daemon import PodDaemon
 from tests.e2e.rig.waiting import wait_for
+
+pytestmark = pytest.mark.daemon("pod")
 
 PER_SECOND = 5
 SHARES = 4
@@ -68,17 +71,64 @@ def test_no_pod_fails_over_exchanges(cluster: Cluster, exchanges: int, pods: int
         while done < exchanges or thread.is_alive():
             cluster.daemon.exchange()
             done += 1
-            capacity, allocatable = cluster.node.resource(RESOURCE)
-            assert capacity == ALL_SHARES
-            assert (allocatable or 0) > ALL_SHARES // 2  # some are held back, as pods come and go
 
-    def all_ended() -> bool:
-        seen = phases(cluster)
-        return len(seen) == pods and not {"Pending", "Running"} & set(seen.values())
-
-    wait_for("all pods to end", all_ended, within_s=120)
-    assert {name: it for name, it in phases(cluster).items() if it != "Succeeded"} == {}
+    await_ended(cluster, pods)
     assert cluster.incarnations() == before
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
     assert cluster.inspect_container("holds") == held
     print(f"{pods} pods over {done} exchanges: none failed")
+
+
+WRONG = """\
+version: metagpu/v1
+pools: [{name: all, backends: [{backend: fracton}]}]
+"""
+MISFIT = """\
+version: metagpu/v1
+pools: [{name: all, backends: [{backend: mig, profiles: [9g.99gb]}]}]
+"""
+CONFIGURATIONS = {"configuration": WRONG, "profile": MISFIT}
+CHANGES = {
+    "configuration": ("rollout", "restart"),
+    "profile": ("rollout", "restart"),
+    "image": ("set", "image", "metagpu=docker.io/library/metagpu:none"),
+    "driver": ("set", "env", "METAGPU_SIMULATE-"),
+}
+"""Changes of the DaemonSet, some of them after one of its configuration, that do not work."""
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_does_not_work_leaves_the_old_daemon_serving(cluster: Cluster, kind: str) -> None:
+    """The rollout stops at a pod that is not ready, and no pod fails before or after its end."""
+    daemon = cluster.daemon
+    assert isinstance(daemon, PodDaemon)
+    before = daemon.pid
+    if kind in CONFIGURATIONS:
+        daemon.configure(CONFIGURATIONS[kind])
+    daemon.change(*CHANGES[kind])
+    wait_for("a pod that is not ready", lambda: bool(daemon.waiting()), within_s=60)
+    with arrivals(cluster, 25):
+        pass
+    await_ended(cluster, 25)
+    assert len(daemon.waiting()) == 1
+    assert cluster.node.resource(RESOURCE)[0] == ALL_SHARES
+    if kind in CONFIGURATIONS:
+        standby = daemon.status()["standby"]
+        assert standby["problems"][0].startswith("the configuration: ")
+        daemon.configure()
+    else:
+        daemon.change("rollout", "undo")
+    daemon.await_rolled_out()
+    assert (daemon.pid == before) == (kind not in CONFIGURATIONS)
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+
+
+def await_ended(cluster: Cluster, count: int) -> None:
+    """Wait until all arriving pods have ended, and assert that all of them got their shares."""
+
+    def all_ended() -> bool:
+        seen = phases(cluster)
+        return len(seen) == count and not {"Pending", "Running"} & set(seen.values())
+
+    wait_for("all pods to end", all_ended, within_s=120)
+    assert {name: it for name, it in phases(cluster).items() if it != "Succeeded"} == {}

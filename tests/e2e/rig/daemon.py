@@ -44,7 +44,7 @@ class Daemon(ABC):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Start a daemon that takes the node over from the running one, and end that."""
+        """Start a daemon that waits for the node, and end the running one."""
 
     @abstractmethod
     def configure(self, configuration: str | None = None) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from metagpu.agent.exchange import read_standby
 from tests.e2e.rig.daemon import CALL_S, EXCHANGE_S, Daemon
 from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError
@@ -37,7 +38,7 @@ class HostDaemon(Daemon):
         command += ["--run-dir", str(self.run_folder)]
         command += ["--dev-root", str(self.device_root)]
         command += ["--cdi-dir", str(paths.cdi)]
-        # The daemon, and one that takes over from it and has a log of its own.
+        # The daemon, and one that follows it and has a log of its own.
         self._program, self._other = (
             Program(
                 name,
@@ -109,18 +110,24 @@ class HostDaemon(Daemon):
         self._program.start(*self.gpus, *options)
 
     def exchange(self) -> None:
-        """Start a daemon that takes the node over from the running one, and end that."""
+        """Start a daemon that waits for the node, and end the running one."""
         old, new = self._program, self._other
         known = _count_exchanges(new)
         new.start(*self.gpus, *self._options, "--take-over")
+
+        def ready() -> bool:
+            standby = read_standby(self.run_folder)
+            return standby is not None and standby.ready
+
+        wait_for("the next daemon to be ready", ready, within_s=EXCHANGE_S, pause_s=0.05)
+        old.stop()
         wait_for(
-            "the node to be taken over",
+            "the node to be taken",
             lambda: _count_exchanges(new) > known,
             within_s=EXCHANGE_S,
             pause_s=0.05,
         )
         self._program, self._other = new, old
-        old.stop()
 
     def simulate(self, node_file: str) -> tuple[str, ...]:
         """Return options of a start with the simulated GPUs of a node file, given as text."""
@@ -155,7 +162,7 @@ class HostDaemon(Daemon):
 
 
 def _count_exchanges(program: Program) -> int:
-    """Return how often a program has taken a node over, by its log."""
+    """Return how often a program has taken a node, by its log."""
     if not program.log.exists():
         return 0
-    return program.log.read_text(errors="replace").count("node taken over")
+    return program.log.read_text(errors="replace").count("node taken")

@@ -102,11 +102,36 @@ class PodDaemon(Daemon):
             wait_for("the process to end", lambda: not ended.exists(), within_s=_STARTED_S)
 
     def exchange(self) -> None:
-        """Roll the DaemonSet: another pod takes the node over."""
-        target = (f"daemonset/{_DAEMON_SET}", f"--namespace={SYSTEM}")
-        self._node.kubectl("rollout", "restart", *target)
-        self._node.kubectl("rollout", "status", *target, f"--timeout={EXCHANGE_S:g}s")
+        """Roll the DaemonSet: another pod takes the node."""
+        self.change("rollout", "restart")
+        self.await_rolled_out()
+
+    def change(self, *command: str) -> None:
+        """Run a command of kubectl on the DaemonSet; the last arguments may follow its name."""
+        verb, rest = command[:2], command[2:]
+        self._node.kubectl(*verb, f"daemonset/{_DAEMON_SET}", *rest, f"--namespace={SYSTEM}")
+
+    def await_rolled_out(self) -> None:
+        """Wait until one pod is left, of the newest revision, and has the node."""
+        self.change("rollout", "status", f"--timeout={EXCHANGE_S:g}s")
         self._kills = 0
+
+        def served() -> bool:
+            return len(self._pods()) == 1 and self.alive
+
+        wait_for("one pod to have the node", served, within_s=EXCHANGE_S)
+
+    def waiting(self) -> list[str]:
+        """Return the pods of the DaemonSet that are not ready."""
+        pods = self._node.kubectl.list("pods", SYSTEM, self._release.of_daemons)
+        return [
+            it["metadata"]["name"]
+            for it in pods
+            if not any(
+                each["type"] == "Ready" and each["status"] == "True"
+                for each in it["status"].get("conditions", ())
+            )
+        ]
 
     def configure(self, configuration: str | None = None) -> None:
         """Write the ConfigMap; a running daemon follows it by the API server."""
