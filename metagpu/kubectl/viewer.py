@@ -36,16 +36,18 @@ class AgentPod(msgspec.Struct, frozen=True):
 
 
 def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
-    """Return one daemon of each node: the ready one where an exchange has two.
+    """Return one daemon of each node: the older ready one where an exchange has two.
+
+    The other one waits for the node, and serves no status.
 
     Raises:
         MetagpuError: several namespaces have daemons.
     """
     found: dict[str, AgentPod] = {}
     namespaces = set()
-    for pod in pods:
+    for pod in sorted(pods, key=lambda it: str(it["metadata"].get("creationTimestamp", ""))):
         node = pod["spec"].get("nodeName")
-        if not node or pod["metadata"].get("deletionTimestamp") or not _is_daemon(pod):
+        if not node or not _is_daemon(pod):
             continue
         conditions = (pod.get("status") or {}).get("conditions") or ()
         agent = AgentPod(
@@ -55,8 +57,10 @@ def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
             _status_port(pod),
             any(it["type"] == "Ready" and it["status"] == "True" for it in conditions),
         )
+        if pod["metadata"].get("deletionTimestamp") and not agent.ready:
+            continue
         namespaces.add(agent.namespace)
-        if node not in found or agent.ready:
+        if node not in found or (agent.ready and not found[node].ready):
             found[node] = agent
     if len(namespaces) > 1:
         names = ", ".join(sorted(namespaces))

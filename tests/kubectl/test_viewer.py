@@ -63,13 +63,20 @@ def pod(name: str, namespace: str = SYSTEM, **changes: Any) -> Mapping[str, Any]
     }
 
 
-@pytest.mark.parametrize("ready_first", [True, False])
-def test_of_two_daemons_of_a_node_the_ready_one_is_asked(*, ready_first: bool) -> None:
-    """While a node is handed over, its ready daemon answers; pods that end are asked no more."""
-    pods = [pod("new"), pod("old", ready=False)]
-    ending = pod("gone", metadata={"deletionTimestamp": "now"})
-    [chosen] = choose_agents([*(pods if ready_first else pods[::-1]), ending])
-    assert chosen.name == "new"
+@pytest.mark.parametrize("reverse", [True, False])
+def test_of_two_daemons_of_a_node_the_one_that_serves_is_asked(*, reverse: bool) -> None:
+    """The older one that is ready has the node, also while it ends."""
+    times = {name: {"creationTimestamp": name} for name in ("2026-11-01", "2026-11-02")}
+    old, new = (pod(name, metadata=times[name]) for name in times)
+    ending = {"deletionTimestamp": "now"}
+    for pods, name in (
+        ([old, new], "2026-11-01"),
+        ([pod("2026-11-01", metadata={**times["2026-11-01"], **ending}), new], "2026-11-01"),
+        ([pod("gone", metadata=ending, ready=False), new], "2026-11-02"),
+        ([pod("broken", ready=False), new], "2026-11-02"),
+    ):
+        [chosen] = choose_agents(pods[::-1] if reverse else pods)
+        assert chosen.name == name
 
 
 @pytest.mark.parametrize(

@@ -164,16 +164,6 @@ class LeaseFollower:
             group.cancel_scope.cancel()
         return delay
 
-    async def catch_up(self) -> None:
-        """Learn the shares that another daemon granted at this kubelet.
-
-        The list has no pod that is still being admitted, so that the checkpoint begins leases, and
-        none ends, until both agree: as with a kubelet that has just started.
-        """
-        self._readiness.restart()
-        await anyio.sleep(self._timing.settle)
-        await self.look()
-
     async def look(self) -> None:
         """Ask the kubelet once, read its checkpoint, and apply what they say.
 

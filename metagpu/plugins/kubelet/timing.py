@@ -17,9 +17,6 @@ class KubeletTiming(msgspec.Struct, frozen=True):
             wrong folder for ever.
         register_deadline: of a registration; the kubelet itself gives up dialling back after 10.
         list_deadline: from a registration to the kubelet's ListAndWatch, which it opens at once.
-        list_end: for the kubelet to see the end of a list, where nothing shows that it has. That
-            takes a millisecond; on a node without a free processor, more. Calls are answered
-            meanwhile.
         failure_delay: before the third of two registrations that ended soon; it doubles with each
             more.
         refusal_delay: the first delay while the kubelet answers and refuses.
@@ -58,7 +55,6 @@ class KubeletTiming(msgspec.Struct, frozen=True):
     absence: float = 5.0
     register_deadline: float = 15.0
     list_deadline: float = 10.0
-    list_end: float = 0.5
     failure_delay: float = 0.05
     refusal_delay: float = 1.0
     longest_delay: float = 30.0
