@@ -230,7 +230,7 @@ class MigDriver(Protocol):
 
 
 class HealthDriver(Protocol):
-    """A session of NVML, and the GPUs in it: found, checked, and heard. Errors are `Driver`'s."""
+    """A session of NVML, and the GPUs in it; errors are those of `Driver`."""
 
     def session(self) -> AbstractAsyncContextManager[None]:
         """Initialise NVML on entry and shut it down on exit.

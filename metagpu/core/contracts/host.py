@@ -126,7 +126,7 @@ class HostProcesses(Protocol):
 
 
 class Host(HostProcesses, Protocol):
-    """The processes of this machine, the cgroups of containers, and the peers of sockets."""
+    """The processes of this machine, cgroups of containers, and peers of sockets."""
 
     async def peer(self, peer: Peer) -> ProcessIdentity | None:
         """Identify the process at the other end of a socket.

@@ -299,7 +299,7 @@ def _apis_by_resource(
     assignments: Iterable[PoolAssignment],
     shares: Iterable[Share],
 ) -> Mapping[ResourceName, Api]:
-    """Return the API of each resource, by the pools that name it and by those of its shares."""
+    """Return the API of each resource, by the pools of its name and of its shares."""
     apis = {pool.name: pool.api for pool, _ in pools}
     named = {
         resource: pool.api

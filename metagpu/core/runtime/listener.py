@@ -1,4 +1,4 @@
-"""Listening unix sockets; connections accepted at a limited rate, source by source."""
+"""Listening unix sockets; connections at a limited rate, source by source."""
 
 import asyncio
 import socket

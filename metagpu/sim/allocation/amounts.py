@@ -6,7 +6,11 @@ from fractions import Fraction
 from typing import Any, Final
 
 from metagpu.core.model.quantities import quantity_value
-from metagpu.sim.allocation.errors import AllocationError
+
+
+class AllocationError(Exception):
+    """Raised for a claim or selector that the scheduler refuses; the text states why."""
+
 
 Amounts = Mapping[str, Fraction]
 """An amount by the name of its capacity."""

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from metagpu.sim.allocation.allocator import HeldDevices, allocate
-from metagpu.sim.allocation.amounts import format_amount, parse_amount
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError, format_amount, parse_amount
 from metagpu.sim.allocation.pools import DevicePools, Document, PooledDevice
 from metagpu.sim.allocation.requests import RequestedDevices, read_claim
 from metagpu.sim.allocation.selectors import selects

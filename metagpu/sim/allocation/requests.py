@@ -5,8 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.sim.allocation.amounts import Amounts, consumed_amount, parse_amount
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError, Amounts, consumed_amount, parse_amount
 from metagpu.sim.allocation.pools import Document, PooledDevice
 from metagpu.sim.allocation.selectors import selects
 

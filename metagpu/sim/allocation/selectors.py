@@ -13,8 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final
 
-from metagpu.sim.allocation.amounts import parse_amount
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError, parse_amount
 
 _TOKENS: Final = re.compile(r"""r?'[^'\\\n]*'|r?"[^"\\\n]*"|&&|\|\||!(?!=)|\.?\b[A-Za-z_]\w*|\s+""")
 _NAMES: Final = {"&&": " and ", "||": " or ", "!": "~"} | {

@@ -17,13 +17,16 @@ import anyio
 import yaml
 from aiohttp import web
 
-from metagpu.sim.apiserver import evictions, pod_proxy, resource_slices
-from metagpu.sim.apiserver.claim_status import SimClaimStatus
 from metagpu.sim.apiserver.cluster import SimCluster
+from metagpu.sim.apiserver.dra_objects import (
+    CLASSES,
+    SLICES_PATH,
+    SimClaimStatus,
+    SimResourceSlices,
+)
 from metagpu.sim.apiserver.nfd import GROUP, SimNfd, add_routes
 from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection
-from metagpu.sim.apiserver.pod_proxy import SimTokens
-from metagpu.sim.apiserver.resource_slices import SimResourceSlices
+from metagpu.sim.apiserver.pods import SimTokens, add_evictions, add_pod_proxy
 
 MERGE: Final = "application/merge-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
@@ -137,8 +140,8 @@ class SimApiServer(SimCluster):
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Serve on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        classes = resource_slices.CLASSES
-        for path in (_NODE, _PODS, _CONFIG_MAPS, resource_slices.PATH, classes):
+        classes = CLASSES
+        for path in (_NODE, _PODS, _CONFIG_MAPS, SLICES_PATH, classes):
             app.router.add_get(path, self._list)
         app.router.add_patch(_NODE + "/{name}", self._patch)
         app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
@@ -153,8 +156,8 @@ class SimApiServer(SimCluster):
         add_routes(app, self.store)
         self.resource_slices.add_routes(app)
         self.claim_status.add_routes(app)
-        pod_proxy.add_routes(app, self.store, self.tokens)
-        evictions.add_routes(app, self.store)
+        add_pod_proxy(app, self.store, self.tokens)
+        add_evictions(app, self.store)
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)

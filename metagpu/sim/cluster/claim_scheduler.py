@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from metagpu.sim.allocation.allocator import allocate, held_devices
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError
 from metagpu.sim.allocation.pools import gather_pools
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.claim_objects import allocated, claims_of, reserved, unmade_claims

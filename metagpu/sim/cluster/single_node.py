@@ -33,7 +33,7 @@ from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
 from metagpu.sim.kubelet.claims import ClaimManager
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.other_plugin import other_plugin
-from metagpu.sim.machine.device_nodes import make_device_nodes
+from metagpu.sim.machine.containers import make_device_nodes
 from metagpu.sim.machine.gpu import SimError
 from metagpu.sim.machine.node import SimNode
 

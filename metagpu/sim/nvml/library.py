@@ -6,12 +6,14 @@ for a library too old to have the function.
 """
 
 from metagpu.sim.nvml.events import EventFunctions
-from metagpu.sim.nvml.limits import MemoryLimitFunctions
 from metagpu.sim.nvml.mig import MigFunctions
 from metagpu.sim.nvml.queries import QueryFunctions
-from metagpu.sim.nvml.sensors import SensorFunctions
-from metagpu.sim.nvml.topology import TopologyFunctions
-from metagpu.sim.nvml.utilization import UtilizationFunctions
+from metagpu.sim.nvml.readings import (
+    MemoryLimitFunctions,
+    SensorFunctions,
+    TopologyFunctions,
+    UtilizationFunctions,
+)
 
 
 class SimLibrary(

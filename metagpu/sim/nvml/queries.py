@@ -28,7 +28,7 @@ from metagpu.sim.nvml.base import (
     write_pointer,
     write_text,
 )
-from metagpu.sim.nvml.sensors import sensor_fields
+from metagpu.sim.nvml.readings import sensor_fields
 
 _NONE: Final = 0xFFFFFFFF
 _MUTE: Final = 0xFFFFFFFFFFFFFFFF

@@ -69,7 +69,7 @@ def found(package: Path) -> set[str]:
 
 
 def test_the_table_alone_combines_causes() -> None:
-    """Whoever wants to know whether a share may be given asks `core/availability/reasons.py`."""
+    """Modules that want to know whether a share may be given ask `core/availability`."""
     assert found(PACKAGE) == set(READERS)
 
 

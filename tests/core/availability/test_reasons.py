@@ -142,7 +142,7 @@ def test_the_first_of_several_reasons_is_shown() -> None:
 
 
 def test_rows_that_are_found_together_have_equal_effects() -> None:
-    """What finds the shares of several rows at once stands for each of them."""
+    """A finder of the shares of several rows at once stands for each of them."""
     for row in REASONS:
         for other in REASONS:
             if row.together is not None and row.together is other.together:

@@ -308,7 +308,7 @@ class Clock:
 
 @contextmanager
 def turned_clock() -> Iterator[Clock]:
-    """Have the loop's time set by the test while the block lasts; nothing may wait in it."""
+    """Set the loop's time by the test while the block lasts; nothing may wait in it."""
     clock, loop = Clock(), asyncio.get_running_loop()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "time", lambda: clock.now)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from metagpu.sim.allocation.allocator import HeldDevices
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError
 from metagpu.sim.allocation.pools import DeviceId, gather_pools
 from tests.backends.mig.gpus import mig_gpu
 from tests.sim.allocation.slices import (

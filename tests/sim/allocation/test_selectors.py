@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.sim.allocation.errors import AllocationError
+from metagpu.sim.allocation.amounts import AllocationError
 from metagpu.sim.allocation.selectors import selects
 
 DRIVER = "gpu.metagpu.io"

@@ -1,6 +1,7 @@
-"""ResourceSlices of a simulated API server, as far as a driver writes them.
+"""ResourceSlices and the status of ResourceClaims at a simulated API server.
 
-Follows Kubernetes 1.36. Fields of features that are off are dropped without an error.
+Follows Kubernetes 1.36. Fields of features that are off are dropped without an error. Drivers write
+`status.devices` by server-side apply: driver, pool, device and share are the keys of its entries.
 """
 
 import copy
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from metagpu.sim.apiserver.objects import ApiError, Key, Object, ObjectStore
 
-PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
+SLICES_PATH: Final = "/apis/resource.k8s.io/v1/resourceslices"
 CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
 _KIND: Final = "resourceslices"
 _WRITTEN_AT: Final = "2026-11-23T03:00:00Z"
@@ -56,9 +57,9 @@ class SimResourceSlices:
 
     def add_routes(self, app: web.Application) -> None:
         """Add the routes of writes and deletions."""
-        app.router.add_post(PATH, self._create)
-        app.router.add_put(PATH + "/{name}", self._replace)
-        app.router.add_delete(PATH + "/{name}", self._delete)
+        app.router.add_post(SLICES_PATH, self._create)
+        app.router.add_put(SLICES_PATH + "/{name}", self._replace)
+        app.router.add_delete(SLICES_PATH + "/{name}", self._delete)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
@@ -100,3 +101,71 @@ class SimResourceSlices:
 
 def _key(name: str) -> Key:
     return _KIND, "", name
+
+
+_APPLY: Final = "application/apply-patch+yaml"
+_PATH: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}/status"
+_CLAIM_KIND: Final = "resourceclaims"
+
+Identity = tuple[object, ...]
+
+
+@dataclass
+class SimClaimStatus:
+    """The status of claims.
+
+    Attributes:
+        dropped: whether the feature gate DRAResourceClaimDeviceStatus is off.
+        driver_rights: whether the caller may patch `resourceclaims/driver`.
+    """
+
+    store: ObjectStore
+    dropped: bool = False
+    driver_rights: bool = True
+    _applied: dict[tuple[str, str], set[Identity]] = field(default_factory=dict)
+
+    def add_routes(self, app: web.Application) -> None:
+        """Add the route of patches."""
+        app.router.add_patch(_PATH, self._patch)
+
+    async def _patch(self, request: web.Request) -> web.StreamResponse:
+        if request.content_type != _APPLY:
+            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+        info, body = request.match_info, json.loads(await request.read())
+        key = (_CLAIM_KIND, info["namespace"], info["name"])
+        before = self.store.get_object(key)
+        if body["metadata"].get("uid") not in (None, before["metadata"]["uid"]):
+            raise ApiError(409, "Conflict", "Precondition failed: UID in precondition")
+        if self.dropped:
+            return web.json_response(before)
+
+        claim = copy.deepcopy(before)
+        wanted = body["status"]["devices"]
+        self._check(claim, wanted)
+        owner = before["metadata"]["uid"], request.query["fieldManager"]
+        mine = self._applied.get(owner, set()) | set(map(identity, wanted))
+        kept = [it for it in claim["status"].get("devices") or () if identity(it) not in mine]
+        claim["status"]["devices"] = [*kept, *wanted]
+        self._applied[owner] = set(map(identity, wanted))
+        return web.json_response(before if claim == before else self.store.put(key, claim))
+
+    def _check(self, claim: Object, wanted: list[Object]) -> None:
+        if not self.driver_rights:
+            message = (
+                "status.devices: Forbidden: changing status.devices requires "
+                'resource="resourceclaims/driver", verb="[associated-node:patch '
+                'arbitrary-node:patch]" permission: not allowed'
+            )
+            raise ApiError(422, "Invalid", message)
+        allocation = claim["status"].get("allocation") or {"devices": {"results": []}}
+        allocated = set(map(identity, allocation["devices"]["results"]))
+        for it in wanted:
+            if identity(it) not in allocated:
+                raise ApiError(422, "Invalid", f"status.devices: Invalid value: {identity(it)}")
+        if len(set(map(identity, wanted))) < len(wanted):
+            raise ApiError(422, "Invalid", "status.devices: Duplicate value")
+
+
+def identity(it: Object) -> Identity:
+    """Return what tells an entry, or a result of an allocation, from the others."""
+    return it["driver"], it["pool"], it["device"], it.get("shareID")
