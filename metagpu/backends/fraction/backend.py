@@ -145,10 +145,10 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         Raises:
             FractionSplit: with the free shares of each GPU.
         """
-        if len({share.gpu for share in shares}) == 1 or self.options.split is SplitPolicy.ACCEPT:
+        taken = by_gpu(shares)
+        if len(taken) == 1 or self.options.split is SplitPolicy.ACCEPT:
             return
 
-        taken = by_gpu(shares)
         on_offer = snapshot.offers[self.resource].by_gpu
         counts = [(len(chosen), len(on_offer[gpu])) for gpu, chosen in taken.items()]
 

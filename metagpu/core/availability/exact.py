@@ -49,20 +49,18 @@ def free_part(state: GpuState, offer: Offer) -> FreePart:
 
     The kubelet waits while the parts of all GPUs are compared: a state keeps its own.
     """
-    parts = availability_of(state).parts
-    known: tuple[Offer, FreePart] | None = parts.get(offer.resource)
-    if known is None or known[0] is not offer:
-        known = parts[offer.resource] = offer, _new_free_part(state, offer)
-    return known[1]
-
-
-def _new_free_part(state: GpuState, offer: Offer) -> FreePart:
+    available, resource = availability_of(state), offer.resource
+    known: tuple[Offer, FreePart] | None = available.parts.get(resource)
+    if known is not None and known[0] is offer:
+        return known[1]
     gpu, shares, full = state.gpu.id, offer.ids[state.gpu.id], False
     if (most := offer.rule.max_containers.get(gpu)) is not None:
         backend = offer.by_gpu[gpu][0].backend
         leases = (it for it in state.leases.values() if it.share.backend == backend)
         full = count_containers(leases) >= most
-    return FreePart(gpu, len(shares), availability_of(state).count_free(shares), full)
+    part = FreePart(gpu, len(shares), available.count_free(shares), full)
+    available.parts[resource] = offer, part
+    return part
 
 
 def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
@@ -72,13 +70,13 @@ def free_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
 
 def _counted_parts(snapshot: Snapshot, offer: Offer) -> list[FreePart]:
     """Return the free parts that pods are bound for: of no GPU whose turn ends."""
-    return [
-        part
-        for part in free_parts(snapshot, offer)
-        if not (turn := snapshot.gpus[part.gpu].present_turn)
-        or not turn.withdrawn
-        or turn.backend != offer.by_gpu[part.gpu][0].backend
-    ]
+    parts = []
+    for gpu, shares in offer.by_gpu.items():
+        state = snapshot.gpus[gpu]
+        turn = state.present_turn if state.turn is not None else None
+        if turn is None or not turn.withdrawn or turn.backend != shares[0].backend:
+            parts.append(free_part(state, offer))
+    return parts
 
 
 def held_back_gpus(rule: RequestRule, parts: Sequence[FreePart]) -> frozenset[GpuId]:
@@ -95,16 +93,18 @@ def held_back_gpus(rule: RequestRule, parts: Sequence[FreePart]) -> frozenset[Gp
     if rule is RequestRule.ANY:
         return frozenset()
 
-    largest = max((part.total for part in parts), default=0)
-    fits_largest = any(part.usable == largest for part in parts)
+    usable = {part.gpu: 0 if part.full else part.free for part in parts}
+    totals = {part.gpu: part.total for part in parts}
+    largest = max(totals.values(), default=0)
+    fits_largest = largest in usable.values()
     if rule is RequestRule.ONE_GPU and fits_largest:
-        offered = {part.gpu for part in parts if part.usable}
+        offered = {gpu for gpu, count in usable.items() if count}
     else:
-        offered = {it.gpu for it in parts if fits_largest and it.usable == it.total}
-        rest = [part for part in parts if part.gpu not in offered and part.usable]
+        offered = {gpu for gpu in usable if fits_largest and usable[gpu] == totals[gpu]}
+        rest = {gpu: count for gpu, count in usable.items() if count and gpu not in offered}
         if rest:
-            offered.add(max(rest, key=lambda part: part.usable).gpu)
-    return frozenset(part.gpu for part in parts if part.free and part.gpu not in offered)
+            offered.add(max(rest, key=rest.__getitem__))
+    return frozenset([part.gpu for part in parts if part.free and part.gpu not in offered])
 
 
 def largest_request(rule: RequestRule, parts: Sequence[FreePart]) -> int:

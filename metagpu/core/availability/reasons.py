@@ -29,7 +29,7 @@ from metagpu.core.model.request_errors import (
     RequestError,
     ShareTaken,
 )
-from metagpu.core.model.shares import CordonSource, ResourceName, Share, ShareId
+from metagpu.core.model.shares import CordonSource, ResourceName, Share, ShareId, by_gpu
 from metagpu.core.model.snapshot import GpuState, Offer, Snapshot
 
 UNHEALTHY: Final = "metagpu.io/unhealthy"
@@ -141,13 +141,13 @@ def refuse(shares: Sequence[Share], snapshot: Snapshot) -> None:
     Raises:
         RequestError: the message names the share or GPU, and the reason.
     """
-    for gpu in {share.gpu for share in shares}:
+    for gpu, own in by_gpu(shares).items():
         state = snapshot.gpus[gpu]
         available = availability_of(state)
-        if available.refused.isdisjoint([share.id for share in shares]):
+        if not available.refused or available.refused.isdisjoint([share.id for share in own]):
             continue
         for row, concerned in available.found:
-            for share in shares:
+            for share in own:
                 if row.refusal is not None and share.id in concerned:
                     raise row.refusal(state, share)
 

@@ -230,11 +230,13 @@ class Injection(msgspec.Struct, frozen=True):
         """Return a grant of GPUs, each with the container's memory in MiB, 0 for unknown."""
         amounts = ",".join([f"{gpu.id}={mib}" for gpu, mib in memory if mib])
         known = {MEMORY: amounts} if amounts else {}
-        return self.grant([gpu for gpu, _ in memory], {**known, **(variables or {})})
+        nodes = self._nodes([gpu for gpu, _ in memory])
+        return self._grant([gpu.id for gpu, _ in memory], nodes, {**known, **(variables or {})})
 
     def _nodes(self, gpus: Sequence[Gpu], more: Sequence[str] = ()) -> tuple[DeviceNode, ...]:
-        paths = [path for gpu in gpus for path in _gpu_paths(gpu)]
-        return self._present([*CONTROL_NODES, *paths, *more])
+        own = [f"/dev/nvidia{gpu.minor}" for gpu in gpus if gpu.minor is not None]
+        paths = (*CONTROL_NODES, *own, *more)
+        return _nodes_at(paths, self.dev_root, self.device_nodes_present)
 
     def _capability_paths(self, gpu: Gpu, device: HardwareDevice) -> list[str]:
         """Return the two nodes of a MIG device: GPU instance and compute instance."""
@@ -251,17 +253,15 @@ class _ChosenStrategies(NamedTuple):
     volume_mounts: bool
     cdi_cri: bool
     cdi_annotations: bool
-
-    @property
-    def by_cdi(self) -> bool:
-        return self.cdi_cri or self.cdi_annotations
+    by_cdi: bool
 
 
 # Cached: the same few sets are in every answer, while the kubelet waits. A set lookup of an
 # enumeration's member costs a Python call of `__hash__`.
 @lru_cache(maxsize=16)
 def _chosen(strategies: frozenset[DeviceListStrategy]) -> _ChosenStrategies:
-    return _ChosenStrategies(*(it in strategies for it in DeviceListStrategy))
+    chosen = [it in strategies for it in DeviceListStrategy]
+    return _ChosenStrategies._make([*chosen, bool(strategies & CDI_STRATEGIES)])
 
 
 @lru_cache(maxsize=256)

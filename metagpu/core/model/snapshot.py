@@ -218,5 +218,6 @@ class Snapshot(msgspec.Struct, frozen=True):
 def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     """Return the snapshot with new states of some GPUs."""
     gpus = snapshot.gpus.copy()
-    gpus.update((state.gpu.id, state) for state in states)
+    for state in states:
+        gpus[state.gpu.id] = state
     return replace(snapshot, gpus=MappingProxyType(gpus))

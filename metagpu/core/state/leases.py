@@ -288,7 +288,8 @@ def with_leases(
             continue
 
         new, held = started.get(gpu, {}), state.leases.copy()
-        released += [held.pop(i).share for i in ending[gpu] if i in held]
+        if gpu in ending:
+            released += [held.pop(i).share for i in ending[gpu] if i in held]
         begun += [lease.share for i, lease in new.items() if i not in held]
         held.update(new)
         if held != state.leases:
@@ -299,7 +300,7 @@ def with_leases(
                     state,
                     leases=MappingProxyType(held),
                     can_conflict=state.can_conflict or unknown,
-                    cleanup=_cleanup(state, held, at),
+                    cleanup=_cleanup(state, held, at) if state.cleanup.backends else state.cleanup,
                 )
             )
 
@@ -316,9 +317,6 @@ def _cleanup(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Clean
     A backend begins when its last lease has ended, and stops when it gets another lease.
     """
     backends, since = state.cleanup.backends, state.cleanup.since
-    if not backends:
-        return state.cleanup
-
     before = {lease.share.backend for lease in state.leases.values()}
     now = {lease.share.backend for lease in held.values()}
     begun = dict.fromkeys(sorted((before - now) & backends), at)

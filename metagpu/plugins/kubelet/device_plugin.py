@@ -291,7 +291,7 @@ class DevicePluginService:
 
         claims.append(Claim(shares, snapshot))
         # A kubelet that registered without PreStartContainer does not call it: provision here.
-        if not (_provisions_at_start(backend) and self._calls_before_start):
+        if not (self._calls_before_start and _provisions_at_start(backend)):
             return await grant_shares(
                 shares, backend, self._registry, self._ensure_cdi_names, self._clock
             )

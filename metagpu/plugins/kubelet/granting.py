@@ -87,6 +87,6 @@ async def grant_shares(
         if not claimed:  # that took a while: the kubelet has from now on to list the pod
             registry.apply(SharesClaimed(tuple(shares), clock()))
     grant = await backend.grant(shares, snapshot)
-    if names := cdi.device_names(grant):
+    if (grant.cdi_names or grant.annotations) and (names := cdi.device_names(grant)):
         await ensure_cdi_names(names)
     return grant
