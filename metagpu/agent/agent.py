@@ -264,9 +264,9 @@ class Agent:
         """Serve the pods on their way, and end all but what the kubelet needs."""
         await self.exchange.withdraw()
         if self.context.taken.is_set():
-            await self.fault_note_file.save()
             self._withdrawn.set()
             await self._guests_ended.wait()
+            await self.fault_note_file.save()
 
     async def _end_guests(self, guests: anyio.CancelScope) -> None:
         await self._withdrawn.wait()

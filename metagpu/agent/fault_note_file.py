@@ -46,15 +46,15 @@ class FaultNoteFile:
 
     async def load(self) -> None:
         """Pass the last daemon's note to the health watch, if it can be used."""
-        if (note := await self._read_usable()) is not None:
-            self.health.adopt(note)
+        if (found := await self._read_usable()) is not None:
+            self.health.adopt(*found)
 
     async def save(self) -> None:
         """Write the note of now, for the daemon after this one."""
         if self.health.surveyed.is_set():
             await to_thread.run_sync(self._write, self.health.note)
 
-    async def _read_usable(self) -> FaultNote | None:
+    async def _read_usable(self) -> tuple[FaultNote, float] | None:
         try:
             return await to_thread.run_sync(self._read)
         except FileNotFoundError:
@@ -78,7 +78,8 @@ class FaultNoteFile:
                 await to_thread.run_sync(self._write, note)
                 written = note
 
-    def _read(self) -> FaultNote:
+    def _read(self) -> tuple[FaultNote, float]:
+        """Return the note, and the time at which it was written."""
         # Neither a link nor a pipe, and nothing that another user has written.
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -90,7 +91,7 @@ class FaultNoteFile:
             text = file.read(SIZE_LIMIT + 1)
         if len(text) > SIZE_LIMIT:
             raise FaultNoteUnusable(f"it is larger than {SIZE_LIMIT} bytes")
-        return decode(text, self.read_boot_id().strip())
+        return decode(text, self.read_boot_id().strip()), status.st_mtime
 
     def _write(self, note: FaultNote) -> None:
         fresh = self.path.with_suffix(".new")

@@ -63,12 +63,22 @@ class GpuVerdicts:
         for cordon in found.cordons:
             self.registry.apply(GpuCordoned(cordon.gpu, cordon.reason, cordon.since))
 
-    def adopt(self, last: FaultNote) -> None:
+    def adopt(self, last: FaultNote, written: float = 0.0) -> None:
         """Replace what was restored at the start by what the other daemon knew at its end.
 
-        What this daemon has found by itself stays.
+        What this daemon has found by itself stays if the note is older: the other daemon brought
+        back what a later note lacks.
         """
         ended, reason = self._restored.without(last), "back in service under the daemon before"
+        own = take_note(self.registry.snapshot).without(last)
+        for found in own.faults:
+            if found.since < written:
+                self.recovered(found.gpu, reason)
+        for device in own.devices:
+            if device.since < written:
+                self.registry.apply(
+                    InstanceRecovered(device.gpu, device.device, reason, self.clock())
+                )
         for fault in ended.faults:
             if self.recovering.get(fault.gpu) is self._restored_recoveries[fault.gpu]:
                 self.recovered(fault.gpu, reason)

@@ -177,10 +177,10 @@ class HealthWatch:
         """The faults and cordons of now, for the daemon after this one."""
         return take_note(self.registry.snapshot).joined(self.noted)
 
-    def adopt(self, last: FaultNote) -> None:
-        """Continue with the faults and cordons that the daemon before had at its end."""
+    def adopt(self, last: FaultNote, written: float = 0.0) -> None:
+        """Continue with the faults and cordons that the daemon before had when it wrote them."""
         known = self.registry.snapshot.gpus.keys()
-        self.verdicts.adopt(last.of(known))
+        self.verdicts.adopt(last.of(known), written)
         self.noted = last.of(known, but=True)
 
     async def _session(self) -> None:

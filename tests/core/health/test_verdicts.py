@@ -72,6 +72,17 @@ def test_a_fault_that_this_daemon_found_stays() -> None:
     assert [it.gpu for it in known(verdicts).faults] == [A]
 
 
+def test_a_fault_that_a_later_note_lacks_has_ended() -> None:
+    """A daemon that waits hears a fault too, and not the operator who acknowledges it."""
+    verdicts = started(FaultNote())
+    verdicts.fault(A, "XID 48", Fault.XID, proof=True)
+    verdicts.adopt(FaultNote(), written=8.0)
+    assert [it.gpu for it in known(verdicts).faults] == [A]
+
+    verdicts.adopt(FaultNote(), written=10.0)
+    assert known(verdicts) == FaultNote()
+
+
 def test_the_proof_that_either_daemon_asks_for_is_needed() -> None:
     """A fault that silence ends is not taken for one that needs proof, nor the reverse."""
     silent = FaultNote((NotedFault(A, "remapped rows", 5, Fault.MEMORY),))
