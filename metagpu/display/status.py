@@ -104,9 +104,11 @@ def draw_status(status: StatusReport, terminal: Terminal) -> str:
 
 
 def _status_parts(status: StatusReport) -> Sequence[Part]:
-    problem = status.configuration.error
+    problem = "; ".join(filter(None, (status.configuration.error, status.configuration.effect)))
+    waiting = status.standby.problems if status.standby else ()
     return (
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
+        *(Cell(f"the next daemon is not ready: {it}", "bold red") for it in waiting),
         *(
             Cell(f"configuration does not fit {misfit}", "yellow")
             for misfit in status.configuration.misfits

@@ -123,10 +123,13 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
     status = {"resources": {}, "gpus": [gpu_report()], "leases": []}
     show_status({**status, "configuration": {"error": "new.yaml: 3: pools: wrong"}})
     show_status({**status, "configuration": {"error": None}})
+    waiting = {"version": "0.2.0", "problems": ["the driver: it is not loaded"]}
+    show_status({**status, "standby": waiting})
 
     out = capsys.readouterr().out
     assert out.startswith("configuration rejected: new.yaml: 3: pools: wrong")
     assert out.count("configuration") == 1
+    assert "the next daemon is not ready: the driver: it is not loaded" in out
 
 
 def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[str]) -> None:
