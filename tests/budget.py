@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 12291, ("sim/*",)),
     Capability(
         "DRA",
-        4510,
+        4474,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -61,7 +61,7 @@ CAPABILITIES: Final = (
     Capability("availability, leases, model", 4538, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
-    Capability("layout and grants", 2028, ("core/layout/*", "core/grants/*")),
+    Capability("layout and grants", 1857, ("core/layout/*", "core/grants/*")),
     Capability("contracts and runtime", 2127, ("core/contracts/*", "core/runtime/*")),
     Capability("configuration and other formats", 3829, ("core/config/*", "compat/*")),
     Capability("health", 1019, ("core/health/*",)),

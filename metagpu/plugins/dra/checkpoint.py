@@ -1,4 +1,4 @@
-"""The kubelet's checkpoint of prepared ResourceClaims: read and followed, never written.
+"""The kubelet's checkpoint of prepared ResourceClaims: read, and followed.
 
 The kubelet writes what a driver answered, and never asks again for a claim that it lists. So the
 checkpoint alone tells a daemon that starts, or a node, which claims are prepared. What their
