@@ -109,8 +109,12 @@ def assert_taken_over(release: Release, tag: str) -> None:
     (pod,) = release.daemons().values()
     (container,) = pod["spec"]["containers"]
     assert container["image"] == f"{REPOSITORY}:{tag}"
-    log = release.node.kubectl("logs", pod["metadata"]["name"], f"--namespace={SYSTEM}")
-    assert "node taken" in log
+    log = ("logs", pod["metadata"]["name"], f"--namespace={SYSTEM}")
+    wait_for(
+        "the daemon to have the node",
+        lambda: "node taken" in release.node.kubectl(*log),
+        within_s=SOON_S,
+    )
 
 
 def await_arrived(cluster: Cluster) -> None:
