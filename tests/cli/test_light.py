@@ -180,7 +180,7 @@ async def test_a_node_of_fractions_loads_what_it_needs(tmp_path: Path, *, simula
     assert not [name for name in names if is_in(name, NOT_OF_FRACTIONS + NOT_SIMULATED)]
     assert names & FOREIGN == set()
     # Three of them read annotations by which pods name GPUs: any request may be of such a pod.
-    assert len(names) < (670 if simulated else 640)
+    assert len(names) < (620 if simulated else 595)
 
 
 def is_in(module: str, packages: tuple[str, ...]) -> bool:

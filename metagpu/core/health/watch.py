@@ -34,8 +34,7 @@ from metagpu.core.health.fault_assessment import (
     reason_beside,
 )
 from metagpu.core.health.fault_note import FaultNote, take_note
-from metagpu.core.health.mig_health import MigHealth
-from metagpu.core.health.verdicts import FaultLog, GpuVerdicts
+from metagpu.core.health.verdicts import FaultLog, GpuVerdicts, MigHealth
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Versions

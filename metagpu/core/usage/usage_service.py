@@ -29,12 +29,12 @@ from metagpu.core.usage.lease_differences import (
     LeaseDifferenceKind,
     MixedRequestWatch,
     RunningHolders,
+    UnauthorizedUseWatch,
     difference_of,
 )
 from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
-from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
 
 
 class UsageService:

@@ -14,10 +14,10 @@ from metagpu.core.model.shares import Holder
 from metagpu.core.state.events import UnauthorizedUseFound
 from metagpu.core.state.facts import GpusFound, LeasesObserved
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage import unauthorized as unauthorized_module
+from metagpu.core.usage import lease_differences as unauthorized_module
 from metagpu.core.usage.collector import UsageCollector
+from metagpu.core.usage.lease_differences import UnauthorizedUseWatch
 from metagpu.core.usage.timing import UsageTiming
-from metagpu.core.usage.unauthorized import UnauthorizedUseWatch
 from metagpu.sim.machine.containers import SimHost, container_of
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.node import SimNode
