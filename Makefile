@@ -59,9 +59,10 @@ mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
 	$(BIN)/python mgctl/build.py --verify
 
-reasons: $(VENV)/.test ## write the tables of docs/events.md and docs/pools.md, after a change of Events, warnings or reasons
+reasons: $(VENV)/.test ## write the tables of docs/events.md, docs/pools.md and docs/status.md, after a change of Events, warnings, reasons or reports
 	$(BIN)/python docs/reasons.py
 	$(BIN)/python docs/availability.py
+	$(BIN)/python docs/status_schema.py
 
 man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
 	$(BIN)/python docs/manpages.py
@@ -85,6 +86,7 @@ lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, 
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/reasons.py --check
 	$(BIN)/python docs/availability.py --check
+	$(BIN)/python docs/status_schema.py --check
 	$(BIN)/python -m tests.language
 	$(BIN)/python -m tests.budget --check
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import availability, reasons
+from docs import availability, reasons, status_schema
 from metagpu.core.config.errors import ConfigReason
 from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster.event_recorder import EventReason
@@ -130,3 +130,16 @@ def test_the_table_of_reasons_is_what_the_code_says(
     assert availability.main(["--check"]) == 1
     assert availability.main([]) == 0
     assert page.read_text() == "".join(lines)
+
+
+def test_the_page_of_the_status_is_what_the_schema_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each field of the reports has its row with value and meaning; an older page is refused."""
+    assert status_schema.main(["--check"]) == 0, capsys.readouterr().err
+    page = tmp_path / "status.md"
+    page.write_text("older")
+    monkeypatch.setattr(status_schema, "PAGE", page)
+    assert status_schema.main(["--check"]) == 1
+    assert status_schema.main([]) == 0
+    assert "| `usedMiB` | number or `null` | memory in use, in MiB; " in page.read_text()

@@ -3,7 +3,7 @@
 The daemon writes them; kubectl, the page, tables and the doctor read them.
 
 A field without a default is in every report of this release. docs/status.md is made of this module:
-after a change run `make schema`.
+after a change run `make reasons`.
 """
 
 from collections.abc import Awaitable, Callable
