@@ -155,7 +155,7 @@ def attribute_processes(
 def _add_unlisted(
     shares: defaultdict[Holder, list[Share]], state: GpuState, names: Mapping[Container, Holder]
 ) -> None:
-    """Add the shares that the checkpoint alone names for the containers with processes here."""
+    """Add the shares that the checkpoint alone names for containers with processes."""
     if not state.allocated:
         return
     seen = {(it.pod_uid, holder.container): holder for it, holder in names.items()}

@@ -1,7 +1,7 @@
 """Competing device plugins, recognized by the DaemonSets of this node's pods.
 
 The socket of a competing plugin alone decides that metagpu does not register a resource
-(plugins/kubelet/competing_sockets); the pod names the plugin for people.
+(plugins/kubelet/endpoint); the pod names the plugin for people.
 """
 
 import re

@@ -1,6 +1,7 @@
 """One resource name at the kubelet: serve, register, and again after a loss."""
 
-from collections.abc import Awaitable, Callable
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -13,13 +14,58 @@ from metagpu.core.errors import KubeletError, describe_error
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.plugins.kubelet.competing_sockets import find_competing_socket
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc
 from metagpu.plugins.kubelet.messages import build_register_request
 from metagpu.plugins.kubelet.registration import RegistrationClient, RegistrationLease
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+_NVIDIA: Final = "nvidia.com/"
+_GPU: Final = "nvidia.com/gpu"
+_GKE: Final = "nvidiaGPU-*.sock"
+
+
+async def find_competing_socket(directory: KubeletDirectory, resource: str) -> Path | None:
+    """Return the socket of another plugin that serves a resource; `None` without one.
+
+    A file without a listener, left behind by a plugin that ended, does not count. The kubelet keeps
+    the plugin that registers last, and only ends the list of the other: two that register again
+    each time would take the resource from each other for ever.
+    """
+    async for path in _candidates(directory, resource):
+        if file_identity(path) is None:
+            continue
+        try:
+            stream = await anyio.connect_unix(path)
+        except OSError:
+            continue
+        await stream.aclose()
+        return path
+    return None
+
+
+async def _candidates(directory: KubeletDirectory, resource: str) -> AsyncIterator[Path]:
+    """Yield the paths at which other plugins would serve a resource.
+
+    - NVIDIA's plugin, alone, in the GPU operator or in HAMi: `nvidia.com/NAME` on
+      `nvidia-NAME.sock`.
+    - GKE's plugin: `nvidia.com/gpu` on a socket named after the plugin's start time.
+    - cnvrg's MetaGPU: any resource, on a socket named after the resource in base64.
+    - another daemon of metagpu, of a version that does not lock the folder.
+    """
+    folder = directory.path
+    if resource.startswith(_NVIDIA):
+        yield folder / f"nvidia-{resource.removeprefix(_NVIDIA)}.sock"
+    if resource == _GPU:
+        async for path in anyio.Path(folder).glob(_GKE):
+            yield Path(path)
+    encoded = b64encode(resource.encode()).decode()
+    if "/" not in encoded:  # no file name has a slash
+        yield folder / encoded
+    for other in await directory.find_sockets_of_others(resource):
+        yield other
+
 
 NO_KUBELET: Final = "a kubelet that takes registrations"
 """What an endpoint waits for without a kubelet, for as long as there is none."""

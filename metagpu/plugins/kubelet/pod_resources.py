@@ -3,11 +3,11 @@
 The kubelet never reports that a share was released; it only stops listing the share.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import anyio
 import structlog
@@ -18,9 +18,10 @@ from msgspec.structs import replace
 from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.errors import describe_error
 from metagpu.core.model.offers import Api
-from metagpu.core.model.pods import PodIndex
+from metagpu.core.model.pods import KnownPod, PodIndex
 from metagpu.core.model.shares import Holder, ShareId
-from metagpu.core.model.snapshot import GpuState
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded, PodListRequested
 from metagpu.core.state.facts import (
@@ -32,11 +33,82 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE, read_allocated_ids
-from metagpu.plugins.kubelet.claim_holders import RequestsOf, holders_by_request, no_requests
-from metagpu.plugins.kubelet.kubelet_files import Identity, KubeletFiles, find_files
+from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
+
+Identity: TypeAlias = tuple[int, int, int] | None
+"""The identity of a file, `None` without one (`core.runtime.files`)."""
+
+
+class KubeletFiles(NamedTuple):
+    """The files of one moment.
+
+    Attributes:
+        kubelet: what a kubelet makes when it starts: its sockets for PodResources and for plugins.
+        checkpoint: what it writes when it allocates.
+    """
+
+    kubelet: tuple[Identity, Identity] = (None, None)
+    checkpoint: Identity = None
+
+
+def find_files(socket: Path, directory: Path) -> KubeletFiles:
+    """Return the files of now; blocks.
+
+    Args:
+        socket: the PodResources socket.
+        directory: the folder for device plugins.
+    """
+    return KubeletFiles(
+        (file_identity(socket), file_identity(directory / KUBELET_SOCKET)),
+        file_identity(directory / CHECKPOINT_FILE),
+    )
+
+
+Holders = Mapping[tuple[str, ShareId], tuple[Holder, ...]]
+"""Containers by the uid of their ResourceClaim and the share."""
+RequestsOf = Callable[[str], Mapping[ShareId, str]]
+"""Returns the request of each share of a claim with several requests, by the uid of the claim."""
+
+
+def no_requests(_: str) -> Mapping[ShareId, str]:
+    """Return nothing: no claim has several requests."""
+    return {}
+
+
+def holders_by_request(of_claims: Holders, snapshot: Snapshot, requests_of: RequestsOf) -> Holders:
+    """Return the holders without containers that name other requests of the claim.
+
+    The kubelet lists a container with all devices of a claim, whichever request it names: the Pod
+    says which. Without the API server's pods, all containers of the claim stay holders.
+    """
+    requests = {uid: requests_of(uid) for uid in {uid for uid, _ in of_claims}}
+    if not any(requests.values()):
+        return of_claims
+    names = {
+        lease.resource_claim.uid: lease.resource_claim.name
+        for state in snapshot.gpus.values()
+        for lease in state.leases.values()
+        if lease.resource_claim is not None
+    }
+    found = {}
+    for (uid, share), holders in of_claims.items():
+        own = holders
+        if (request := requests[uid].get(share)) and (name := names.get(uid)):
+            pods = ((it, snapshot.pods.find(it, None)) for it in holders)
+            own = tuple(it for it, pod in pods if _names(pod, it.container, name, request))
+        found[uid, share] = own or holders
+    return found
+
+
+def _names(pod: KnownPod | None, container: str, claim: str, request: str) -> bool:
+    """Return whether a container names a request, or may do so."""
+    if pod is None or container not in pod.claims:
+        return True
+    return not pod.claims[container].isdisjoint({(claim, ""), (claim, request)})
+
 
 UNREAD: Final = "the kubelet's checkpoint and its list of pods are not read yet"
 UNREADABLE: Final = "neither the kubelet's checkpoint nor its list of pods can be read"

@@ -1,14 +1,21 @@
 """Servers of gRPC: what is left of one whose start is cancelled, and of calls without a caller."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 from anyio import to_thread
 
 from metagpu.plugins.kubelet.grpc_client import call_raw
-from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
+from metagpu.plugins.kubelet.grpc_server import (
+    BatchedTransport,
+    StreamingCalls,
+    serve_grpc,
+    unary_method,
+)
 from tests.rigs.waiting import becomes
 
 METHOD = "/example.Echo/Echo"
@@ -93,3 +100,53 @@ async def test_the_end_of_a_server_waits_for_answers_without_a_caller(tmp_path: 
 
             group.start_soon(let_go)
         assert ended == ["answer"]
+
+
+class Recorder(asyncio.Transport):
+    """A transport that keeps what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Keep what is written."""
+        self.done.append(bytes(data))
+
+    def close(self) -> None:
+        """Note the end."""
+        self.closing = True
+        self.done.append(b"closed")
+
+    def is_closing(self) -> bool:
+        """Return whether it was closed."""
+        return self.closing
+
+
+async def test_an_answer_is_sent_at_once() -> None:
+    """Headers, message and trailers are one write; the next answer is another."""
+    below = Recorder()
+    transport = BatchedTransport(below)
+    for part in (b"headers ", b"message ", b"trailers"):
+        transport.write(part)
+    assert below.done == []
+    await anyio.lowlevel.checkpoint()
+    assert below.done == [b"headers message trailers"]
+
+    transport.write(b"next")
+    await anyio.lowlevel.checkpoint()
+    assert below.done[1:] == [b"next"]
+
+
+async def test_a_closing_transport_sends_what_it_has() -> None:
+    """Closing sends what was written before; afterwards nothing is written."""
+    below = Recorder()
+    transport = BatchedTransport(below)
+    transport.write(b"last")
+    transport.close()
+    transport.write(b"too late")
+    await anyio.lowlevel.checkpoint()
+
+    assert below.done == [b"last", b"closed"]
+    assert transport.is_closing()

@@ -43,10 +43,9 @@ from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
-from metagpu.plugins.kubelet.kubelet_files import KubeletFiles, find_files
 from metagpu.plugins.kubelet.pb import v1, v1beta1
 from metagpu.plugins.kubelet.pod_list import parse_leases
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower
+from metagpu.plugins.kubelet.pod_resources import KubeletFiles, LeaseFollower, find_files
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.testing.node import RecordedPrograms

@@ -19,11 +19,10 @@ from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
-from metagpu.plugins.kubelet.kubelet_files import KubeletFiles, find_files
 from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.pod_list import parse_leases, read_leases
-from metagpu.plugins.kubelet.pod_resources import LeaseFollower
+from metagpu.plugins.kubelet.pod_resources import KubeletFiles, LeaseFollower, find_files
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet import competing_sockets, endpoint, messages
+from metagpu.plugins.kubelet import endpoint, messages
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.registration_watch import RegistrationWatch
 from metagpu.plugins.kubelet.timing import TIMING
@@ -113,7 +113,7 @@ async def test_attempt_that_hangs_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attempt to register that waits for ever is ended, and the next one registers."""
-    find, hangs = competing_sockets.find_competing_socket, anyio.Event()
+    find, hangs = endpoint.find_competing_socket, anyio.Event()
 
     async def hang_first(directory: KubeletDirectory, resource: str) -> Path | None:
         if not hangs.is_set():

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from metagpu.core.state.facts import SharesOffered
-from metagpu.plugins.kubelet.competing_sockets import find_competing_socket
 from metagpu.plugins.kubelet.directory import KubeletDirectory
+from metagpu.plugins.kubelet.endpoint import find_competing_socket
 from tests.plugins.kubelet.rig import METAGPU, Node, node
 from tests.rigs.build import gpu
 
