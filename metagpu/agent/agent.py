@@ -1,13 +1,11 @@
 """The composition root: one node's agent, built from its settings."""
 
 import socket
-import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-import anyio
 import structlog
 
 from metagpu import __version__
@@ -18,6 +16,7 @@ from metagpu.agent.context import Addresses, ConfigInForce, NodeContext
 from metagpu.agent.exchange import Exchange
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.layout_manager import LayoutManager
+from metagpu.agent.lifecycle import Lifecycle
 from metagpu.agent.offering import Offering
 from metagpu.agent.parts import (
     build_cdi_file,
@@ -40,7 +39,6 @@ from metagpu.agent.resource_claims import ResourceClaims
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.config.config import Config
 from metagpu.core.contracts.backend import installed_backends
-from metagpu.core.contracts.capabilities import DiagnosesGpu
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
 from metagpu.core.contracts.programs import Daemons, Programs
@@ -48,8 +46,7 @@ from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.runtime.tasks import MainTasks, Work, run_with_restart, serve
-from metagpu.core.state.facts import BackendSuspended
+from metagpu.core.runtime.tasks import MainTasks, run_with_restart, serve
 from metagpu.core.state.registry import Registry
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.driver_roots import program_roots
@@ -108,6 +105,7 @@ class Agent:
         self._build_node()
         self._build_services()
         self._build_reports()
+        self._lifecycle = self._build_lifecycle()
 
     def _build_node(self) -> None:
         """Build what all parts share, the GPUs, and the layout of the configuration."""
@@ -205,7 +203,39 @@ class Agent:
             self.timing.exchange,
             context.taken,
         )
-        self._withdrawn, self._guests_ended = anyio.Event(), anyio.Event()
+
+    def _build_lifecycle(self) -> Lifecycle:
+        """Build the daemon's life: which task begins when, and which ends first."""
+        context, keep = self.context, self.context.main_tasks.keep
+        again = run_with_restart
+        pods, links = partial(serve_pods, context, self.pod_server), partial(link_nodes, context)
+        return Lifecycle(
+            self.exchange,
+            self.fault_note_file,
+            preparing=(
+                *((self.exporter.run,) if self.exporter else ()),
+                partial(again, self.config_loader.follow_files, "watch of files"),
+                *((self.cluster.run,) if self.cluster else ()),
+                *((self.recent_events.run,) if self.recent_events else ()),
+            ),
+            health=keep("health", self._watch_health),
+            guests=(
+                *self.usage_service.tasks,
+                partial(again, pods, "mgctl in containers"),
+                partial(again, self.cdi_file.run, "CDI specification"),
+                partial(again, self.resource_claims.run, "resource claims"),
+                partial(again, self.fault_note_file.follow, "note of faults"),
+                partial(again, links, "links in /dev/char"),
+                *((self.status_api.run,) if self.status_api else ()),
+                *((self.web.run,) if self.web else ()),
+                *turn_tasks(context),
+            ),
+            kubelet=(
+                keep("leases", self._offering.follow_leases),
+                keep("offers", self._offering.run),
+                keep("backends", self.backend_runner.run),
+            ),
+        )
 
     @property
     def config(self) -> Config:
@@ -231,96 +261,16 @@ class Agent:
 
         report = partial(report_state, self._offering.ready)
         await serve(
-            self._live,
+            partial(self._lifecycle.run, self.beside, waits=self.take_over),
             report,
             reload=self.reload,
-            withdraw=self._withdraw,
+            withdraw=self._lifecycle.withdraw,
             over=self.exchange.over,
         )
 
-    async def _live(self) -> None:
-        """Prepare, take the node, and serve it until cancelled; the locks fall last."""
-        async with AsyncExitStack() as held:
-            if not self.take_over:
-                await self.exchange.take(held)
-            async with self.beside(), anyio.create_task_group() as main:
-                async with anyio.create_task_group() as guests:
-                    guests.start_soon(self._end_guests, guests.cancel_scope)
-                    # First the one that counts events: none may be missed.
-                    for task in self._preparing_tasks:
-                        guests.start_soon(task)
-                    main.start_soon(self._main_task("health", self._watch_health))
-                    if self.take_over:
-                        await self.exchange.wait_and_take(held)
-                        await self.fault_note_file.load()  # the last word of the daemon before
-                    for task in self._node_tasks:
-                        guests.start_soon(task)
-                    for task in (*self._main_tasks, self.exchange.lock.run):
-                        main.start_soon(task)
-                self._guests_ended.set()
-                await anyio.sleep_forever()
-
-    async def _withdraw(self) -> None:
-        """Serve the pods on their way, and end all but what the kubelet needs."""
-        await self.exchange.withdraw()
-        if self.context.taken.is_set():
-            self._withdrawn.set()
-            await self._guests_ended.wait()
-            await self.fault_note_file.save()
-
-    async def _end_guests(self, guests: anyio.CancelScope) -> None:
-        await self._withdrawn.wait()
-        guests.cancel()
-
     async def serve_node(self) -> None:
         """Serve the node without its locks, as nobody else can have it; until cancelled."""
-        self.context.taken.set()
-        async with anyio.create_task_group() as group:
-            health = self._main_task("health", self._watch_health)
-            for task in (*self._preparing_tasks, health, *self._node_tasks, *self._main_tasks):
-                group.start_soon(task)
-
-    def _main_task(self, name: str, work: Work) -> Work:
-        return self.context.main_tasks.keep(name, work)
-
-    @property
-    def _main_tasks(self) -> tuple[Work, ...]:
-        """The tasks that serve the kubelet, beside the watch of the GPUs' health."""
-        return (
-            self._main_task("leases", self._offering.follow_leases),
-            self._main_task("offers", self._offering.run),
-            self._main_task("backends", self.backend_runner.run),
-        )
-
-    @property
-    def _preparing_tasks(self) -> tuple[Work, ...]:
-        """The tasks that change nothing of the node before this daemon has it."""
-        return (
-            *((self.exporter.run,) if self.exporter else ()),
-            partial(run_with_restart, self.config_loader.follow_files, "watch of files"),
-            *((self.cluster.run,) if self.cluster else ()),
-            *((self.recent_events.run,) if self.recent_events else ()),
-        )
-
-    @property
-    def _node_tasks(self) -> tuple[Work, ...]:
-        """The tasks for the node that the kubelet can do without."""
-        return (
-            self.exchange.yield_to_ready,
-            *self.usage_service.tasks,
-            partial(
-                run_with_restart,
-                partial(serve_pods, self.context, self.pod_server),
-                "mgctl in containers",
-            ),
-            partial(run_with_restart, self.cdi_file.run, "CDI specification"),
-            partial(run_with_restart, self.resource_claims.run, "resource claims"),
-            partial(run_with_restart, self.fault_note_file.follow, "note of faults"),
-            partial(run_with_restart, partial(link_nodes, self.context), "links in /dev/char"),
-            *((self.status_api.run,) if self.status_api else ()),
-            *((self.web.run,) if self.web else ()),
-            *turn_tasks(self.context),
-        )
+        await self._lifecycle.serve_node()
 
     @property
     def commands(self) -> Mapping[str, CommandHandler]:
@@ -345,14 +295,7 @@ class Agent:
             ConfigError: if the configuration does not fit the GPUs.
         """
         await self.health.survey()
-        layout = await self.layout_manager.prepare()
-        self.registry.apply(layout.offer_fact)
-        for assignment in layout.backend_assignments:
-            gpu, backend = assignment.gpu, assignment.backend
-            if not isinstance(backend, DiagnosesGpu):
-                continue
-            if problem := backend.expected_problem(gpu):
-                self.registry.apply(BackendSuspended(gpu.id, backend.name, problem, time.time()))
+        await self.layout_manager.show()
 
     async def reload(self) -> None:
         """Read and apply the configuration again; an error is logged, and changes nothing."""

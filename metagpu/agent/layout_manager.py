@@ -1,5 +1,6 @@
 """The configuration in force, applied to the GPUs and device nodes of this host."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from metagpu.agent.context import NodeContext
 from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.capabilities import OffersExisting
+from metagpu.core.contracts.capabilities import DiagnosesGpu, OffersExisting
 from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants.injection import Injection
@@ -26,6 +27,7 @@ from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.facts import BackendSuspended
 from metagpu.host.device_nodes import DeviceNodes
 from metagpu.plugins.kubelet.messages import check_list_size
 from metagpu.plugins.pod_api.server import PodFolder
@@ -132,6 +134,19 @@ class LayoutManager:
         self._existing = existing
         self._backends.update(layout.backends)
         return layout
+
+    async def show(self) -> None:
+        """Put the shares on offer in the registry as they would be, without any backend.
+
+        Raises:
+            ConfigError: if the configuration does not fit the GPUs.
+        """
+        registry, layout = self.context.registry, await self.prepare()
+        registry.apply(layout.offer_fact)
+        for each in layout.backend_assignments:
+            gpu, backend = each.gpu, each.backend
+            if isinstance(backend, DiagnosesGpu) and (problem := backend.expected_problem(gpu)):
+                registry.apply(BackendSuspended(gpu.id, backend.name, problem, time.time()))
 
     def _log_misfits(self, layout: Layout) -> None:
         """Log the GPUs that can have nothing of their pool, once each."""
