@@ -128,7 +128,7 @@ async def test_nothing_is_set_on_a_part_of_a_running_agent(
         ) as it:
             await it.until(20, 20)
             cluster: Any = it.agent.cluster
-            await becomes(lambda: cluster.report()["connected"])
+            await becomes(lambda: cluster.report().connected)
 
     assert sorted(set(set_from_outside)) == []
 
