@@ -168,6 +168,15 @@ def count_free(state: GpuState, resource: ResourceName) -> int:
     return availability_of(state).count_free(ids)
 
 
+def reason_for_none(state: GpuState, shares: frozenset[ShareId]) -> str | None:
+    """Return why the Node has none of these shares; `None` if it has some, or all are held."""
+    available = availability_of(state)
+    left = shares.difference(state.leases, state.allocated)
+    if not left or left - available.uncounted:
+        return None
+    return next(row.name for row, found in available.found if not left.isdisjoint(found))
+
+
 def waits_for(state: GpuState) -> str | None:
     """Return which pods of an earlier configuration a GPU waits for, `None` for none."""
     if not conflicts_of(state).orphaned:

@@ -111,18 +111,21 @@ class MigDeviceReport(ReportPart, frozen=True):
     idle: bool
 
 
-class SharesReport(ReportPart, frozen=True):
+class SharesReport(ReportPart, frozen=True, omit_defaults=True):
     """The shares of one resource on a GPU.
 
     Attributes:
         capacity: number of shares on offer.
         held: those that containers hold.
         free: those that the next pod can get.
+        reason: why the Node has none of the shares that nobody holds, a name of the table of
+            reasons in docs/pools.md; absent where it has some, or all are held.
     """
 
     capacity: int
     held: int
     free: int
+    reason: str | None = None
 
 
 class MoveReport(ReportPart, frozen=True):

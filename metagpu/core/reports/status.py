@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from metagpu.core.availability.exact import free_parts, held_back_of, largest_request
-from metagpu.core.availability.reasons import availability_of, count_free, waits_for
+from metagpu.core.availability.reasons import (
+    availability_of,
+    count_free,
+    reason_for_none,
+    waits_for,
+)
 from metagpu.core.devices.devices import devices_of
 from metagpu.core.errors import UnknownGpu
 from metagpu.core.layout.layout import Layout, PoolAssignment
@@ -339,6 +344,7 @@ def _shares_report(snapshot: Snapshot, gpu: GpuId) -> dict[str, SharesReport]:
             # A lease on a share that is not offered any more is in no capacity.
             held=sum(share.id in state.leases for share in offer.by_gpu[gpu]),
             free=count_free(state, resource),
+            reason=reason_for_none(state, offer.ids[gpu]),
         )
         for resource, offer in snapshot.offers.items()
         if gpu in offer.by_gpu

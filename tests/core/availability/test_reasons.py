@@ -17,6 +17,7 @@ from metagpu.core.availability.reasons import (
     Reason,
     availability_of,
     count_free,
+    reason_for_none,
     refuse,
 )
 from metagpu.core.model.offers import Api
@@ -139,6 +140,18 @@ def test_the_first_of_several_reasons_is_shown() -> None:
         assert row.name == name
     assert "XID 79" in str(availability_of(both).refusal(PLACES[0]))
     assert "fan" in str(availability_of(cordoned).refusal(PLACES[0]))
+
+
+@pytest.mark.parametrize("row", REASONS, ids=lambda row: row.name)
+def test_an_amount_of_nothing_has_a_reason(row: Reason) -> None:
+    """Where the Node has no free share, reports name the row; held shares have a holder."""
+    now, expected = ROWS[row.name]
+    ids = frozenset(it.id for it in expected)
+    on_node = row.counted or ids <= now.leases.keys()
+
+    assert reason_for_none(now, ids) == (None if on_node else row.name)
+    assert reason_for_none(now, ids | _ids(FRACTIONS[0].resource)) in (None, row.name)
+    assert reason_for_none(state(), ids) is None
 
 
 def test_rows_that_are_found_together_have_equal_effects() -> None:

@@ -93,7 +93,7 @@ def test_an_explanation_has_offers_and_reasons() -> None:
         "healthy": False,
         "reason": "XID 79",
         "since": "1970-01-01T01:00:00+00:00",
-        "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0}},
+        "shares": {METAGPU: {"capacity": 10, "held": 0, "free": 0, "reason": "unhealthy"}},
     }
 
 
