@@ -238,7 +238,8 @@ def _change(change: str) -> Cell:
 
 def _lease(lease: Plan) -> str:
     """Return who gives shares back: of a shared ResourceClaim, all containers."""
-    holders = ", ".join(lease["holders"]) or "a pod that is being admitted"
+    first = lease["holder"] or "a pod that is being admitted"
+    holders = ", ".join([first, *lease.get("sharers", ())])
     return f"{holders}: {lease['shares']} of {lease['resource'] or 'another name'}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from metagpu.agent.agent import Agent
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
+from metagpu.core.reports.reading import ReportPart, plain_report
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
@@ -44,8 +45,8 @@ def joined(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
 async def asked(agent: Agent, command: str) -> Mapping[str, Any]:
     """Return the agent's answer on its control socket."""
     answer = await agent.commands[command]({})
-    assert isinstance(answer, dict)
-    return answer
+    assert isinstance(answer, ReportPart)
+    return plain_report(answer)
 
 
 async def test_a_pod_has_the_limit_of_its_annotation_until_its_end(tmp_path: Path) -> None:

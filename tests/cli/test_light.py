@@ -11,9 +11,11 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.core.reports.schema import StatusReport
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from tests.rigs.nvml_library import NvmlLibrary
+from tests.rigs.reported import complete
 
 CLUSTER_LIBRARIES: Final = {
     *("grpclib", "h2", "hpack", "betterproto2"),
@@ -98,7 +100,7 @@ async def usage(_: Mapping[str, Any]) -> object:
 
 async def status(_: Mapping[str, Any]) -> object:
     """Return `status` of a node without GPUs."""
-    return {"resources": {}, "gpus": [], "leases": [], "remarks": []}
+    return complete({}, StatusReport)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import pytest
 from anyio import to_thread
 
 from metagpu.cli.metagpu import main
+from metagpu.core.reports.schema import StatusReport
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.demo.drawing import show_demo
 from tests.cli.test_mgctl import TtyText, interrupted_after
+from tests.rigs.reported import complete
 
 TWO_POOLS = """\
 version: metagpu/v1
@@ -318,7 +320,7 @@ async def test_the_status_is_watched_as_mgctl_watches(
     """`-w` prints a line of JSON each second, and draws tables in place until Ctrl-C."""
 
     async def status(_: Mapping[str, Any]) -> object:
-        return {"resources": {}, "gpus": [], "leases": []}
+        return complete({}, StatusReport)
 
     async def watch(*options: str) -> int:
         interrupted_after(2, monkeypatch)

@@ -203,7 +203,12 @@ def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str
 
 def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan has arrows at differences, pods that it waits for, and settings."""
-    holding = {"holders": ["team/old (main)", "team/new (main)"], "resource": "a.b/c", "shares": 3}
+    holding = {
+        "holder": "team/old (main)",
+        "sharers": ["team/new (main)"],
+        "resource": "a.b/c",
+        "shares": 3,
+    }
     one = {
         "index": 0,
         "uuid": A.id,
@@ -213,7 +218,7 @@ def test_a_plan_names_the_pods_that_it_waits_for(capsys: pytest.CaptureFixture[s
         "poolAfter": "a",
         "backendsBefore": ["fraction"],
         "backendsAfter": ["whole"],
-        "waitsFor": [holding, {**holding, "holders": []}],
+        "waitsFor": [holding, {**holding, "holder": None, "sharers": []}],
     }
     show_plan({"resources": {}, "gpus": [one], "settings": ["health"]})
 
@@ -260,3 +265,13 @@ def test_no_table_is_cut(
     for whole in ("a-pod-with-a-long-name", "example.com/a-long-resource", "3 3 3 3 2 2 1 ·"):
         assert whole in printed
     assert [line for line in printed.split("\n") if line.endswith(" ")] == []
+
+
+def test_a_status_names_all_pods_of_a_shared_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each container that uses shares of a ResourceClaim has a line; so has a new claim."""
+    lease = {"resource": "a.b/c", "resourceClaim": "team/ours", "shares": 5}
+    shared = {**lease, "holder": "team/one (main)", "sharers": ["team/two (main)"]}
+    show_status({"leases": [shared, {**lease, "shares": 7}]})
+    out = capsys.readouterr().out
+    assert [it in out for it in ("team/one (main)", "team/two (main)")] == [True, True]
+    assert "ResourceClaim team/ours" in out

@@ -136,7 +136,7 @@ def _waiting(leases: Sequence[Lease]) -> list[dict[str, Any]]:
     return [
         {
             "holder": str(holders[0]) if holders else None,
-            "holders": list(map(str, holders)),
+            **({"sharers": list(map(str, holders[1:]))} if holders[1:] else {}),
             "resource": resource,
             "shares": count,
         }
