@@ -7,6 +7,7 @@ daemon gives a lock to another one: the one that ends releases both, and takes n
 """
 
 import fcntl
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -80,8 +81,12 @@ class StandbyFile:
         self._file = self._shown = None
 
     def _open(self) -> bool:
-        self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            file = os.open(self._path, flags, 0o600)
+        except OSError:
+            return False  # the control socket in the same folder reports it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,11 +168,14 @@ class Exchange:
         report its problems then.
         """
         free_since: float | None = None
+        looked = -math.inf
         with closing(StandbyFile(self.run_dir)) as file:
             while not self.taken.is_set():
-                await self._update()
-                file.show(Standby(__version__, self.problems))
                 now = anyio.current_time()
+                if self.problems or now - looked >= self.timing.look:
+                    await self._update()
+                    file.show(Standby(__version__, self.problems))
+                    looked = now
                 if self.problems and is_locked(self.run_dir):
                     free_since = None
                 elif self.problems and free_since is None:

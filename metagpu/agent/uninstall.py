@@ -14,6 +14,7 @@ import anyio
 from anyio import to_thread
 
 from metagpu.agent.agent import Agent
+from metagpu.agent.exchange import STANDBY_FILE
 from metagpu.agent.fault_note_file import FILE_NAME as FAULTS
 from metagpu.agent.paths import AgentPaths
 from metagpu.core.contracts.backend import installed_backends
@@ -35,7 +36,7 @@ from metagpu.plugins.kubelet.folder_lock import FolderLock
 from metagpu.plugins.kubelet.pod_list import read_leases
 
 _POLL: Final = 0.2
-_RUN_FILES: Final = ("mps", SOCKET_NAME, FAULTS, "faults.new", "lib", LOCK_NAME)
+_RUN_FILES: Final = (*("mps", SOCKET_NAME, FAULTS, "faults.new", STANDBY_FILE, "lib", LOCK_NAME),)
 """A control daemon that stays keeps them all: `mps` is not empty then."""
 _GPU: Final = "GPU-"
 """The prefix of our shares' ids."""

@@ -50,6 +50,7 @@ class Cluster:
         features, timing = settings.features, settings.timing
         self._context = context
         self._run_command = run_command
+        self._began: float | None = None
         instance = f"metagpu-{settings.node}"  # deploy/admission-policy.yaml requires this name
         events = NodeEvents(
             settings.node, EventRecorder(instance, timing), enabled=Feature.EVENTS in features
@@ -84,11 +85,18 @@ class Cluster:
         return ""
 
     async def wait_for_choice(self) -> None:
-        """Wait until the Node's labels are followed, for `choice_timeout` at most."""
+        """Wait until the Node's labels are followed, for `choice_timeout` at most.
+
+        The time counts from the first attempt to reach the API server.
+        """
         settings, parts = self._context.settings, self.parts
+        waited = anyio.current_time() - self._began if self._began is not None else 0.0
+        left = max(0.0, settings.choice_timeout - waited)
         async with anyio.create_task_group() as group:
-            group.start_soon(parts.config_follower.wait_for_choice)
-            with anyio.move_on_after(settings.choice_timeout):
+            group.start_soon(parts.config_follower.wait_for_choice, left)
+            # What follows the Node begins with the node: an API server that answers is waited for.
+            known = self.connection is not None and self.connection.node.known
+            with anyio.move_on_after(settings.choice_timeout if known else left):
                 if parts.upgrade_follower is not None:
                     await parts.upgrade_follower.decided.wait()
                 if Feature.CORDON in settings.features:
@@ -96,7 +104,7 @@ class Cluster:
 
     async def run(self) -> None:
         """Run all features in use until cancelled; a failure here ends nothing else."""
-        delay = self._context.settings.timing.restart_delay
+        delay, self._began = self._context.settings.timing.restart_delay, anyio.current_time()
 
         while True:
             try:

@@ -72,11 +72,11 @@ class ConfigFollower:
             "refusal": self._outcome.rejection,
         }
 
-    async def wait_for_choice(self) -> None:
-        """Wait until the cluster's first choice is applied, for `choice_timeout` at most."""
-        if Feature.CONFIG not in self.settings.features:
+    async def wait_for_choice(self, within: float) -> None:
+        """Wait until the cluster's first choice is applied, for `within` seconds at most."""
+        if Feature.CONFIG not in self.settings.features or self.decided.is_set():
             return
-        with anyio.move_on_after(self.settings.choice_timeout) as waiting:
+        with anyio.move_on_after(within) as waiting:
             await self.decided.wait()
         if waiting.cancelled_caught:
             log.warning(

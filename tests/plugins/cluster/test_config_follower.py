@@ -146,7 +146,7 @@ async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
     with capture_module_logs(config_follower) as lines:
         async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
             with anyio.fail_after(30):
-                await it.cluster.parts.config_follower.wait_for_choice()
+                await it.cluster.parts.config_follower.wait_for_choice(0.1)
 
     assert lines[0]["event"] == "cluster choice timed out; going on without it"
 
