@@ -1,4 +1,4 @@
-"""The life of a daemon: it prepares, takes its node, serves it, withdraws, and ends."""
+"""The life of a daemon: it prepares, takes its node, serves, withdraws, ends."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack

@@ -177,7 +177,7 @@ class HealthWatch:
         return take_note(self.registry.snapshot).joined(self.noted)
 
     def adopt(self, last: FaultNote, written: float = 0.0) -> None:
-        """Continue with the faults and cordons that the daemon before had when it wrote them."""
+        """Continue with the faults and cordons that the earlier daemon wrote."""
         known = self.registry.snapshot.gpus.keys()
         self.verdicts.adopt(last.of(known), written)
         self.noted = last.of(known, but=True)
