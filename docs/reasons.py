@@ -44,7 +44,8 @@ _CAUGHT: Final = (
     "UsageError",
 )
 """Errors whose text alone people see: in the log, in a report, or from `mgctl` in a container."""
-_LEVELS: Final = {"warning": "warning", "error": "error", "exception": "error", "critical": "error"}
+_LEVELS: Final = ("warning", "error", "exception", "critical")
+_ERRORS: Final = {"error", "critical"}
 
 Cells = tuple[str, ...]
 
@@ -101,17 +102,18 @@ def conditions() -> Sequence[Cells]:
     return sorted(found)
 
 
-def logged() -> Sequence[Cells]:
-    """Return each event of the log from `warning` on, with its level, but for bugs."""
-    return sorted(
-        (event, " or ".join(sorted({_LEVELS[it] for it in found})))
-        for event, found in _logged().items()
-        if found != {"exception"}
-    )
+def errors() -> Sequence[Cells]:
+    """Return each event of the log with the level error, but for bugs."""
+    return sorted((event,) for event, found in _logged().items() if found & _ERRORS)
+
+
+def warned() -> Sequence[Cells]:
+    """Return each event of the log with the level warning."""
+    return sorted((event,) for event, found in _logged().items() if found == {"warning"})
 
 
 def bugs() -> Sequence[Cells]:
-    """Return each event of the log that has a traceback: a fault of metagpu's own."""
+    """Return each event of the log that always has a traceback: a fault of metagpu's own."""
     return sorted((event,) for event, found in _logged().items() if found == {"exception"})
 
 
@@ -245,7 +247,8 @@ def _by_default(hole: ast.expr, function: ast.FunctionDef) -> str:
 TABLES: Final = (
     Table("## Events", events, 3),
     Table("## Conditions of the Node", conditions, 2),
-    Table("## The log", logged, 2),
+    Table("## Errors in the log", errors, 2),
+    Table("## Warnings in the log", warned, 2),
     Table("## Bugs in the log", bugs, 0),
     Table("## Faults of a GPU", faults, 0),
     Table("## Remarks of the status", remarks, 1),

@@ -35,7 +35,7 @@ def test_a_new_reason_needs_its_sentences(
     (package / "new.py").write_text("log.info('begun')\nlog.warning('fan stopped', gpu=1)\n")
 
     assert reasons.main([]) == 1
-    assert "| fan stopped | warning |  |  |" in page.read_text().splitlines()
+    assert "| fan stopped |  |  |" in page.read_text().splitlines()
     assert "fan stopped" in capsys.readouterr().err
     assert "begun" not in page.read_text()
 
@@ -45,7 +45,7 @@ def test_a_computed_event_is_refused(package: Path, text: str) -> None:
     """An event of the log is one constant text, by which people search."""
     (package / "new.py").write_text(f"self._log.error({text}, gpu=1)\n")
     with pytest.raises(reasons.UnknownReasonError, match=r"new\.py:1"):
-        reasons.logged()
+        reasons.errors()
 
 
 def test_every_kind_of_refusal_is_a_row_by_its_label() -> None:
