@@ -5,6 +5,7 @@ A field whose value has another type is as one that is missing. Unknown fields a
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 
@@ -73,7 +74,7 @@ def plain_report(report: ReportPart) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any field of a report
     if isinstance(value, ReportPart):
-        shown = (it for it in msgspec.structs.fields(value) if _is_shown(value, it))
+        shown = (it for it in _fields(type(value)) if _is_shown(value, it))
         return {it.encode_name: _plain(getattr(value, it.name)) for it in shown}
     if isinstance(value, list):
         return list(map(_plain, value))
@@ -117,7 +118,7 @@ def _read_part(value: Mapping[str, Any], kind: type[T]) -> T:
     """Return an object of a report without the fields that it lacks."""
     found: dict[str, Any] = {}
     missing = []
-    for field in msgspec.structs.fields(kind):
+    for field in _fields(kind):
         try:
             found[field.name] = _read(value[field.encode_name], field.type)
         except (KeyError, msgspec.ValidationError):
@@ -127,6 +128,12 @@ def _read_part(value: Mapping[str, Any], kind: type[T]) -> T:
     for name in missing:
         getattr(kind, name).__delete__(part)
     return part
+
+
+@cache
+def _fields(kind: type[ReportPart]) -> tuple[FieldInfo, ...]:
+    """Return the fields of a report: reading 500 of an older release asks often."""
+    return msgspec.structs.fields(kind)
 
 
 def _is_required(field: FieldInfo) -> bool:
