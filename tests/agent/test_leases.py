@@ -134,7 +134,7 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
         async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
             await late.wait_asked(1)
             if how != "good":
-                reason = it.state(0).unknown_leases
+                reason = it.state(0).kubelet.unknown_leases
                 assert reason.startswith("the kubelet's checkpoint and its list")
             skip(60)
             late.answer()

@@ -312,7 +312,7 @@ async def test_mig_stays_off_where_nothing_would_be_offered(tmp_path: Path) -> N
         await until(lambda: blocker(it) == "it has none of the MIG profiles of its pool")
         await it.wait_snapshot(
             lambda now: all(
-                gpu.mig_devices_of_other_plugins is not None for gpu in now.gpus.values()
+                gpu.kubelet.mig_devices_of_other_plugins is not None for gpu in now.gpus.values()
             )
         )
 

@@ -181,7 +181,7 @@ class InstanceInventory:
             for slot in self.unleased(state)
             if (here := pids.get(self.present[slot].number))
         }
-        foreign = state.mig_devices_of_other_plugins
+        foreign = state.kubelet.mig_devices_of_other_plugins
         for slot, since in list(self.unclaimed.items()):
             if foreign is not None and identity(self.present[slot]) in foreign:
                 del self.unclaimed[slot]  # another plugin's: never ours

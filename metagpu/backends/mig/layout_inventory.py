@@ -160,7 +160,7 @@ class LayoutInventory(InstanceInventory):
 
         No pod can hold it under another id, and the kubelet gives no id twice.
         """
-        foreign = state.mig_devices_of_other_plugins
+        foreign = state.kubelet.mig_devices_of_other_plugins
         for slot in self.unclaimed.keys() & set(self.layout):
             instance = self.present[slot]
             held = foreign is None or identity(instance) in foreign

@@ -106,7 +106,7 @@ class MigModeEnabler(msgspec.Struct, frozen=True):
 
     async def _enable(self) -> Blocker | None:
         context, gpu = self.context, self.context.state.gpu
-        if context.state.mig_devices_of_other_plugins is None:
+        if context.state.kubelet.mig_devices_of_other_plugins is None:
             return Blocker(
                 "MIG mode is off; metagpu enables it after the kubelet has reported which pods "
                 "hold the GPU"
@@ -163,7 +163,7 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
     async def _use(self) -> str:
         """Return what keeps MIG on, empty for nothing."""
         context = self.context
-        if context.state.mig_devices_of_other_plugins is None:
+        if context.state.kubelet.mig_devices_of_other_plugins is None:
             return "the kubelet has not reported yet which pods hold it"
         if use := await _use(context, any_backend=True):
             return use

@@ -160,7 +160,7 @@ class MpsDaemons:
 
         self._follow_leases()
 
-        if self._context.state.mig_devices_of_other_plugins is None:
+        if self._context.state.kubelet.mig_devices_of_other_plugins is None:
             return  # the kubelet has not reported yet which pods hold devices
         for daemon in self._daemons.values():
             if daemon.unwanted and not daemon.device_gone and not daemon.querying:

@@ -277,7 +277,7 @@ def _triggers(state: GpuState) -> object:
     leases = frozenset((i, it.since, it.holder is None) for i, it in state.leases.items())
     return (
         leases,
-        state.mig_devices_of_other_plugins,
+        state.kubelet.mig_devices_of_other_plugins,
         state.gpu,
         state.verdict.healthy,
         state.mig_faults,

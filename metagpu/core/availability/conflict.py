@@ -154,7 +154,7 @@ def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
 def _find_conflicting(state: GpuState) -> frozenset[ShareId]:
     if not (state.can_conflict or state.cleaning or state.provisioned):
         return NONE
-    if state.unknown_leases:
+    if state.kubelet.unknown_leases:
         return frozenset(share.id for share in state.shares if share.id not in state.leases)
     return unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
 
@@ -186,7 +186,7 @@ class Conflicts(msgspec.Struct, frozen=True):
 def conflicts_of(state: GpuState) -> Conflicts:
     """Find the causes of a GPU's conflicts, for each share the first that applies."""
     every = conflicting_shares(state)
-    if state.unknown_leases:
+    if state.kubelet.unknown_leases:
         return Conflicts(every)
     if not every:
         return Conflicts()

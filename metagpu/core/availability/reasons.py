@@ -265,8 +265,8 @@ def _refuse_held_by_claim(state: GpuState, share: Share) -> RequestError:
 
 def _orphaned_text(state: GpuState) -> str:
     """Return which pods a GPU, or a part of it, waits for."""
-    if state.unknown_leases:
-        return f"GPU {state.gpu} waits until it is known which pods hold it: {state.unknown_leases}"
+    if why := state.kubelet.unknown_leases:
+        return f"GPU {state.gpu} waits until it is known which pods hold it: {why}"
     orphaned = orphaned_leases(state.shares, state.leases)
     waiting = shares_to_wait(state.shares, state.leases)
     holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)

@@ -54,6 +54,23 @@ class Cleanup(msgspec.Struct, frozen=True):
 NO_CLEANUP: Final = Cleanup()
 
 
+class KubeletWord(msgspec.Struct, frozen=True):
+    """The kubelet's word about what pods hold, beside the leases.
+
+    Attributes:
+        unknown_leases: why the leases that a kubelet gave before this daemon started are unknown,
+            empty once they are known.
+        mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
+            `None` until the kubelet has reported.
+    """
+
+    unknown_leases: str = ""
+    mig_devices_of_other_plugins: frozenset[str] | None = None
+
+
+NO_WORD: Final = KubeletWord()
+
+
 class GpuState(msgspec.Struct, frozen=True, dict=True):
     """One GPU with everything that changes about it.
 
@@ -67,8 +84,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             kubelet gives them to no other pod, and fails the pod at its own next start unless they
             are healthy. Some are without a lease: the shares of init containers. Each with pod uid
             and name of its containers.
-        unknown_leases: why the leases that a kubelet gave before this daemon started are unknown,
-            empty once they are known.
         can_conflict: whether any two shares of the GPU, on offer or held, could conflict.
         hidden: the shares that the scheduler is not to count, although they could be granted.
         suspended: the backends that grant no shares of the GPU for now, and why.
@@ -78,8 +93,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         provisioned: by backend, all that backends have created on the GPU.
         turn: the backend that offers the GPU while it is idle, `None` where all do.
         mig_faults: the MIG devices that are out of service.
-        mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
-            the same for every GPU, `None` until the kubelet has reported.
+        kubelet: what the kubelet has said beside leases, the same for every GPU.
     """
 
     gpu: Gpu
@@ -88,7 +102,6 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     api: Api = Api.DEVICE_PLUGIN
     leases: MappingProxyType[ShareId, Lease] = MappingProxyType({})
     allocated: Mapping[ShareId, frozenset[tuple[str, str]]] = MappingProxyType({})
-    unknown_leases: str = ""
     can_conflict: bool = False
     hidden: HiddenShares | None = None
     suspended: Mapping[str, Pause] = msgspec.field(default_factory=dict)
@@ -98,7 +111,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     provisioned: Mapping[str, ProvisionedState] = msgspec.field(default_factory=dict)
     turn: OfferTurn | None = None
     mig_faults: Mapping[str, Verdict] = msgspec.field(default_factory=dict)
-    mig_devices_of_other_plugins: frozenset[str] | None = None
+    kubelet: KubeletWord = NO_WORD
 
     @property
     def cordon(self) -> Pause | None:

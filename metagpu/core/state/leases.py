@@ -186,11 +186,17 @@ def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
 
 def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
     devices = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
-    changed = [it for it in snapshot.gpus.values() if it.mig_devices_of_other_plugins != devices]
+    changed = [
+        it for it in snapshot.gpus.values() if it.kubelet.mig_devices_of_other_plugins != devices
+    ]
     if not changed:
         return snapshot
     return with_states(
-        snapshot, [replace(it, mig_devices_of_other_plugins=devices) for it in changed]
+        snapshot,
+        [
+            replace(it, kubelet=replace(it.kubelet, mig_devices_of_other_plugins=devices))
+            for it in changed
+        ],
     )
 
 

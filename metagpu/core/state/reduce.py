@@ -24,7 +24,7 @@ from metagpu.core.model.shares import (
     ShareId,
     Verdict,
 )
-from metagpu.core.model.snapshot import GpuState, Offer, Snapshot, with_states
+from metagpu.core.model.snapshot import GpuState, KubeletWord, Offer, Snapshot, with_states
 from metagpu.core.state.events import Event, PodEnded
 from metagpu.core.state.facts import (
     CompetingPluginFound,
@@ -123,7 +123,7 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
         known = states.get(gpu.id)
         if known is None:
             verdict = Verdict(healthy=True, since=fact.at)
-            states[gpu.id] = GpuState(gpu, verdict, unknown_leases=snapshot.unknown_leases)
+            states[gpu.id] = GpuState(gpu, verdict, kubelet=KubeletWord(snapshot.unknown_leases))
         elif known.gpu != gpu:
             states[gpu.id] = replace(known, gpu=gpu)
 
@@ -138,7 +138,10 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
 def _earlier_leases(snapshot: Snapshot, fact: EarlierLeases) -> tuple[Snapshot, tuple[Fact, ...]]:
     if fact.unknown == snapshot.unknown_leases:
         return snapshot, ()
-    states = [replace(it, unknown_leases=fact.unknown) for it in snapshot.gpus.values()]
+    states = [
+        replace(it, kubelet=replace(it.kubelet, unknown_leases=fact.unknown))
+        for it in snapshot.gpus.values()
+    ]
     return with_states(replace(snapshot, unknown_leases=fact.unknown), states), (fact,)
 
 

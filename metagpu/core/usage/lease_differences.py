@@ -386,7 +386,7 @@ class UnauthorizedUseWatch:
 
         async with anyio.create_task_group() as group:
             for gpu, state in self._registry.snapshot.gpus.items():
-                if state.mig_devices_of_other_plugins is None:
+                if state.kubelet.mig_devices_of_other_plugins is None:
                     unknown.add(gpu)  # the kubelet has not listed its pods yet: no holder is known
                 else:
                     group.start_soon(ask, gpu)

@@ -13,6 +13,7 @@ from metagpu.backends.common.mps_daemon.control import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
+from metagpu.core.model.snapshot import KubeletWord
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, stand_in
@@ -32,7 +33,9 @@ class Observer:
 
 def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
     """Return the control daemons of a GPU without leases."""
-    state = SimpleNamespace(leases={}, mig_devices_of_other_plugins=frozenset())
+    state = SimpleNamespace(
+        leases={}, kubelet=KubeletWord(mig_devices_of_other_plugins=frozenset())
+    )
     context = SimpleNamespace(daemons=DAEMONS, gpu=gpu(0), state=state, hands_over=True)
     return MpsDaemons(
         cast("GpuContext", context),

@@ -67,6 +67,15 @@ def test_what_follows_from_a_state_is_computed_once() -> None:
     assert availability_of(state(NODE)).unlisted == set()
 
 
+def test_a_state_has_few_fields_and_few_properties() -> None:
+    """What follows for shares is in `core/availability`, not in properties of the state."""
+    fields = GpuState.__struct_fields__
+    own = [it for it in vars(GpuState) if not it.startswith("__") and it not in fields]
+
+    assert len(fields) <= 16
+    assert len(own) <= 8
+
+
 # --- readiness ------------------------------------------------------------------------------------
 
 
@@ -345,14 +354,14 @@ def test_mig_devices_of_other_plugins_are_known_from_the_kubelet() -> None:
     """MIG devices of other plugins are remembered; other devices are ignored."""
     held = {ShareId("MIG-x"): HOLDER, ShareId("rdma0"): HOLDER}
 
-    assert state(NODE).mig_devices_of_other_plugins is None
+    assert state(NODE).kubelet.mig_devices_of_other_plugins is None
     assert (
-        state(after(LeasesObserved({}, at=9), since=NODE)).mig_devices_of_other_plugins
+        state(after(LeasesObserved({}, at=9), since=NODE)).kubelet.mig_devices_of_other_plugins
         == frozenset()
     )
     assert state(
         after(LeasesObserved(held, at=9), since=NODE)
-    ).mig_devices_of_other_plugins == frozenset(["MIG-x"])
+    ).kubelet.mig_devices_of_other_plugins == frozenset(["MIG-x"])
 
 
 # --- verdicts on MIG devices ----------------------------------------------------------------------

@@ -509,12 +509,12 @@ async def test_a_daemon_that_starts_beside_a_new_kubelet_takes_nothing_for_free(
         new = Answering(tmp_path / "pod-resources.sock")
         async with new.running(), following(it, tmp_path):
             await new.asked()
-            assert it.registry.snapshot.gpus[gpu(0).id].mig_devices_of_other_plugins is None
+            assert it.registry.snapshot.gpus[gpu(0).id].kubelet.mig_devices_of_other_plugins is None
             empty = {"Data": {"PodDeviceEntries": None}, "Checksum": 1}
             await anyio.Path(tmp_path / CHECKPOINT).write_text(json.dumps(empty))
             with anyio.fail_after(30):
                 async for update in it.registry.watch(
-                    lambda now: now.gpus[gpu(0).id].mig_devices_of_other_plugins
+                    lambda now: now.gpus[gpu(0).id].kubelet.mig_devices_of_other_plugins
                 ):
                     if update is not None:
                         break
