@@ -169,7 +169,7 @@ def count_free(state: GpuState, resource: ResourceName) -> int:
 
 
 def reason_for_none(state: GpuState, shares: frozenset[ShareId]) -> str | None:
-    """Return why the Node has none of these shares; `None` if it has some, or all are held."""
+    """Return why the Node has none of these shares; `None` for some, or all held."""
     available = availability_of(state)
     left = shares.difference(state.leases, state.allocated)
     if not left or left - available.uncounted:

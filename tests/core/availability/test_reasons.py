@@ -144,7 +144,7 @@ def test_the_first_of_several_reasons_is_shown() -> None:
 
 @pytest.mark.parametrize("row", REASONS, ids=lambda row: row.name)
 def test_an_amount_of_nothing_has_a_reason(row: Reason) -> None:
-    """Where the Node has no free share, reports name the row; held shares have a holder."""
+    """Reports name the row of a Node without free shares; held shares have a holder."""
     now, expected = ROWS[row.name]
     ids = frozenset(it.id for it in expected)
     on_node = row.counted or ids <= now.leases.keys()

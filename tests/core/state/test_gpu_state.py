@@ -68,7 +68,7 @@ def test_what_follows_from_a_state_is_computed_once() -> None:
 
 
 def test_a_state_has_few_fields_and_few_properties() -> None:
-    """What follows for shares is in `core/availability`, not in properties of the state."""
+    """Conclusions about shares are in `core/availability`, not in properties of the state."""
     fields = GpuState.__struct_fields__
     own = [it for it in vars(GpuState) if not it.startswith("__") and it not in fields]
 
