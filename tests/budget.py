@@ -57,7 +57,7 @@ CAPABILITIES: Final = (
     ),
     Capability("device plugin", 3850, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5340, ("plugins/cluster/*",)),
-    Capability("agent", 3460, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("agent", 3505, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4700, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),

@@ -13,10 +13,9 @@ from metagpu.agent.commands import AgentCommands, PrivilegeCheck
 from metagpu.agent.config_loader import ConfigLoader, read_initial
 from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.context import Addresses, ConfigInForce, NodeContext
-from metagpu.agent.exchange import Exchange
+from metagpu.agent.exchange import Exchange, Lifecycle
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.layout_manager import LayoutManager
-from metagpu.agent.lifecycle import Lifecycle
 from metagpu.agent.offering import Offering
 from metagpu.agent.parts import (
     build_cdi_file,

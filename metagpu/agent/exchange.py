@@ -1,4 +1,4 @@
-"""The exchange of daemons: prepare, withdraw, take.
+"""The life of a daemon, and its exchange with another one: prepare, withdraw, take.
 
 A new daemon prepares and waits, the old one withdraws and ends, and the new one takes the node.
 
@@ -11,7 +11,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -21,10 +21,12 @@ import msgspec
 import structlog
 
 from metagpu import __version__
+from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.preparation import Preparation
 from metagpu.agent.timing import ExchangeTiming
 from metagpu.core.errors import AnotherDaemon
 from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.runtime.tasks import Work
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.events import DaemonNotReady
 from metagpu.core.state.facts import NodeWithdrawn
@@ -280,3 +282,81 @@ class Exchange:
 
 def _joined(problems: Sequence[str]) -> str:
     return "; ".join(problems)
+
+
+class Lifecycle:
+    """Runs the tasks of an agent, each from its part of the daemon's life on.
+
+    Args:
+        preparing: change nothing of the node before this daemon has it. The first of them counts
+            events: none may be missed.
+        health: watches the GPUs; begins before the node is taken too, and outlasts a withdrawal.
+        guests: do for the node what the kubelet can do without; a withdrawal ends them.
+        kubelet: serve the kubelet, until the end.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        fault_note_file: FaultNoteFile,
+        *,
+        preparing: Sequence[Work],
+        health: Work,
+        guests: Sequence[Work],
+        kubelet: Sequence[Work],
+    ) -> None:
+        self._exchange = exchange
+        self._note = fault_note_file
+        self._preparing = preparing
+        self._health = health
+        self._guests = guests
+        self._kubelet = kubelet
+        self._withdrawn, self._guests_ended = anyio.Event(), anyio.Event()
+
+    async def run(
+        self, beside: Callable[[], AbstractAsyncContextManager[object]], *, waits: bool
+    ) -> None:
+        """Prepare, take the node, and serve it until cancelled; the locks fall last.
+
+        Args:
+            beside: what runs around all tasks.
+            waits: whether to wait for the end of another daemon, which is an error otherwise.
+        """
+        async with AsyncExitStack() as held:
+            if not waits:
+                await self._exchange.take(held)
+            async with beside(), anyio.create_task_group() as main:
+                async with anyio.create_task_group() as guests:
+                    guests.start_soon(self._end_guests, guests.cancel_scope)
+                    for task in self._preparing:
+                        guests.start_soon(task)
+                    main.start_soon(self._health)
+                    if waits:
+                        await self._exchange.wait_and_take(held)
+                        await self._note.load()  # the last word of the daemon before
+                    for task in (self._exchange.yield_to_ready, *self._guests):
+                        guests.start_soon(task)
+                    for task in (*self._kubelet, self._exchange.lock.run):
+                        main.start_soon(task)
+                self._guests_ended.set()
+                await anyio.sleep_forever()
+
+    async def withdraw(self) -> None:
+        """Serve the pods on their way, and end all but what the kubelet needs."""
+        await self._exchange.withdraw()
+        if self._exchange.taken.is_set():
+            self._withdrawn.set()
+            await self._guests_ended.wait()
+            await self._note.save()
+
+    async def serve_node(self) -> None:
+        """Serve the node without its locks, as nobody else can have it; until cancelled."""
+        self._exchange.taken.set()
+        guests = self._exchange.yield_to_ready, *self._guests
+        async with anyio.create_task_group() as group:
+            for task in (*self._preparing, self._health, *guests, *self._kubelet):
+                group.start_soon(task)
+
+    async def _end_guests(self, guests: anyio.CancelScope) -> None:
+        await self._withdrawn.wait()
+        guests.cancel()
