@@ -12,7 +12,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,15 +33,17 @@ _OF_STATUS: Final = ("Name:", "Uid:", "NSpid:")
 """The used ones of the sixty lines of /proc/PID/status."""
 
 # Fields of /proc/PID/stat behind the command's name, which may have any bytes (proc_pid_stat(5)).
-_UTIME, _STIME, _STARTED, _RESIDENT = 11, 12, 19, 21
+_STATE, _UTIME, _STIME, _STARTED, _RESIDENT = 0, 11, 12, 19, 21
+_ZOMBIE: Final = b"Z"
 
 
 def read_identity(proc: Path, pid: int, cgroups: Path = DEFAULT_ROOT) -> ProcessIdentity | None:
     """Read the identity of the process that has a pid now."""
     try:
         with _opened(proc, pid) as folder:
-            container = find_container(_cgroup(folder), cgroups)
-            return ProcessIdentity(pid, int(_stat(folder)[_STARTED]), container)
+            stat = _stat(folder)
+            container = find_container(_cgroup(folder, stat), cgroups)
+            return ProcessIdentity(pid, int(stat[_STARTED]), container)
     except OSError:
         return None
 
@@ -109,8 +111,27 @@ def _stat(folder: int) -> list[bytes]:
     return _read(folder, "stat").rpartition(b")")[2].split()
 
 
-def _cgroup(folder: int) -> str:
-    return _read(folder, "cgroup").decode(errors="replace")
+def _cgroup(folder: int, stat: list[bytes]) -> str:
+    """Read the cgroups of a process; where its first thread has ended, of one that lives.
+
+    The kernel shows a zombie in the root of each hierarchy of cgroup v1.
+    """
+    name = "cgroup"
+    if stat[_STATE] == _ZOMBIE:
+        name = next((f"task/{it}/cgroup" for it in _living_threads(folder)), name)
+    return _read(folder, name).decode(errors="replace")
+
+
+def _living_threads(folder: int) -> Iterator[str]:
+    tasks = os.open("task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+    try:
+        for thread in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
+            with suppress(OSError):
+                stat = _read(tasks, f"{thread}/stat").rpartition(b")")[2].split()
+                if stat[_STATE] not in (_ZOMBIE, b"X"):
+                    yield thread
+    finally:
+        os.close(tasks)
 
 
 def _status(folder: int) -> dict[str, str]:
@@ -124,8 +145,6 @@ def _decode(command: list[bytes]) -> tuple[str, ...]:
 
 
 _PROC: Final = Path("/proc")
-_STATE: Final = 0
-"""The first field of /proc/PID/stat behind the name (proc_pid_stat(5), field 3)."""
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """`struct flock` of fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
 _PID_LENGTH: Final = 20

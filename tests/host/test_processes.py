@@ -13,8 +13,15 @@ from metagpu.core.contracts.host import Peer
 from metagpu.core.model.shares import Holder
 from metagpu.host import processes
 from metagpu.host.linux import LinuxHost
-from metagpu.host.processes import raise_file_limit, read_identity, read_peer
+from metagpu.host.processes import (
+    is_in_other_container,
+    raise_file_limit,
+    read_identity,
+    read_peer,
+)
+from metagpu.plugins.pod_api.relay.open_calls import group_of
 from metagpu.sim.machine.containers import SimHost, container_of
+from tests.rigs.cgroups import real_cgroup
 from tests.rigs.logs import capture_module_logs
 
 ALICE = Holder("default", "alice", "main")
@@ -55,6 +62,41 @@ def test_an_ending_peer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processes, "read_identity", end_meanwhile)
         assert read_peer(Path("/proc"), peer) is None
         os.close(peer.pidfd)
+
+
+LEADERLESS = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.readline).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+"""Ends its first thread, and goes on in another: a zombie that works."""
+
+
+def test_a_process_without_its_first_thread_is_in_its_container() -> None:
+    """The kernel shows such a leader outside of all cgroups of v1; a thread that lives has them."""
+    container = container_of(ALICE)
+    with (
+        real_cgroup(container) as folder,
+        subprocess.Popen(  # noqa: S603 - as written above
+            [sys.executable, "-c", LEADERLESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process,
+    ):
+        try:
+            (folder / "cgroup.procs").write_text(str(process.pid))
+            assert process.stdout
+            assert process.stdout.readline() == b"ready\n"
+            state = Path(f"/proc/{process.pid}/stat")
+            while state.read_text().rpartition(")")[2].split()[0] != "Z":
+                os.sched_yield()
+
+            identity = read_identity(Path("/proc"), process.pid)
+            assert identity
+            assert identity.container == container
+            assert is_in_other_container(process.pid)
+            assert group_of("/proc", process.pid) == f"pod{container.pod_uid}".encode()
+        finally:
+            process.kill()
 
 
 async def test_without_the_hosts_pids_every_peer_is_unknown(tmp_path: Path, own: Peer) -> None:

@@ -16,6 +16,7 @@ _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77
 """asm-generic/socket.h, since Linux 6.5: a pidfd of the very process, however its pid is reused."""
 _LONGEST = 65536
+_MOST_THREADS = 16
 _POD = re.compile(rb"(?P<folder>/.*?(?P<pod>pod[0-9a-f_-]{32,36})[^/]*)")
 """The folder of a pod in a line of `/proc/PID/cgroup`."""
 _USER = re.compile(rb"user(\.slice|@)")
@@ -48,9 +49,22 @@ def group_of(proc: str, pid: int, cgroups: str = CGROUPS) -> bytes:
     A group is a pod, by a cgroup that root alone can make: its folder belongs to root. All other
     processes are one group with an empty name, as those of a user of the host, who makes cgroups of
     any name below the user's own. Where the folder is not visible, systemd's names of users decide.
+    Of a process whose first thread has ended, which the kernel shows in no cgroup of v1, all
+    threads are looked at.
     """
+    if group := _group(f"{proc}/{pid}", cgroups):
+        return group
+    with suppress(OSError):
+        threads = os.listdir(f"{proc}/{pid}/task")  # noqa: PTH208 - pathlib is large
+        for thread in threads[1:_MOST_THREADS]:
+            if group := _group(f"{proc}/{pid}/task/{thread}", cgroups):
+                return group
+    return b""
+
+
+def _group(folder: str, cgroups: str) -> bytes:
     try:
-        with open(f"{proc}/{pid}/cgroup", "rb", buffering=0) as file:  # noqa: PTH123 - pathlib is large
+        with open(f"{folder}/cgroup", "rb", buffering=0) as file:  # noqa: PTH123 - pathlib is large
             text = file.read(_LONGEST)
     except OSError:
         return b""
