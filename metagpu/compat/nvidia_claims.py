@@ -13,13 +13,13 @@ from metagpu.core.config.decode_errors import describe_mismatch
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.units import Bytes, decode_unit
 from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE
-from metagpu.core.model.claim_sharing import (
+from metagpu.core.model.gpu import MIB
+from metagpu.core.model.resource_claims import (
     AllocatedPart,
     ClaimSharing,
     MpsLimits,
     OpaqueParameters,
 )
-from metagpu.core.model.gpu import MIB
 
 DRIVER: Final = "gpu.nvidia.com"
 """NVIDIA's name of its driver."""

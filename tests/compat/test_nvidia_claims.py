@@ -10,7 +10,7 @@ import pytest
 
 from metagpu.compat.nvidia_claims import read_sharing
 from metagpu.core.config.errors import ConfigError
-from metagpu.core.model.claim_sharing import (
+from metagpu.core.model.resource_claims import (
     AllocatedPart,
     ClaimSharing,
     MpsLimits,

@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.model.claim_device import parse_claim_device
+from metagpu.core.model.resource_claims import parse_claim_device
 from metagpu.plugins.kubelet.pb import v1
 from tests.e2e.claims import pod as claiming_pod
 from tests.e2e.claims import resource_claim, shares

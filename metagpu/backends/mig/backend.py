@@ -47,8 +47,7 @@ from metagpu.core.contracts.capabilities import (
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import CDI_STRATEGIES, Injection
-from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
-from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity, MetricKind
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance, is_mps_share, profile_of
 from metagpu.core.model.privileges import Privilege

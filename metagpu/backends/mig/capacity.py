@@ -10,8 +10,7 @@ from typing import Final
 from metagpu.backends.mig.planner import GpuOccupancy, InstanceMove, find_moves
 from metagpu.backends.mig.profiles import MigGeometry, PlacedProfile, ProfileGeometry, geometry_of
 from metagpu.core.availability.reasons import open_to
-from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
-from metagpu.core.model.capacity import DefragMove, FreeCapacity
+from metagpu.core.model.backend_reports import BackendMetric, DefragMove, FreeCapacity, MetricKind
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import profile_of, slot_of
 from metagpu.core.model.shares import Holder, ProvisionedState

@@ -61,12 +61,12 @@ from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.errors import DriverError, ProgramError
 from metagpu.core.grants.grant import Grant
-from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
-from metagpu.core.model.claim_sharing import MpsLimits
+from metagpu.core.model.backend_reports import BackendMetric, MetricKind
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.offers import OfferPolicy, RequestRule
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
+from metagpu.core.model.resource_claims import MpsLimits
 from metagpu.core.model.shares import Share, ShareId, by_gpu, count_containers
 from metagpu.core.model.snapshot import GpuState, Snapshot
 

@@ -12,8 +12,7 @@ from typing import ClassVar, Final
 from metagpu.core.contracts.backend import Backend, GpuContext, Options
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
 from metagpu.core.grants.grant import Grant
-from metagpu.core.model.backend_metrics import BackendMetric, MetricKind
-from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity, MetricKind
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import OfferRule, RequestRule

@@ -11,11 +11,11 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from metagpu.core.model.claim_sharing import ClaimSharing
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import is_mig, share_suffix, slot_of
 from metagpu.core.model.offers import Api
 from metagpu.core.model.request_errors import SharingUnavailable, UnknownDevice
+from metagpu.core.model.resource_claims import ClaimSharing
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 

@@ -15,13 +15,13 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.grants.grant import DeviceNode, Grant, Mount
-from metagpu.core.model import claim_device
+from metagpu.core.model import resource_claims
 from metagpu.core.model.driver_roots import Folder
 from metagpu.core.model.shares import ShareId
 
 KIND: Final = "metagpu.io/gpu"
 """Vendor and class of our names. Not NVIDIA's: runtimes ignore a name that two files have."""
-CLAIM_KIND: Final = claim_device.KIND
+CLAIM_KIND: Final = resource_claims.KIND
 CLAIM_FILES: Final = "metagpu.io-claim-*.json"
 """The files of ResourceClaims, each with the claim's uid."""
 FILE_NAME: Final = "metagpu.io-gpu.json"

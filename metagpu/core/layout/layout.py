@@ -22,8 +22,7 @@ from metagpu.core.contracts.capabilities import (
     offer_rule,
 )
 from metagpu.core.grants.injection import Injection
-from metagpu.core.model.backend_metrics import BackendMetric
-from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance, is_mig, profile_of, share_suffix
 from metagpu.core.model.offers import Api, RequestRule

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.availability.exact import FreePart, free_parts, held_back_of, largest_request
-from metagpu.core.model.capacity import FreeCapacity
+from metagpu.core.model.backend_reports import FreeCapacity
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import Holder

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.gpu import Gpu, GpuId, Topology
 from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import KnownPod
+from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import (
     CordonSource,
     Fault,

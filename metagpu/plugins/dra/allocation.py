@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
 from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_pool, type_of
-from metagpu.core.model.claim_sharing import (
+from metagpu.core.model.request_errors import ResourceClaimUnusable
+from metagpu.core.model.resource_claims import (
     AllocatedPart,
     ClaimSharing,
     OpaqueParameters,
     ReadSharing,
 )
-from metagpu.core.model.request_errors import ResourceClaimUnusable
 from metagpu.core.model.shares import ResourceClaimRef
 
 ReadResourceClaim = Callable[[ResourceClaimRef], Awaitable[Mapping[str, Any]]]

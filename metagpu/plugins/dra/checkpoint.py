@@ -18,7 +18,7 @@ from anyio import to_thread
 from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.errors import ClaimCheckpointUnreadable, MetagpuError, describe_error
-from metagpu.core.model.claim_device import ClaimDevice
+from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId, gpu_of
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import ResourceClaimsRead

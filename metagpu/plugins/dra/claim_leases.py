@@ -17,8 +17,8 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, pool_name, shared_device
 from metagpu.core.grants.grant import Grant
-from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
+from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import SharesClaimed, SharesReleased

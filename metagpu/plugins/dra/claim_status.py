@@ -15,8 +15,8 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.grants.injection import memory_mib
-from metagpu.core.model.claim_device import ClaimDevice
 from metagpu.core.model.mig import is_mig
+from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.rate_limit import Backoff, LogOnce

@@ -9,7 +9,7 @@ import anyio
 from grpclib.const import Handler as Method
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.model.claim_sharing import ReadSharing
+from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceName, count_containers
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.schema import DraReport

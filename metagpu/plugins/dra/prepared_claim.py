@@ -23,9 +23,9 @@ from metagpu.core.grants import cdi
 from metagpu.core.grants.cdi import MONITOR_KIND
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import joined_variables
-from metagpu.core.model.claim_device import KIND, ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import UnknownDevice
+from metagpu.core.model.resource_claims import KIND, ClaimDevice, parse_claim_device
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.runtime.files import replace_text

@@ -15,8 +15,8 @@ import anyio
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.errors import ClusterError
-from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.request_errors import ProvisioningLasts, RequestError, ResourceClaimUnusable
+from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, ShareId
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.state.registry import Registry

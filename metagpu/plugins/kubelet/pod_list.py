@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
+from metagpu.core.model.resource_claims import ClaimDevice, parse_claim_device
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.kubelet.fast_codec import Messages, check_message

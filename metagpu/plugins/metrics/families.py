@@ -9,7 +9,7 @@ Prometheus' conventions.
 from collections.abc import Iterable
 from typing import Final
 
-from metagpu.core.model.backend_metrics import MetricKind
+from metagpu.core.model.backend_reports import MetricKind
 from metagpu.plugins.metrics.samples import (
     GPU_LABELS,
     FamilyFactory,

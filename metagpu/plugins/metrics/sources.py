@@ -8,7 +8,7 @@ import msgspec
 from metagpu.core.config.profiles import ConfigStatus
 from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.layout.layout import Layout
-from metagpu.core.model.backend_metrics import MetricKind
+from metagpu.core.model.backend_reports import MetricKind
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.reports.schema import ClusterReport, DraReport
 from metagpu.core.state.call_stats import KubeletCallStats

@@ -21,8 +21,8 @@ from metagpu.core.devices.devices import devices_of, pool_name
 from metagpu.core.errors import ClusterError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
-from metagpu.core.model.claim_sharing import ReadSharing
 from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry

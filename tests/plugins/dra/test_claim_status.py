@@ -9,7 +9,7 @@ from uuid import UUID
 import anyio
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.model.claim_device import ClaimDevice
+from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ResourceClaimRef
 from metagpu.core.state.facts import BackendAttached, BackendResumed, ProvisioningReported
 from metagpu.core.state.registry import Registry

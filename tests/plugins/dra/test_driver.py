@@ -13,9 +13,9 @@ from grpclib.exceptions import StreamTerminatedError
 from structlog.testing import capture_logs
 
 from metagpu.core.errors import CdiError, DriverTimeout
-from metagpu.core.model.claim_device import ClaimDevice, parse_claim_device
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import CdiNameMissing, ProvisioningFailed
+from metagpu.core.model.resource_claims import ClaimDevice, parse_claim_device
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
 from metagpu.core.state.events import ClaimRefusalEnded, LayoutApplied, ResourceClaimRefused
 from metagpu.core.state.facts import (

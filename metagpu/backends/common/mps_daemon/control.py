@@ -20,8 +20,8 @@ from metagpu.core.contracts.programs import Daemons, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import add_mount, memory_mib
-from metagpu.core.model.claim_sharing import MpsLimits
 from metagpu.core.model.gpu import MIB, Gpu
+from metagpu.core.model.resource_claims import MpsLimits
 from metagpu.core.model.shares import Share
 
 PROGRAM: Final = "nvidia-cuda-mps-control"

@@ -1,19 +1,20 @@
-"""CDI names of ResourceClaims: a name says which shares a claim holds of a GPU.
+"""ResourceClaims: their CDI names, and how their containers share a whole GPU.
 
-The kubelet keeps the names that it got and reports them, also after a restart of the daemon and of
-the node. So a name alone tells the leases of a claim: there is no state file. An example is
-`metagpu.io/claim=5d1c….GPU-5f2e….fraction.m00-m49`, or with parameters of the claim
-`….mps:50-10240.p00-p99`.
+A name says which shares a claim holds of a GPU. The kubelet keeps the names that it got and
+reports them, also after a restart of the daemon and of the node. So a name alone tells the leases
+of a claim: there is no state file. An example is
+`metagpu.io/claim=5d1c….GPU-5f2e….fraction.m00-m49`, with parameters `….mps:50-10240.p00-p99`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, Self
 
 import msgspec
 
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.request_errors import SharingUnavailable
 from metagpu.core.model.shares import ShareId
 
 KIND: Final = "metagpu.io/claim"
@@ -119,3 +120,93 @@ def _expanded(part: str) -> Iterator[str]:
             yield f"{found[1]}{number:0{width}d}"
     else:
         yield "" if part == _WHOLE else part.translate(_IN_SLOTS)
+
+
+class OpaqueParameters(msgspec.Struct, frozen=True):
+    """One entry of an allocation's `config` for this driver.
+
+    Attributes:
+        requests: the requests that it is for, `request` or `request/subrequest`; empty for all.
+        from_class: whether it is of a DeviceClass; those of the claim win.
+    """
+
+    parameters: Any
+    requests: tuple[str, ...] = ()
+    from_class: bool = False
+
+
+class AllocatedPart(msgspec.Struct, frozen=True):
+    """One allocated device, as far as parameters depend on it.
+
+    Attributes:
+        request: `request` or `request/subrequest`.
+        type: its attribute `type`.
+        gpu: the uuid of its GPU.
+    """
+
+    request: str
+    type: str
+    gpu: str
+
+    @property
+    def main_request(self) -> str:
+        """The name by which containers name the request."""
+        return self.request.partition("/")[0]
+
+
+class ClaimSharing(msgspec.Struct, frozen=True):
+    """The way in which the containers of a claim share a whole GPU.
+
+    Attributes:
+        backend: the backend that shares the GPU; the claim has all its shares.
+        field: the claim's field that asks for it, with its value; for messages.
+        settings: what is asked of the backend, in digits, lower-case letters and hyphens: a part of
+            the claim's CDI name.
+        required: whether a GPU without this backend is not as asked for.
+    """
+
+    backend: str
+    field: str
+    settings: str = ""
+    required: bool = True
+
+
+ReadSharing = Callable[
+    [Sequence[OpaqueParameters], Sequence[AllocatedPart]], Sequence[ClaimSharing | None]
+]
+"""Reads the parameters of a claim: for each device how it is shared, `None` for a GPU as it is.
+
+Raises a ConfigError with the path of a field that cannot be followed.
+"""
+
+
+class MpsLimits(msgspec.Struct, frozen=True):
+    """The limits of each MPS client of a claim; `None` where there is none.
+
+    Attributes:
+        threads: percent of the GPU's threads.
+        memory_mib: MiB of the GPU's memory.
+    """
+
+    threads: int | None = None
+    memory_mib: int | None = None
+
+    @property
+    def settings(self) -> str:
+        """The limits as a claim's settings: `50-10240`, `50`, `-10240`, or nothing."""
+        given = (self.threads, self.memory_mib)
+        return "-".join("" if it is None else str(it) for it in given).rstrip("-")
+
+    @classmethod
+    def parse(cls, settings: str) -> Self:
+        """Return the limits in a claim's settings.
+
+        Raises:
+            SharingUnavailable: a newer metagpu wrote the settings.
+        """
+        threads, _, memory = settings.partition("-")
+        try:
+            return cls(int(threads) if threads else None, int(memory) if memory else None)
+        except ValueError:
+            problem = "are not known here; run the version of metagpu that prepared the claim"
+            raise SharingUnavailable(f"the settings {settings!r}", problem) from None

@@ -1,9 +1,32 @@
-"""Free capacity of a GPU whose MIG instances are created as pods ask for them."""
+"""Values that backends report of their GPUs: metrics, and free capacity of MIG."""
 
 import msgspec
 
-from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.shares import Holder
+
+
+class MetricKind(msgspec.Struct, frozen=True):
+    """One metric that a backend reports of each of its GPUs.
+
+    Attributes:
+        name: the name of the metric, the backend first and the unit last: `mig_free_slices`.
+        meaning: the HELP text, one sentence.
+        labels: the label names that distinguish several values of one GPU.
+    """
+
+    name: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+class BackendMetric(msgspec.Struct, frozen=True):
+    """One value of a metric; `labels` are the label values, in the order of its kind."""
+
+    kind: MetricKind
+    gpu: GpuId
+    value: float
+    labels: tuple[str, ...] = ()
 
 
 class DefragMove(msgspec.Struct, frozen=True):
