@@ -201,6 +201,7 @@ class Agent:
             context.call_stats,
             self.timing.exchange,
             context.taken,
+            self._offering.ready,
         )
 
     def _build_lifecycle(self) -> Lifecycle:

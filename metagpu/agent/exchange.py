@@ -129,6 +129,7 @@ class Exchange:
         commands: the commands on the control socket, by name.
         preparation: finds what keeps this daemon from being ready to take the node.
         taken: set once this daemon has the node.
+        ready: set once the daemon before this one may end; the service manager hears of it.
         over: set when it gives the node to a daemon that is ready, as it has nothing to serve.
     """
 
@@ -140,6 +141,7 @@ class Exchange:
     call_stats: KubeletCallStats
     timing: ExchangeTiming
     taken: anyio.Event
+    ready: anyio.Event
     over: anyio.Event = field(default_factory=anyio.Event)
     _logged: LogOnce = field(default_factory=LogOnce)
     _unready_since: float | None = None
@@ -187,6 +189,8 @@ class Exchange:
                         await self._hold(held)
                     except AnotherDaemon as other:
                         self._log_waiting(str(other))
+                        if not self.problems:
+                            self.ready.set()
                     else:
                         self.taken.set()
                         break
