@@ -1,4 +1,4 @@
-"""The life of a daemon, and its exchange with another one: prepare, withdraw, take.
+"""The exchange of daemons: prepare, withdraw, take.
 
 A new daemon prepares and waits, the old one withdraws and ends, and the new one takes the node.
 

@@ -112,7 +112,7 @@ def _stat(folder: int) -> list[bytes]:
 
 
 def _cgroup(folder: int, stat: list[bytes]) -> str:
-    """Read the cgroups of a process; where its first thread has ended, of one that lives.
+    """Read the cgroups of a process, or of a thread where the first one has ended.
 
     The kernel shows a zombie in the root of each hierarchy of cgroup v1.
     """
