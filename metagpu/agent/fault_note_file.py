@@ -85,7 +85,7 @@ class FaultNoteFile:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise FaultNoteUnusable("it is no file of this user")
+                raise FaultNoteUnusable("it is not a file of this user")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise FaultNoteUnusable("other users may write it")
             text = file.read(SIZE_LIMIT + 1)

@@ -112,6 +112,6 @@ def _objects_in(it: KubeDocument) -> Iterator[KubeDocument]:
             yield from _objects_in(KubeDocument(it.file, f"{it.place}, items[{at}]", each))
         return
     if not isinstance(it.value.get("metadata") or {}, dict):
-        problem = f"{kind}: its metadata is no object with a name"
+        problem = f"{kind}: its metadata is not an object with a name"
         raise it.error(problem, ConfigReason.WRONG_TYPE)
     yield it

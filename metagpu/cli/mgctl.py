@@ -138,7 +138,7 @@ def _add_namespace(kind: argparse.ArgumentParser) -> None:
         "-n", "--namespace", metavar="NAME", default="", help="only of this one (default: of all)"
     )
     kind.add_argument(
-        "-A", "--all-namespaces", action="store_true", help="of all namespaces, as without -n"
+        "-A", "--all-namespaces", action="store_true", help="show all namespaces (default)"
     )
 
 

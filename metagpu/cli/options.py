@@ -56,7 +56,7 @@ class Variable(msgspec.Struct, frozen=True):
             if not (text := environment.get(name)):
                 continue
             if self.allowed and text not in self.allowed:
-                problem = f"{text!r} is not known here; allowed: {', '.join(self.allowed)}"
+                problem = f"{text!r} is unknown; allowed: {', '.join(self.allowed)}"
                 raise ConfigError(
                     problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=name
                 )
@@ -161,7 +161,7 @@ def _loopback(text: str) -> ListenAddress:
         if (address := parse_address(text)).is_loopback:
             return address
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no port of the loopback, and no other machine may reach this page; "
+        f"{text!r} is not a port of the loopback, and no other machine may reach this page; "
         "write one as in 127.0.0.1:8400"
     )
 

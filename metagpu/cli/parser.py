@@ -28,6 +28,15 @@ _INTERRUPTED: Final = 130
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
+def _unknown(argument: str, given: str, known: Sequence[str]) -> str:
+    """Return the message for a wrong value; a command has its nearest name alone."""
+    if not argument.isupper():
+        return f"{argument}: {given!r} is unknown; {allowed_values(given, known)}"
+    near = suggest(given, known).removeprefix("; did you mean ").removesuffix("?")
+    rest = f". Did you mean {near!r}?" if near else f"; allowed: {', '.join(known)}"
+    return f"unknown {argument.lower()} {given!r}{rest}"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser with errors of one line; argparse prints a page of usage first.
 
@@ -42,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         """Print in one line the error and the allowed values, and exit with status 2."""
         if choice := _INVALID_CHOICE.fullmatch(message):
             given, known = choice[2].strip("'"), choice[3].replace("'", "").split(", ")
-            message = f"{choice[1]}: {given!r} is not known here; {allowed_values(given, known)}"
+            message = _unknown(choice[1], given, known)
         see = " See" if message.endswith("?") else "; see"
         self.exit(2, f"{self.prog}: {message}{see} `{self.prog} --help`\n")
 

@@ -117,7 +117,7 @@ def _order_of(text: str) -> tuple[str, ...]:
     names = _listed(text)
     known = sorted(TECHNIQUES)
     if not names or set(names) - set(known):
-        problem = f"{text!r} is no order of techniques; write some of {', '.join(known)}"
+        problem = f"{text!r} is not an order of techniques; write some of {', '.join(known)}"
         raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="--order")
     return names
 

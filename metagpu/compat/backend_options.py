@@ -143,7 +143,7 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
     """
     if isinstance(value, str):
         if value != "all":
-            problem = f"{value!r} is not known here; {_WRITE}"
+            problem = f"{value!r} is unknown; {_WRITE}"
             raise origin.document.error(origin.path, problem, ConfigReason.UNKNOWN_VALUE)
         return
     if isinstance(value, int):
@@ -159,7 +159,7 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
         if not (text.isdecimal() or _GPU_UUID.fullmatch(text) or _MIG_DEVICE.fullmatch(text)):
             raise origin.document.error(
                 f"{origin.path}[{place}]",
-                f"{reference!r} is no device; write an index such as 0, or a uuid such as "
+                f"{reference!r} is not a device; write an index such as 0, or a uuid such as "
                 "GPU-5f2e1a3c-0000-0000-0000-00000000beef",
                 ConfigReason.INVALID_VALUE,
             )

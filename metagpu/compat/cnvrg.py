@@ -89,7 +89,7 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
     if file.accelerator != "nvidia":
         raise document.error(
             "accelerator",
-            f"{file.accelerator!r} is not known here; allowed: nvidia",
+            f"{file.accelerator!r} is unknown; allowed: nvidia",
             ConfigReason.UNKNOWN_VALUE,
         )
     if not file.sharings:

@@ -78,7 +78,7 @@ def layout_names(document: Document) -> list[str]:
     file = document.decode(_MigPartedLayouts)
 
     if file.version not in ("", "v1"):
-        problem = f"{file.version!r} is not known here; allowed: v1"
+        problem = f"{file.version!r} is unknown; allowed: v1"
         raise document.error("version", problem, ConfigReason.UNKNOWN_VALUE)
     if not file.mig_configs:
         problem = "there is no layout; give at least one"
@@ -160,7 +160,7 @@ def _layout_entry(entry: _MigPartedEntry, origin: Origin) -> LayoutEntry:
 def _gpus(entry: _MigPartedEntry, origin: Origin) -> Data | None:
     if isinstance(entry.devices, str):
         if entry.devices != "all":
-            problem = f"{entry.devices!r} is not known here; write all, or a list of indices"
+            problem = f"{entry.devices!r} is unknown; write all, or a list of indices"
             raise origin.document.error(
                 f"{origin.path}.devices", problem, ConfigReason.UNKNOWN_VALUE
             )

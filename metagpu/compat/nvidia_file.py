@@ -134,6 +134,6 @@ def read(document: Document) -> NvidiaFile:
     """
     file = document.decode(NvidiaFile)
     if file.version not in ("", "v1"):
-        problem = f"{file.version!r} is not known here; allowed: v1"
+        problem = f"{file.version!r} is unknown; allowed: v1"
         raise document.error("version", problem, ConfigReason.UNKNOWN_VALUE)
     return file

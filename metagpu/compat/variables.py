@@ -84,7 +84,7 @@ def read_switches(
         ConfigError: a variable has a value that is not allowed.
     """
     if (kind := environment.get(ACCELERATOR)) and kind != "nvidia":
-        problem = f"{kind!r} is not known here; allowed: nvidia"
+        problem = f"{kind!r} is unknown; allowed: nvidia"
         raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=ACCELERATOR)
 
     memory = parse_bool(MEMORY_ENFORCER, environment)
@@ -267,7 +267,7 @@ def nvidia_variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote
 def _one_of(variable: str, allowed: tuple[str, ...], environment: Mapping[str, str]) -> str | None:
     value = environment.get(variable)
     if value and value not in allowed:
-        problem = f"{value!r} is not known here; allowed: {', '.join(sorted(allowed))}"
+        problem = f"{value!r} is unknown; allowed: {', '.join(sorted(allowed))}"
         raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="environment", path=variable)
     return value or None
 

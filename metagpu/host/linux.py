@@ -167,8 +167,8 @@ class LinuxHost:
             )
         if not self._logs.is_dir():
             hints.append(
-                f"there is no {self._logs}: containers have no names here, and their processes "
-                "belong to nobody; mount the host's /var/log read-only at the same place"
+                f"processes cannot be matched to containers: {self._logs} is missing; mount the "
+                "host's /var/log read-only at the same place"
             )
         return hints
 

@@ -293,7 +293,7 @@ def _techniques(text: str) -> tuple[str, ...]:
     names = tuple(it.strip() for it in text.split(","))
     if unknown := [it for it in names if it not in TECHNIQUES]:
         known = ", ".join(TECHNIQUES)
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no technique; give some of {known}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a technique; give some of {known}")
     return names
 
 
@@ -347,7 +347,7 @@ def _name(text: str) -> str:
     if re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
         return text
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no name; one has a-z 0-9 - and dots, alphanumeric at both ends"
+        f"{text!r} is not a name; one has a-z 0-9 - and dots, alphanumeric at both ends"
     )
 
 
@@ -363,7 +363,7 @@ def _seconds(least: float) -> Callable[[str], float]:
         with suppress(ValueError):
             if least <= (seconds := float(text)) < inf:
                 return seconds
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, {least:g} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds, {least:g} or more")
 
     return read
 

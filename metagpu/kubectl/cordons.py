@@ -29,8 +29,8 @@ async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
         agent, gpu = await find_gpu(args.gpu, viewer)
         found = await cordon_gpu(viewer, agent, gpu, reason, args.timeout)
         held = sum(it.held for it in found.shares.values())
-    title = f"GPU {gpu.index} of {agent.node}"
-    print_text(f"{title} gives no new shares; held of it now: {held}\n")
+    title = f"GPU {gpu.index} of node {agent.node}"
+    print_text(f"{title} is cordoned; {held} shares are still in use\n")
     return 0
 
 

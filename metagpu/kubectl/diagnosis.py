@@ -132,8 +132,10 @@ def _drawn(
     for (code, result, finding, fix), nodes in errors_first:
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
         table.add(nodes[0] + more, code, Cell(str(result), _STYLES[result]), finding, fix or "-")
-    well = sum(all(it.result is CheckResult.OK for it in checks) for checks in found.values())
-    summary = Cell(f"{well} of {len(found)} nodes have no finding")
+    bad = sum(any(it.result is not CheckResult.OK for it in checks) for checks in found.values())
+    summary = Cell(
+        f"{bad or 'none'} of {len(found)} nodes {'has' if bad == 1 else 'have'} a problem"
+    )
     return [table, summary] if same else [summary]
 
 

@@ -91,7 +91,7 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
     if best.obstacle is Obstacle.NONE:
         names = [it.node for it in judged if it.obstacle is Obstacle.NONE]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return PodReason.FITS, f"it fits on {names[0]}{more}: {best.reason}", ""
+        return PodReason.FITS, f"fits on node {names[0]}{more}: {best.reason}", ""
     sentence = f"it fits on no node; of {len(judged)} the nearest is {best.node}: {best.reason}"
     if len(judged) == 1:
         sentence = f"it does not fit on {best.node}: {best.reason}"

@@ -107,7 +107,8 @@ def _not_offered(resource: str, node: ClusterNode, report: StatusReport) -> Foun
     offered = list(report.offers)
     profile = node.labels.get(_CONFIG_LABEL)
     why = f", by its profile {profile}" if profile else ""
-    reason = f"{', '.join(offered) or 'nothing'} is offered there{why}, and no {resource}"
+    what = f"it offers {', '.join(offered) or 'nothing'}"
+    reason = f"node {node.name} does not offer {resource}{why}; {what}"
     near = suggest(resource, offered).removeprefix("; ")
     choose = f"choose a profile with it: kubectl label node {node.name} {_CONFIG_LABEL}=PROFILE"
     return Obstacle.NOT_OFFERED, reason, near or choose

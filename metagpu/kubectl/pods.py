@@ -153,7 +153,7 @@ def _of_container(container: Object) -> Iterator[Request]:
             continue
         count = whole_number(amount)
         if count is None:
-            problem = f"container {name}: {resource}: {amount!r} is no whole number"
+            problem = f"container {name}: {resource}: {amount!r} is not a whole number"
             raise ConfigError(problem, ConfigReason.INVALID_VALUE)
         if count:
             yield Request(name, str(resource), count)

@@ -219,10 +219,10 @@ class ClusterViewer:
             raise
         found = choose_agents(pods)
         if not found:
-            place = f"in the namespace {self._agent_namespace}" if where else "in any namespace"
+            place = f"in the namespace {self._agent_namespace}" if where else "in this cluster"
             raise NotInstalled(
-                f"no pod with the label {SELECTOR} {place} is a daemon of metagpu: of a DaemonSet, "
-                "with the kubelet's folder; install metagpu"
+                f"metagpu is not installed {place}: no DaemonSet pod with the kubelet's folder has "
+                f"the label {SELECTOR}"
             )
         return found
 

@@ -97,7 +97,7 @@ class BackendContract:
         _require(bool(backends), "the backend offers no resource name")
         [backend] = backends
         for name in backend.resources:
-            _require(bool(_RESOURCE.fullmatch(name)), f"{name!r} is no legal resource name")
+            _require(bool(_RESOURCE.fullmatch(name)), f"{name!r} is not a legal resource name")
 
     def test_ids_are_legal_and_unique(self) -> None:
         """Each id names its GPU and one slot, in at most 63 legal characters, once."""
@@ -105,7 +105,7 @@ class BackendContract:
         _require(bool(ids), "the GPUs of `gpu_models` have no shares")
         _require(len(set(ids)) == len(ids), "two shares have the same id")
         for share in self._shares():
-            _require(bool(_ID.fullmatch(share.id)), f"{share.id!r} is no legal id")
+            _require(bool(_ID.fullmatch(share.id)), f"{share.id!r} is not a legal id")
             _require(share.id.partition("::")[0] == share.gpu, f"{share.id} is of {share.gpu}")
             _require(len(share.id) <= ID_LIMIT, f"{share.id} has more than {ID_LIMIT} characters")
 

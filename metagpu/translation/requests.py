@@ -142,5 +142,5 @@ def _request(
 def _whole_number(name: str, text: str) -> int:
     number = whole_number(text)
     if number is None:
-        raise ValueError(f"{name}: {text!r} is no whole number")
+        raise ValueError(f"{name}: {text!r} is not a whole number")
     return number

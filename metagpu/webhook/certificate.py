@@ -85,7 +85,8 @@ class ServingCertificate:
         except (OSError, ValueError) as error:  # SSLError is an OSError
             problem = f"{self._files[0].parent}: {describe_error(error)}"
             if problem != self.error:
-                log.error("certificate rejected; the last good one stays", error=problem)
+                effect = "the last valid one stays in force" if before else "reviews are refused"
+                log.error("certificate rejected", error=problem, effect=effect)
             self.error = problem
             return
         self.error = ""

@@ -119,7 +119,9 @@ def decode_request(body: bytes) -> ReviewRequest:
     except RecursionError as error:
         raise ValueError("the request is nested too deeply") from error
     if review.kind != "AdmissionReview" or review.api_version != VERSION:
-        raise ValueError(f"{review.api_version} {review.kind} is no AdmissionReview of {VERSION}")
+        raise ValueError(
+            f"{review.api_version} {review.kind} is not an AdmissionReview of {VERSION}"
+        )
     return review.request
 
 

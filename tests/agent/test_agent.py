@@ -32,7 +32,7 @@ async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
 
         assert await it.agent.operator_commands.cordon(
             {**name, "reason": " fan\n to be replaced"}
-        ) == (f"GPU {gpu} gives no new shares; held of it now: 3")
+        ) == (f"GPU {gpu} is cordoned; 3 shares are still in use")
         await it.until(20, 13)
         await it.agent.reload()
         cordon = it.agent.registry.snapshot.gpus[gpu.id].cordon

@@ -247,7 +247,7 @@ async def test_cordoned_and_uncordoned(tmp_path: Path) -> None:
         await it.until(20)
         status, output = await it.command("cordon", "1", "--reason", "fan")
         assert status == 0
-        assert output.endswith("gives no new shares; held of it now: 0\n")
+        assert output.endswith("is cordoned; 0 shares are still in use\n")
         await it.until(10)
 
         status, output = await it.command("status", "--json")

@@ -416,7 +416,7 @@ def test_validate_reports_unknown_keys_beside_errors(
 
     assert main(["validate", str(file)]) == 1
     error, warning = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"{file}: 1: flags.migStrategy: 'some' is not known here")
+    assert error.startswith(f"{file}: 1: flags.migStrategy: 'some' is unknown")
     assert warning == (
         f"warning: {file}: 1: flags.plugins: unknown key, has no effect; did you mean plugin?"
     )
@@ -435,7 +435,7 @@ def test_validate_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "line": 1,
             "path": "flags.migStrategy",
             "reason": "unknown_value",
-            "problem": "'some' is not known here; allowed: mixed, none, single",
+            "problem": "'some' is unknown; allowed: mixed, none, single",
         }
     ]
     assert [warning["path"] for warning in wrong["warnings"]] == ["flags.plugins"]
@@ -566,9 +566,9 @@ def test_plan_without_a_daemon_is_one_line(
         (
             ["--cluster", "label"],
             (
-                "--cluster: 'label' is no feature of the API server; allowed: all, none, config, "
-                "labels, free-labels, nodefeature, taint, condition, events, allocatable, pods, "
-                "pod-events, competing-plugins, cordon, janitor, janitor-dry-run"
+                "--cluster: 'label' is not a feature of the API server; allowed: all, none, "
+                "config, labels, free-labels, nodefeature, taint, condition, events, allocatable, "
+                "pods, pod-events, competing-plugins, cordon, janitor, janitor-dry-run"
             ),
         ),
     ],

@@ -79,7 +79,7 @@ def test_a_variable_with_an_impossible_value() -> None:
     with pytest.raises(ConfigError) as caught:
         variable.value({"METAGPU_LOG_LEVEL": "loud"})
     assert str(caught.value) == (
-        "environment: METAGPU_LOG_LEVEL: 'loud' is not known here; allowed: debug, info"
+        "environment: METAGPU_LOG_LEVEL: 'loud' is unknown; allowed: debug, info"
     )
     assert variable.value({}) == "info"
     assert str(variable) == "info"
@@ -129,7 +129,7 @@ def test_a_wrong_variable_is_one_line(
 
     assert main(["run"]) == 1
     assert capsys.readouterr().err == (
-        "metagpu: environment: METAGPU_LOG_LEVEL: 'loud' is not known here; allowed: debug, info, "
+        "metagpu: environment: METAGPU_LOG_LEVEL: 'loud' is unknown; allowed: debug, info, "
         "warning, error\n"
     )
 

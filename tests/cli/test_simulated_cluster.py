@@ -202,7 +202,7 @@ def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
 
         assert "pod train exists in namespace default" in node.fails(f"pod add train {METAGPU}=1")
         assert "there are: train" in node.fails("pod end tarin")
-        assert "is no extended resource" in node.fails("pod add x gpu=1")
+        assert "is not an extended resource" in node.fails("pod add x gpu=1")
         assert "no second plugin runs" in node.fails("plugin end")
 
 

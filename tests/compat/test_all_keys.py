@@ -262,7 +262,7 @@ def test_a_value_of_the_wrong_kind_is_refused_with_its_line(base: Base, key: str
 
     place, problem = re.fullmatch(r"[fg]\.yaml: \d+: ([^:]+): (.*)", result).groups()  # type: ignore[union-attr] # then the test fails
     assert place.replace('["a"]', "").startswith(key)
-    assert re.fullmatch(r"expected .+, got .+|'.*' is not known here; .*|missing key `.+`", problem)
+    assert re.fullmatch(r"expected .+, got .+|'.*' is unknown; .*|missing key `.+`", problem)
 
 
 @pytest.mark.parametrize("form", list(KEYS), ids=lambda form: form.__name__)

@@ -109,7 +109,7 @@ def test_an_unknown_key_is_a_note() -> None:
     [
         (
             "accelerator: amd\n" + ONE,
-            "f.yaml: 1: accelerator: 'amd' is not known here; allowed: nvidia",
+            "f.yaml: 1: accelerator: 'amd' is unknown; allowed: nvidia",
         ),
         (
             "deviceSharing: []",
@@ -145,8 +145,8 @@ def test_an_unknown_key_is_a_note() -> None:
         (
             ONE.replace("example.com/part", "part"),
             (
-                "f.yaml: 2: deviceSharing[0].resourceName: 'part' is no resource name: it needs a "
-                "domain, one `/` and a name, as in cnvrg.io/metagpu"
+                "f.yaml: 2: deviceSharing[0].resourceName: invalid resource name 'part': it needs "
+                "a domain, one `/` and a name, as in cnvrg.io/metagpu"
             ),
         ),
     ],
@@ -190,5 +190,5 @@ def test_variables_of_the_daemon_win_over_the_file() -> None:
         )
     ]
     assert refusal(ONE, environment={"METAGPU_DEVICE_PLUGIN_ACCELERATOR": "amd"}) == (
-        "environment: METAGPU_DEVICE_PLUGIN_ACCELERATOR: 'amd' is not known here; allowed: nvidia"
+        "environment: METAGPU_DEVICE_PLUGIN_ACCELERATOR: 'amd' is unknown; allowed: nvidia"
     )

@@ -107,8 +107,8 @@ data:
     assert found is not None
 
     for name, said in (
-        ("long", "f.yaml: 8: flags.migStrategy: 'some' is not known here"),
-        ("short", "f.yaml: 4: version: 'v2' is not known here"),
+        ("long", "f.yaml: 8: flags.migStrategy: 'some' is unknown"),
+        ("short", "f.yaml: 4: version: 'v2' is unknown"),
     ):
         part, line = found.texts[name]
         with pytest.raises(ConfigError) as caught:

@@ -167,7 +167,7 @@ def test_unsupported_keys_have_one_note() -> None:
             [NODES.replace("mps", "vgpu")],
             "nodeB",
             (
-                "f.yaml: 7: nodeconfig[1].operatingmode: 'vgpu' is not known here; allowed: "
+                "f.yaml: 7: nodeconfig[1].operatingmode: 'vgpu' is unknown; allowed: "
                 "hami-core, mig, mps"
             ),
         ),

@@ -262,7 +262,7 @@ def test_a_name_that_no_gpu_has() -> None:
     [
         (
             "version: v2\nsharing: {}",
-            "f.yaml: 1: version: 'v2' is not known here; allowed: v1",
+            "f.yaml: 1: version: 'v2' is unknown; allowed: v1",
         ),
         (
             "version: v1\nsharing: {timeSlicing: {resources: []}}",
@@ -282,7 +282,7 @@ def test_a_name_that_no_gpu_has() -> None:
         (
             slices("      devices: some\n"),
             (
-                "f.yaml: 7: sharing.timeSlicing.resources[0].devices: 'some' is not known here; "
+                "f.yaml: 7: sharing.timeSlicing.resources[0].devices: 'some' is unknown; "
                 "write "
                 '"all", a number of GPUs, or a list of indices and uuids'
             ),
@@ -304,19 +304,19 @@ def test_a_name_that_no_gpu_has() -> None:
         (
             slices("      devices: [GPU-1]\n"),
             (
-                "f.yaml: 7: sharing.timeSlicing.resources[0].devices[0]: 'GPU-1' is no device; "
+                "f.yaml: 7: sharing.timeSlicing.resources[0].devices[0]: 'GPU-1' is not a device; "
                 "write an index such as 0, or a uuid such as "
                 "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
             ),
         ),
         (
             "version: v1\nflags: {migStrategy: some}",
-            "f.yaml: 2: flags.migStrategy: 'some' is not known here; allowed: mixed, none, single",
+            "f.yaml: 2: flags.migStrategy: 'some' is unknown; allowed: mixed, none, single",
         ),
         (
             "version: v1\nflags: {plugin: {deviceListStrategy: [envvar, magic]}}",
             (
-                "f.yaml: 2: flags.plugin.deviceListStrategy: 'magic' is not known here; allowed: "
+                "f.yaml: 2: flags.plugin.deviceListStrategy: 'magic' is unknown; allowed: "
                 "cdi-annotations, cdi-cri, envvar, volume-mounts"
             ),
         ),
@@ -330,11 +330,11 @@ def test_a_mistake_is_refused_with_the_operators_own_line(text: str, message: st
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("MIG_STRATEGY", "some", "'some' is not known here; allowed: mixed, none, single"),
+        ("MIG_STRATEGY", "some", "'some' is unknown; allowed: mixed, none, single"),
         (
             "SHARED_DEVICES_ALLOCATION_POLICY",
             "any",
-            "'any' is not known here; allowed: distributed, packed",
+            "'any' is unknown; allowed: distributed, packed",
         ),
         ("PASS_DEVICE_SPECS", "perhaps", "'perhaps' is neither true nor false"),
     ],

@@ -158,7 +158,7 @@ def test_a_wrong_flag_of_the_environment_names_its_variable() -> None:
     environment = {"MIG_STRATEGY": "mixed", "DEVICE_LIST_STRATEGY": "magic"}
 
     assert refusal("version: v1", environment=environment).startswith(
-        "environment: DEVICE_LIST_STRATEGY: 'magic' is not known here; allowed: "
+        "environment: DEVICE_LIST_STRATEGY: 'magic' is unknown; allowed: "
     )
 
 
@@ -185,7 +185,7 @@ def test_a_wrong_flag_of_the_environment_names_its_variable() -> None:
         (
             SEVEN.replace("version: v1", "version: v2"),
             None,
-            "f.yaml: 1: version: 'v2' is not known here; allowed: v1",
+            "f.yaml: 1: version: 'v2' is unknown; allowed: v1",
         ),
         (
             SEVEN.replace("1g.5gb: 7}", "1g.5gb: -1}"),
@@ -234,7 +234,7 @@ def test_a_wrong_flag_of_the_environment_names_its_variable() -> None:
             SEVEN.replace("devices: all", "devices: some"),
             None,
             (
-                "f.yaml: 4: mig-configs[\"7x1g.5gb\"][0].devices: 'some' is not known here; write "
+                "f.yaml: 4: mig-configs[\"7x1g.5gb\"][0].devices: 'some' is unknown; write "
                 "all, or a list of indices"
             ),
         ),

@@ -211,8 +211,8 @@ async def test_without_logs_there_are_no_names(rig: SimHost) -> None:
     assert await host.holders([container_of(ALICE)]) == {}
     [hint] = await host.hints()
     assert hint == (
-        f"there is no {rig.folder / 'none'}: containers have no names here, and their processes "
-        "belong to nobody; mount the host's /var/log read-only at the same place"
+        f"processes cannot be matched to containers: {rig.folder / 'none'} is missing; mount the "
+        "host's /var/log read-only at the same place"
     )
 
 

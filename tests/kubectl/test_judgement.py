@@ -202,7 +202,7 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         demand(1, resource=GPUS),
         node(gpu(0, 0), labels={"metagpu.io/config": "slices"}),
         Obstacle.NOT_OFFERED,
-        "cnvrg.io/metagpu is offered there, by its profile slices, and no nvidia.com/gpu",
+        "does not offer nvidia.com/gpu, by its profile slices; it offers cnvrg.io/metagpu",
     ),
     (
         "a competing plugin",
@@ -347,7 +347,7 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
     assert judge_all(demand(101), [control_plane, near])[0].node == "gpu-1"
     room = replace(node(gpu(0, 0)), name="gpu-3")
     assert conclude(demand(50), judge_all(demand(50), [far, near, room]))[1].startswith(
-        "it fits on gpu-3"
+        "fits on node gpu-3"
     )
     assert conclude(demand(), [])[:2] == (
         PodReason.NO_REQUEST,
@@ -362,7 +362,7 @@ def test_init_containers_count_where_they_need_more() -> None:
     limits = {"resources": {"limits": {SHARES: "40"}}}
     init = [{"name": "init", **limits}, {"name": "side", "restartPolicy": "Always", **limits}]
     assert demand(30, initContainers=init).totals == {SHARES: 80}
-    with pytest.raises(MetagpuError, match="'a' is no whole number"):
+    with pytest.raises(MetagpuError, match="'a' is not a whole number"):
         demand_of({"spec": {"containers": [{"resources": {"limits": {SHARES: "a"}}}]}})
 
 

@@ -58,9 +58,15 @@ both = pytest.mark.parametrize("command", [explain, translate])
             f"{POD}\n---\n{{kind: PodList, items: [{POD}, {{kind: List, items: [1]}}]}}",
             "document 2, items[1], items[0]: no object of Kubernetes; write it with ",
         ),
-        (f"{POD}\n---\n{{kind: A, metadata: [a]}}", "document 2: A: its metadata is no object "),
-        ('{"kind": "A", "metadata": 1}', "document 1: A: its metadata is no object with a name"),
-        ("{kind: A, metadata: 2020-01-01}", "document 1: A: its metadata is no object with a "),
+        (
+            f"{POD}\n---\n{{kind: A, metadata: [a]}}",
+            "document 2: A: its metadata is not an object ",
+        ),
+        (
+            '{"kind": "A", "metadata": 1}',
+            "document 1: A: its metadata is not an object with a name",
+        ),
+        ("{kind: A, metadata: 2020-01-01}", "document 1: A: its metadata is not an object with a "),
         (f"{POD}\n---\n{{", "3: no YAML: expected the node content, but found '<stream end>'"),
         ("a: b: c", "1: no YAML: mapping values are not allowed here"),
         ("a:\n  b: \a", "2: no YAML: it has the control character #x0007"),

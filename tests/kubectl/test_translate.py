@@ -138,7 +138,7 @@ def test_a_request_that_cannot_be_read_fails_the_command(
     asked = pod({"nvidia.com/gpumem": "8000MiB"})
     status, out, err = run(capsys, written(tmp_path, asked), nodes_file(tmp_path, MIG))
 
-    assert (status, "'8000MiB' is no whole number" in err) == (1, True)
+    assert (status, "'8000MiB' is not a whole number" in err) == (1, True)
     assert yaml.safe_load(out) == asked
 
 
@@ -163,7 +163,7 @@ def test_order_and_policy_are_options(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "nvidia.com/mig-2g.12gb: '2'" in spread
     with pytest.raises(SystemExit, match="2"):
         main(["translate", "-f", str(manifest), "--order", "vgpu"])
-    assert "'vgpu' is no technique" in capsys.readouterr().err
+    assert "'vgpu' is not a technique" in capsys.readouterr().err
 
 
 def test_names_are_options_as_those_of_the_webhook(

@@ -276,9 +276,9 @@ async def test_the_page_is_served_to_this_machine(
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("web --address 0.0.0.0:80", "'0.0.0.0:80' is no port of the loopback"),
+        ("web --address 0.0.0.0:80", "'0.0.0.0:80' is not a port of the loopback"),
         ("web --address :8400", "write one as in 127.0.0.1:8400"),
-        ("web --address gpu-1:8400", "is no port of the loopback"),
+        ("web --address gpu-1:8400", "is not a port of the loopback"),
         ("web --interval 0.1", "give seconds, 0.5 or more"),
         ("web --interval nan", "give seconds, 0.5 or more"),
         ("get nodes --timeout 0", "give seconds, 0.1 or more"),

@@ -433,8 +433,8 @@ def test_an_effect_that_is_missing_is_a_warning(
 @pytest.mark.parametrize(
     ("amounts", "sentence"),
     [
-        ({"nvidia.com/gpumem": "8000MiB"}, "'8000MiB' is no whole number"),
-        ({"nvidia.com/gpumem": "1500m"}, "'1500m' is no whole number"),
+        ({"nvidia.com/gpumem": "8000MiB"}, "'8000MiB' is not a whole number"),
+        ({"nvidia.com/gpumem": "1500m"}, "'1500m' is not a whole number"),
         ({"nvidia.com/gpumem-percentage": 101}, "101 is more than a GPU has"),
         ({**SEED, "nvidia.com/mig-2g.10gb": 1}, "ask for one of them"),
     ],

@@ -150,7 +150,7 @@ async def test_an_unreadable_request_is_counted_as_one(folder: Path, authority: 
         response = await webhook.review(review(pod({"nvidia.com/gpumem": "1500m"})))
 
     assert "patch" not in response
-    assert ["'1500m' is no whole number" in it for it in response["warnings"]] == [True]
+    assert ["'1500m' is not a whole number" in it for it in response["warnings"]] == [True]
     assert webhook.stats.outcomes[Outcome.UNREADABLE] == 1
 
 
@@ -171,8 +171,8 @@ async def test_an_impossible_request_is_refused_where_settings_say_so(
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
-        ({"nvidia.com/gpumem": "1500m"}, "main: nvidia.com/gpumem: '1500m' is no whole number"),
-        ({"nvidia.com/gpumem": "lots"}, "main: nvidia.com/gpumem: 'lots' is no whole number"),
+        ({"nvidia.com/gpumem": "1500m"}, "main: nvidia.com/gpumem: '1500m' is not a whole number"),
+        ({"nvidia.com/gpumem": "lots"}, "main: nvidia.com/gpumem: 'lots' is not a whole number"),
         (
             {"nvidia.com/gpumem-percentage": "101"},
             "main: nvidia.com/gpumem-percentage: 101 is more than a GPU has",

@@ -89,7 +89,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         for name in self.profile_names:
             if not _PROFILE.fullmatch(name):
                 raise ValueError(
-                    f"{name!r} is no MIG profile such as 1g.5gb or 1g.5gb+me; "
+                    f"{name!r} is not a MIG profile such as 1g.5gb or 1g.5gb+me; "
                     "`nvidia-smi mig -lgip` lists a GPU's"
                 )
         if (layout := self.fixed_layout) is None:

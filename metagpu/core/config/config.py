@@ -144,7 +144,7 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
             raise ValueError("rescanPeriod must be longer than 0")
         for code in self.xids:
             if code < 1:
-                raise ValueError(f"{code} is no XID; they are numbered from 1")
+                raise ValueError(f"{code} is not an XID; they are numbered from 1")
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -192,7 +192,7 @@ class DraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     def __post_init__(self) -> None:
         if problem := driver_problem(self.driver):
-            raise ValueError(f"{self.driver!r} is no name of a driver: {problem}")
+            raise ValueError(f"{self.driver!r} is not a name of a driver: {problem}")
 
 
 class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -300,14 +300,14 @@ class Config:
                 ConfigReason.CONFLICT,
             )
         if not _CDI_KIND.fullmatch(kind):
-            problem = f"{kind!r} is no vendor/class; write one like nvidia.com/gpu"
+            problem = f"{kind!r} is not a vendor/class; write one like nvidia.com/gpu"
             raise self._document.error("cdiKind", problem, ConfigReason.INVALID_VALUE)
 
     def _options(self, path: str, given: Mapping[str, Any], offer: OfferPolicy) -> Options:
         name = given.get("backend")
         if not isinstance(name, str) or name not in self._backends:
             known = ", ".join(sorted(self._backends))
-            problem, reason = f"{name!r} is no backend", ConfigReason.UNKNOWN_VALUE
+            problem, reason = f"{name!r} is not a backend", ConfigReason.UNKNOWN_VALUE
             if not name:
                 problem, reason = "missing key `backend`", ConfigReason.MISSING
             raise self._document.error(f"{path}.backend", f"{problem}; allowed: {known}", reason)
@@ -386,7 +386,7 @@ def _reserve_name(
     names: dict[ResourceName, tuple[str, Api]],
 ) -> None:
     if problem := name_problem(resource):
-        problem = f"{resource!r} is no resource name: {problem}"
+        problem = f"invalid resource name {resource!r}: {problem}"
         raise _NameError(problem, ConfigReason.INVALID_NAME)
 
     first, its_api = names.setdefault(resource, (backend, api))

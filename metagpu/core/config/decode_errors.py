@@ -150,7 +150,7 @@ def _unknown_value(given: str, expected: Iterable[msgspec.inspect.Type]) -> str:
             values += [str(member.value) for member in info.cls]
 
     bare = given.strip("'")
-    return f"{given} is not known here; {allowed_values(bare, sorted(values))}"
+    return f"{given} is unknown; {allowed_values(bare, sorted(values))}"
 
 
 def _plain(problem: str) -> str:

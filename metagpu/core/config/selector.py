@@ -54,7 +54,9 @@ class GpuSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
             PciDevice.parse(part)
         for part in _listed(self.uuid):
             if not _UUID.fullmatch(part):
-                raise ValueError(f"{part!r} is no uuid of a GPU; write one as `nvidia-smi -L` does")
+                raise ValueError(
+                    f"{part!r} is not a uuid of a GPU; write one as `nvidia-smi -L` does"
+                )
         if "" in _listed(self.product):
             raise ValueError("an empty `product` matches nothing; write a pattern like *A100*")
 
@@ -155,7 +157,7 @@ def _index_ranges(part: str | int) -> list[range]:
     for piece in str(part).split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
         if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"{part!r} is no index; write one like 3, 0-3 or 0-3,6")
+            raise ValueError(f"{part!r} is not an index; write one like 3, 0-3 or 0-3,6")
         found.append(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
 
     return found

@@ -30,7 +30,7 @@ class Duration(float):
         """
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip())
         if found is None:
-            raise ValueError(f"{text!r} is no duration; write one like 250ms, 30s, 5m or 1h")
+            raise ValueError(f"{text!r} is not a duration; write one like 250ms, 30s, 5m or 1h")
 
         return cls(float(found[1]) * _SECONDS[found[2] or "s"])
 
@@ -53,7 +53,9 @@ class Bytes(int):
             return cls(int(written))
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", written)
         if found is None:
-            raise ValueError(f"{text!r} is no amount of memory; write one like 512Mi, 1Gi or 16G")
+            raise ValueError(
+                f"{text!r} is not an amount of memory; write one like 512Mi, 1Gi or 16G"
+            )
 
         return cls(int(Fraction(found[1]) * _BYTES[found[2] or ""]))
 
@@ -72,7 +74,7 @@ class PciDevice(int):
         number = int(found[1], 16) if found and found[1] else int(found[2]) if found else -1
         if not 0 <= number < 2**32:
             raise ValueError(
-                f"{text!r} is no PCI device id; write one like 0x20B010DE: device, then vendor"
+                f"{text!r} is not a PCI device id; write one like 0x20B010DE: device, then vendor"
             )
         return cls(number)
 

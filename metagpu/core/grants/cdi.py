@@ -93,7 +93,7 @@ def parse_edits(printed: str) -> ContainerEdits:
     try:
         spec, _ = json.JSONDecoder().raw_decode(printed, start.start())
     except json.JSONDecodeError as error:
-        raise ValueError(f"its output is no valid JSON: {error}") from None
+        raise ValueError(f"its output is not valid JSON: {error}") from None
 
     version = _VERSION.fullmatch(str(spec.get("cdiVersion")))
     edits = spec.get("containerEdits")

@@ -140,7 +140,7 @@ def decode(text: bytes, boot: str) -> FaultNote:
     try:
         version = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("version")
         if version != msgspec.Raw(str(VERSION).encode()):
-            raise FaultNoteUnusable(f"it is no note of version {VERSION}")
+            raise FaultNoteUnusable(f"it is not a note of version {VERSION}")
         written = msgspec.json.decode(text, type=_Written)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FaultNoteUnusable(f"it cannot be read: {error}") from error

@@ -118,5 +118,5 @@ def parse_bus_id(text: str) -> str:
         ValueError: the text is no PCI bus id.
     """
     if not _BUS_ID.fullmatch(text):
-        raise ValueError(f"{text!r} is no PCI bus id; write one like 0000:07:00.0")
+        raise ValueError(f"{text!r} is not a PCI bus id; write one like 0000:07:00.0")
     return normalize_bus_id(text)

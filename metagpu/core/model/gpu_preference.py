@@ -192,6 +192,6 @@ def _parts(value: str, container: str, problems: list[str]) -> int | None:
         if 1 <= count <= _MOST_GPUS:
             return count
     problems.append(
-        f"{PARTS_PREFIX}{container}: {text[:64]!r} is no number of GPUs from 1 to {_MOST_GPUS}"
+        f"{PARTS_PREFIX}{container}: {text[:64]!r} is not a number of GPUs from 1 to {_MOST_GPUS}"
     )
     return None

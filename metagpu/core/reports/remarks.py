@@ -106,15 +106,15 @@ def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:
     for resource, offer in snapshot.offers.items():
         parts = free_parts(snapshot, offer)
         largest = largest_request(offer.rule.requests, parts)
-        count_too_many = f"with them more would count as free than one request can get: {largest}"
+        most = f"one pod can get at most {largest} now"
         held_back = False
         for part in parts:
             state = snapshot.gpus[part.gpu]
             if resource in held_back_of(state):
                 held_back = True
                 full = "the GPU serves as many containers as it can"
-                shares = f"{part.free} free shares of {resource} are held back"
-                text = f"{shares}: {full if part.full else count_too_many}"
+                shares = f"{part.free} free shares of {resource} are hidden from the scheduler"
+                text = f"{shares}: {full if part.full else most}"
                 yield Remark(RemarkReason.SHARES_HELD_BACK, text, state.gpu.index)
         if held_back and (move := best_move(offer.rule.requests, parts, _held(snapshot, offer))):
             source, target = (snapshot.gpus[it].gpu.index for it in (move.part.gpu, move.target))
@@ -141,7 +141,7 @@ def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[Remark]:
     for capacity in capacities:
         index = capacity.gpu.index
         if capacity.closed:
-            text = "no instances are granted now"
+            text = "pods get no MIG instances now"
             yield Remark(RemarkReason.INSTANCES_CLOSED, text, index)
         elif capacity.largest is None:
             yield Remark(RemarkReason.INSTANCES_FULL, "the GPU is full", index)

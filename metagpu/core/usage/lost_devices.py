@@ -67,8 +67,7 @@ def describe_loss(container: str, devices: Iterable[str], fix: str) -> str:
     """Describe cause and fix of a loss in one sentence."""
     return (
         f"container {container} holds {', '.join(devices)}, which a reset of the GPU or a reboot "
-        "has removed; the kubelet allocates the same devices at each start of the container: "
-        f"delete the pod, and the pod that replaces it gets a new MIG device: {fix}"
+        f"has removed; restarting the container does not help: run {fix}"
     )
 
 

@@ -125,7 +125,7 @@ def _parse(kubeconfig: Path, context: str | None) -> tuple[KubeConfigMerger, dic
         found = users.get_with_name(name, safe=True) if users is not None and name else None
         user = found.value.get("user") if found is not None else None
     except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigException("it is no kubeconfig") from error
+        raise ConfigException("it is not a kubeconfig") from error
     return merged, user if isinstance(user, dict) else {}
 
 

@@ -145,7 +145,7 @@ def parse_features(text: str) -> frozenset[Feature]:
             chosen.clear()
         elif name not in list(Feature):
             known = ", ".join(("all", "none", *Feature))
-            problem = f"{name!r} is no feature of the API server; allowed: {known}"
+            problem = f"{name!r} is not a feature of the API server; allowed: {known}"
             raise ConfigError(problem, ConfigReason.UNKNOWN_VALUE, file="--cluster")
         elif word == name:
             chosen.add(Feature(name))

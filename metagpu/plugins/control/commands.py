@@ -56,7 +56,7 @@ class OperatorCommands:
         log.warning("gpu cordoned", gpu=gpu, reason=reason)
 
         held = len(self._registry.snapshot.gpus[gpu].leases)
-        return f"GPU {self._title(gpu)} gives no new shares; held of it now: {held}"
+        return f"GPU {self._title(gpu)} is cordoned; {held} shares are still in use"
 
     async def uncordon(self, request: Mapping[str, Any]) -> object:
         """Allow grants of a GPU's shares again."""

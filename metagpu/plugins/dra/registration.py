@@ -156,7 +156,7 @@ class DraRegistration:
             log.warning(
                 "dra socket of no driver",
                 socket=str(self._socket),
-                error=f"its answer is no PluginInfo: {describe_error(error)}",
+                error=f"its answer is not a PluginInfo: {describe_error(error)}",
                 effect="metagpu serves there now",
             )
             return None

@@ -64,8 +64,8 @@ def parse_address(text: str, option: str = "--metrics") -> ListenAddress:
 
 def _error(text: str, option: str) -> ConfigError:
     return ConfigError(
-        f"{text!r} is no listen address; write an IP address of this machine and a port, as "
-        "in 127.0.0.1:9400 or [::1]:9400, or :9400 for all its addresses",
+        f"invalid address {text!r}: write an IP address of this machine and a port, such as "
+        "127.0.0.1:9400 or [::1]:9400, or :9400 for all addresses",
         ConfigReason.INVALID_VALUE,
         file=option,
     )

@@ -25,7 +25,7 @@ def check_kubelet_dir(path: Path) -> None:
     problem = ""
 
     if path.exists() and not path.is_dir():
-        problem = f"{path} is no folder; name the kubelet's device-plugins folder"
+        problem = f"{path} is not a folder; name the kubelet's device-plugins folder"
     elif length > longest:
         problem = (
             f"{path} has {length} bytes, which leaves no room for a socket's path; allowed: "

@@ -42,7 +42,9 @@ def parse_length(length: bytes) -> int:
     """
     (size,) = LENGTH.unpack(length)
     if not 0 < size <= REQUEST_LIMIT:
-        raise MalformedRequest(f"this is no request of mgctl's: its length would be {size} bytes")
+        raise MalformedRequest(
+            f"this is not a request of mgctl's: its length would be {size} bytes"
+        )
     return int(size)
 
 
@@ -60,7 +62,9 @@ def parse_request(payload: bytes) -> PodRequest:
         )
     matched = _FACTS.fullmatch(facts, len(_VERSION))
     if matched is None or rest:
-        raise MalformedRequest("this is no request of mgctl's: its first line is not well formed")
+        raise MalformedRequest(
+            "this is not a request of mgctl's: its first line is not well formed"
+        )
 
     tty, columns, rows, metagpu_env = (int(value) for value in matched.groups())
     texts = tuple(argument.decode(errors="replace") for argument in arguments)

@@ -27,7 +27,9 @@ def parse_amount(value: object) -> Fraction:
     """
     amount = quantity_value(str(value))
     if amount is None:
-        raise AllocationError(f"{value!r} is no amount; write a whole number, such as 50 or 10Gi")
+        raise AllocationError(
+            f"{value!r} is not an amount; write a whole number, such as 50 or 10Gi"
+        )
     return amount
 
 

@@ -69,7 +69,7 @@ _METHODS: Final[Mapping[tuple[type, str], Callable[..., Any]]] = {
 def _version(text: str) -> _Ordered:
     found = _VERSION.match(text)
     if found is None:
-        raise AllocationError(f"{text!r} is no version")
+        raise AllocationError(f"{text!r} is not a version")
     return _Ordered(tuple(map(int, found.groups())))
 
 
@@ -91,7 +91,7 @@ def selects(expression: str, driver: str, device: Device) -> bool:
     except RecursionError as error:
         raise _unread(expression) from error
     if not isinstance(found, bool):
-        raise AllocationError(f"the selector {expression!r} is no condition")
+        raise AllocationError(f"the selector {expression!r} is not a condition")
     return found
 
 
@@ -184,7 +184,7 @@ class _Evaluation:
     def _condition(self, it: ast.expr) -> bool:
         found = self.value(it)
         if not isinstance(found, bool):
-            raise AllocationError(f"{ast.unparse(it)!r} is no condition")
+            raise AllocationError(f"{ast.unparse(it)!r} is not a condition")
         return found
 
     def _joined(self, values: list[ast.expr], *, ends: bool) -> bool:

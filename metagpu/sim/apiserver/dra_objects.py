@@ -130,7 +130,7 @@ class SimClaimStatus:
 
     async def _patch(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != _APPLY:
-            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is unknown")
         info, body = request.match_info, json.loads(await request.read())
         key = (_CLAIM_KIND, info["namespace"], info["name"])
         before = self.store.get_object(key)

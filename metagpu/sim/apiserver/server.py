@@ -290,7 +290,7 @@ class SimApiServer(SimCluster):
         elif request.content_type == MERGE:
             it = self.store.merge(key, body, status=status, manager=manager)
         else:
-            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is not known here")
+            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is unknown")
         return web.json_response(it)
 
     async def _delete_pod(self, request: web.Request) -> web.StreamResponse:

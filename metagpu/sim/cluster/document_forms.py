@@ -115,7 +115,7 @@ class _ResourcesForm(_Form, frozen=True):
     def __post_init__(self) -> None:
         for name, count in (self.requests or {}).items():
             if "/" in name and not str(count).isdecimal():
-                raise ValueError(f"{count!r} is no number of {name}")
+                raise ValueError(f"{count!r} is not a number of {name}")
 
 
 class _ContainerForm(_Form, frozen=True):

@@ -37,7 +37,7 @@ class PodManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_name("the namespace", self.namespace)
         for resource, count in self.resources.items():
             if problem := name_problem(resource):
-                raise SimError(f"{resource!r} is no extended resource: {problem}")
+                raise SimError(f"{resource!r} is not an extended resource: {problem}")
             check_range(f"the number of {resource}", count, 1, MAX_DEVICES)
         if self.seconds is not None:
             check_duration(self.seconds)

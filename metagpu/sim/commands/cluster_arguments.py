@@ -160,7 +160,7 @@ def _burst_of(args: argparse.Namespace) -> BurstCommand:
     if args.sizes is not None:
         least, separator, most = args.sizes.partition("..")
         if not (separator and least.isdecimal() and most.isdecimal()):
-            problem = f"{args.sizes!r} is no range of sizes; write one like 10..150"
+            problem = f"{args.sizes!r} is not a range of sizes; write one like 10..150"
             raise ConfigError(problem, ConfigReason.INVALID_VALUE)
         sizes = (int(least), int(most))
     return BurstCommand(args.count, resource, sizes, args.namespace, args.seed)
@@ -197,7 +197,7 @@ def _node_label(args: argparse.Namespace) -> NodeLabelCommand:
         elif text.endswith("-") and text != "-":
             labels[text[:-1]] = None
         else:
-            problem = f"{text!r} is no label; write KEY=VALUE, or KEY- to remove it"
+            problem = f"{text!r} is not a label; write KEY=VALUE, or KEY- to remove it"
             raise ConfigError(problem, ConfigReason.INVALID_VALUE)
     return NodeLabelCommand(labels)
 
@@ -296,7 +296,7 @@ def _output(it: argparse.ArgumentParser, *, as_table: bool = True) -> None:
 def _request(text: str) -> tuple[str, int]:
     resource, separator, count = text.partition("=")
     if not (resource and separator and count.isdecimal()):
-        problem = f"{text!r} is no request; write {_REQUEST}, as in cnvrg.io/metagpu=30"
+        problem = f"{text!r} is not a request; write {_REQUEST}, as in cnvrg.io/metagpu=30"
         raise ConfigError(problem, ConfigReason.INVALID_VALUE)
     return resource, int(count)
 
@@ -304,7 +304,7 @@ def _request(text: str) -> tuple[str, int]:
 def _pair(text: str, kind: str, form: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not (key and separator):
-        raise ConfigError(f"{text!r} is no {kind}; write {form}", ConfigReason.INVALID_VALUE)
+        raise ConfigError(f"{text!r} is not an {kind}; write {form}", ConfigReason.INVALID_VALUE)
     return key, value
 
 

@@ -195,7 +195,7 @@ class PluginCommand(ClusterCommand, frozen=True, tag="plugin"):
             await cluster.end_plugin()
             return ClusterReply("the second plugin has ended")
         if problem := name_problem(self.resource):
-            raise SimError(f"{self.resource!r} is no extended resource: {problem}")
+            raise SimError(f"{self.resource!r} is not an extended resource: {problem}")
         check_range("--devices", self.devices, 0, MAX_DEVICES)
         ids = [f"other-{number}" for number in range(self.devices)]
         await cluster.start_plugin(self.resource, ids)

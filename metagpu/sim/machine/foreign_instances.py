@@ -75,5 +75,5 @@ def placement_name(gpu: SimGpu, instance: SimGpuInstance) -> str:
 def _parsed(place: str) -> tuple[str, int]:
     found = _PLACE.fullmatch(place)
     if found is None:
-        raise SimError(f"{place!r} is no PROFILE@START such as 2g.10gb@4")
+        raise SimError(f"{place!r} is not a PROFILE@START such as 2g.10gb@4")
     return found[1], int(found[2])

@@ -181,7 +181,7 @@ def _inline(argument: str) -> dict[str, object]:
         found = _PART.fullmatch(text)
         if found is None:
             raise ConfigError(
-                f"{text!r} is no MODEL:COUNT such as a100-40gb:8, no driver=VERSION, and no path "
+                f"{text!r} is not MODEL:COUNT such as a100-40gb:8, nor driver=VERSION, nor a path "
                 f"of a YAML file; models: {', '.join(GPU_MODELS)}",
                 ConfigReason.INVALID_VALUE,
                 file=_OPTION,
@@ -193,7 +193,7 @@ def _inline(argument: str) -> dict[str, object]:
 def _check(document: Document, spec: NodeSpec) -> None:
     """Raise an error for values of the right type that make no sense."""
     if not re.fullmatch(r"\d{3}(\.\d+)*", spec.driver):
-        problem = f"{spec.driver!r} is no driver version such as {DRIVER}"
+        problem = f"{spec.driver!r} is not a driver version such as {DRIVER}"
         raise document.error("driver", problem, ConfigReason.INVALID_VALUE)
     for number, gpu in enumerate(spec.gpus):
         if gpu.count < 1:
@@ -234,7 +234,7 @@ def _check_gpu(document: Document, where: str, gpu: GpuSpec) -> None:
         problem = f"stands for one GPU, and count is {gpu.count}"
         raise document.error(f"{where}.uuid", problem, ConfigReason.CONFLICT)
     if gpu.uuid is not None and not _UUID.fullmatch(gpu.uuid):
-        problem = f"{gpu.uuid!r} is no GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+        problem = f"{gpu.uuid!r} is not a GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
         raise document.error(f"{where}.uuid", problem, ConfigReason.INVALID_VALUE)
 
 

@@ -133,8 +133,8 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
     ("options", "message"),
     [
         ("profiles: []", "profiles is empty; give at least one, such as 1g.5gb"),
-        ("profiles: [2g]", "'2g' is no MIG profile such as 1g.5gb or 1g.5gb\\+me"),
-        ("profiles: [1g.5gb.me]", "'1g.5gb.me' is no MIG profile"),
+        ("profiles: [2g]", "'2g' is not a MIG profile such as 1g.5gb or 1g.5gb\\+me"),
+        ("profiles: [1g.5gb.me]", "'1g.5gb.me' is not a MIG profile"),
         ("profiles: [1g.5gb, 1g.5gb]", "profiles contains a profile twice"),
         ("profiles: [1g.5gb], deadline: 1m", "deadline is 60s; allowed: 1s to 15s"),
         ("enableMig: true", r"give either profiles, such as \[1g.5gb\], of which instances are"),
@@ -149,7 +149,7 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
         ("disableMig: true, enableMig: true", "enableMig and disableMig contradict each other"),
         ("disableMig: true, keepWarm: 1s", "keepWarm is for profiles"),
         ("layout: {1g.5gb: 0}", "layout has 0 of 1g.5gb; give at least 1, or leave it out"),
-        ("layout: {1g: 7}", "'1g' is no MIG profile such as 1g.5gb"),
+        ("layout: {1g: 7}", "'1g' is not a MIG profile such as 1g.5gb"),
         ("layout: {1g.5gb: 7}, keepWarm: 1s", "keepWarm is for profiles; the instances of a"),
         ("layout: {1g.5gb: 7}, create: start", "create is for profiles; the instances of a"),
         (

@@ -130,6 +130,6 @@ def test_an_unavailable_gpu_has_no_capacity() -> None:
     assert (first.largest, first.closed, first.free_slices) == (None, True, 6)
     assert (second.largest, second.closed, second.moves) == (None, True, ())
     assert capacity_lines(snapshot) == [
-        "GPU 0: no instances are granted now",
-        "GPU 1: no instances are granted now",
+        "GPU 0: pods get no MIG instances now",
+        "GPU 1: pods get no MIG instances now",
     ]

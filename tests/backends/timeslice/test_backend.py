@@ -128,7 +128,7 @@ def test_the_resource_can_be_renamed() -> None:
         ("replicas: 2, allocationPolicy: spread", "distributed"),
         ("replicas: 2, timeSlice: endless", "medium"),
         ("replicas: 2, timeslice: long", "did you mean timeSlice"),
-        ("replicas: 2, resource: gpu", "is no resource name"),
+        ("replicas: 2, resource: gpu", "invalid resource name"),
     ],
 )
 def test_wrong_options_are_refused_with_the_allowed_ones(options: str, problem: str) -> None:

@@ -29,10 +29,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         (POOL.replace(HEAD, ""), "1: missing key `version`"),
         (
             POOL.replace("v1", "v2"),
-            (
-                "1: version: 'metagpu/v2' is not known here; allowed: metagpu/v1; did you mean "
-                "metagpu/v1?"
-            ),
+            ("1: version: 'metagpu/v2' is unknown; allowed: metagpu/v1; did you mean metagpu/v1?"),
         ),
         # the API
         (
@@ -49,7 +46,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             backend("{backend: fraction}") + "    api: both\n",
-            "6: pools[0].api: 'both' is not known here; allowed: device-plugin, dra",
+            "6: pools[0].api: 'both' is unknown; allowed: device-plugin, dra",
         ),
         (
             backend("{backend: fraction}")
@@ -64,8 +61,8 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         (
             POOL + "dra: {driver: GPU.example}\n",
             (
-                "6: dra: 'GPU.example' is no name of a driver: it must be a lower-case DNS name of "
-                "at most 63 characters"
+                "6: dra: 'GPU.example' is not a name of a driver: it must be a lower-case DNS name "
+                "of at most 63 characters"
             ),
         ),
         (HEAD + "pools: []\n", "2: pools: there is no pool; write at least one"),
@@ -133,32 +130,29 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         # values out of a list
         (
             POOL + "deviceListStrategy: envar\n",
-            (
-                f"6: deviceListStrategy: 'envar' is not known here; {OF_STRATEGIES}; did you mean "
-                "envvar?"
-            ),
+            (f"6: deviceListStrategy: 'envar' is unknown; {OF_STRATEGIES}; did you mean envvar?"),
         ),
         (
             POOL + "deviceListStrategy:\n  - envvar\n  - mounts\n",
             (
-                f"8: deviceListStrategy[1]: 'mounts' is not known here; {OF_STRATEGIES}; did you "
+                f"8: deviceListStrategy[1]: 'mounts' is unknown; {OF_STRATEGIES}; did you "
                 "mean volume-mounts?"
             ),
         ),
         (
             backend("{backend: fraction, placement: binpak}"),
             (
-                "5: pools[0].backends[0].placement: 'binpak' is not known here; allowed: binpack, "
+                "5: pools[0].backends[0].placement: 'binpak' is unknown; allowed: binpack, "
                 "spread; did you mean binpack?"
             ),
         ),
         (
             selecting("alll"),
-            "4: pools[0].gpus: 'alll' is not known here; allowed: all; did you mean all?",
+            "4: pools[0].gpus: 'alll' is unknown; allowed: all; did you mean all?",
         ),
         (
             POOL + "health:\n  xids: {79: deadly}\n",
-            "7: health.xids.79: 'deadly' is not known here; allowed: application, fatal, notice",
+            "7: health.xids.79: 'deadly' is unknown; allowed: application, fatal, notice",
         ),
         (
             POOL + "health:\n  xids: {bus: fatal}\n",
@@ -167,13 +161,13 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         # units
         (
             POOL + "health: {quietPeriod: soon}\n",
-            "6: health.quietPeriod: 'soon' is no duration; write one like 250ms, 30s, 5m or 1h",
+            "6: health.quietPeriod: 'soon' is not a duration; write one like 250ms, 30s, 5m or 1h",
         ),
         (
             backend("{backend: fraction, memoryUnit: 1Gb}"),
             (
-                "5: pools[0].backends[0].memoryUnit: '1Gb' is no amount of memory; write one like "
-                "512Mi, 1Gi or 16G"
+                "5: pools[0].backends[0].memoryUnit: '1Gb' is not an amount of memory; write one "
+                "like 512Mi, 1Gi or 16G"
             ),
         ),
         (
@@ -189,21 +183,21 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             for said, problem in [
                 (
                     "{policy: shoot}",
-                    ".policy: 'shoot' is not known here; allowed: kill, off, report, warn",
+                    ".policy: 'shoot' is unknown; allowed: kill, off, report, warn",
                 ),
                 (
                     "{allowAnnotations: [limits]}",
                     (
-                        ".allowAnnotations[0]: 'limits' is not known here; allowed: limit, policy; "
+                        ".allowAnnotations[0]: 'limits' is unknown; allowed: limit, policy; "
                         "did you mean limit?"
                     ),
                 ),
                 ("{policy: on}", ".policy: policy is no switch; allowed: off, report, warn, kill"),
-                ("{victims: some}", ".victims: 'some' is not known here; allowed: all, largest"),
+                ("{victims: some}", ".victims: 'some' is unknown; allowed: all, largest"),
                 ("{period: 0s}", ".period: period must be longer than 0"),
                 (
                     "{grace: soon}",
-                    ".grace: 'soon' is no duration; write one like 250ms, 30s, 5m or 1h",
+                    ".grace: 'soon' is not a duration; write one like 250ms, 30s, 5m or 1h",
                 ),
                 (
                     "{dryrun: true}",
@@ -227,14 +221,14 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         *(
             (
                 selecting(f"{{pci: {name}}}"),
-                f"4: pools[0].gpus: {name!r} is no PCI bus id; write one like 0000:07:00.0",
+                f"4: pools[0].gpus: {name!r} is not a PCI bus id; write one like 0000:07:00.0",
             )
             for name in ("af:00.0", "0000:af:00", "0000-af-00.0")
         ),
         *(
             (
                 selecting(f"{{index: {index}}}"),
-                f"4: pools[0].gpus: {shown} is no index; write one like 3, 0-3 or 0-3,6",
+                f"4: pools[0].gpus: {shown} is not an index; write one like 3, 0-3 or 0-3,6",
             )
             for index, shown in [
                 ("3-1", "'3-1'"),
@@ -255,11 +249,11 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         # backends
         (
             backend("{backend: fractions}"),
-            f"5: pools[0].backends[0].backend: 'fractions' is no backend; {ALLOWED}",
+            f"5: pools[0].backends[0].backend: 'fractions' is not a backend; {ALLOWED}",
         ),
         (
             backend("{backend: [fraction]}"),
-            f"5: pools[0].backends[0].backend: ['fraction'] is no backend; {ALLOWED}",
+            f"5: pools[0].backends[0].backend: ['fraction'] is not a backend; {ALLOWED}",
         ),
         (
             backend("{sharesPerGpu: 3}"),
@@ -289,7 +283,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         (
             backend("{backend: fraction, resource: metagpu}"),
             (
-                "5: pools[0].backends[0].resource: 'metagpu' is no resource name: it needs a "
+                "5: pools[0].backends[0].resource: invalid resource name 'metagpu': it needs a "
                 "domain, one `/` and a name, as in cnvrg.io/metagpu"
             ),
         ),
@@ -313,7 +307,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         *(
             (
                 f'{POOL}cdiKind: "{kind}"\n',
-                f"6: cdiKind: {kind!r} is no vendor/class; write one like nvidia.com/gpu",
+                f"6: cdiKind: {kind!r} is not a vendor/class; write one like nvidia.com/gpu",
             )
             for kind in ("", "gpu", "/gpu", "nvidia.com/", "nvidia.com/gpu=0", "a/b/c", "a/b.c")
         ),
@@ -331,12 +325,15 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             selecting("{uuid: GPU-5f2e}"),
-            "4: pools[0].gpus: 'GPU-5f2e' is no uuid of a GPU; write one as `nvidia-smi -L` does",
+            (
+                "4: pools[0].gpus: 'GPU-5f2e' is not a uuid of a GPU; write one as "
+                "`nvidia-smi -L` does"
+            ),
         ),
         (
             selecting(f"{{uuid: {OTHER.upper()}}}"),
             (
-                f"4: pools[0].gpus: '{OTHER.upper()}' is no uuid of a GPU; write one as "
+                f"4: pools[0].gpus: '{OTHER.upper()}' is not a uuid of a GPU; write one as "
                 "`nvidia-smi -L` does"
             ),
         ),
@@ -350,7 +347,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         ),
         (
             POOL + "health: {xids: {-3: fatal}}\n",
-            "6: health: -3 is no XID; they are numbered from 1",
+            "6: health: -3 is not an XID; they are numbered from 1",
         ),
         # no YAML
         (

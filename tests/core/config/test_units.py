@@ -34,7 +34,7 @@ def test_durations(text: object, seconds: float) -> None:
 )
 def test_no_durations(text: object) -> None:
     """Other values are refused with an example of a duration."""
-    with pytest.raises(ValueError, match="is no duration; write one like 250ms, 30s, 5m or 1h"):
+    with pytest.raises(ValueError, match="is not a duration; write one like 250ms, 30s, 5m or 1h"):
         Duration.parse(text)
 
 
@@ -66,7 +66,9 @@ def test_amounts_of_memory(text: object, count: int) -> None:
 @pytest.mark.parametrize("text", ["", "Gi", "-1Gi", "1Gb", "1gi", "1 GiB", "1Pi", False, None])
 def test_no_amounts_of_memory(text: object) -> None:
     """Other values are refused with an example of an amount."""
-    with pytest.raises(ValueError, match="is no amount of memory; write one like 512Mi, 1Gi or"):
+    with pytest.raises(
+        ValueError, match="is not an amount of memory; write one like 512Mi, 1Gi or"
+    ):
         Bytes.parse(text)
 
 
@@ -113,5 +115,7 @@ def test_pci_devices(text: object) -> None:
 @pytest.mark.parametrize("text", ["20B010DE", "0x20B0", "", True, None, -1, 2**32])
 def test_no_pci_devices(text: object) -> None:
     """Other values are refused with an example of PCI ids."""
-    with pytest.raises(ValueError, match="is no PCI device id; write one like 0x20B010DE: device"):
+    with pytest.raises(
+        ValueError, match="is not a PCI device id; write one like 0x20B010DE: device"
+    ):
         PciDevice.parse(text)

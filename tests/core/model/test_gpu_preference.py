@@ -87,7 +87,7 @@ def test_a_number_of_gpus_has_limits(value: str) -> None:
     found = preference(parts=value)
     assert found.parts is None
     [problem] = found.problems
-    assert "is no number of GPUs from 1 to 64" in problem
+    assert "is not a number of GPUs from 1 to 64" in problem
     assert len(problem) < 200
 
 

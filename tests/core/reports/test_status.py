@@ -108,8 +108,8 @@ def test_what_is_held_back_is_reported_with_the_reason() -> None:
         METAGPU: {"free": 11, "heldBack": 5, "largestRequest": 6, "requestRule": "whole_gpus"}
     }
     text = (
-        "GPU 1: 5 free shares of cnvrg.io/metagpu are held back: with them more would count as "
-        "free than one request can get: 6"
+        "GPU 1: 5 free shares of cnvrg.io/metagpu are hidden from the scheduler: one pod can "
+        "get at most 6 now"
     )
     assert report["remarks"] == [{"reason": "shares_held_back", "gpu": 1, "text": text}]
 

@@ -86,8 +86,8 @@ async def test_credentials_that_stay_wrong_are_an_error(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         (None, "there is no such file"),
-        ("", "it is no kubeconfig"),
-        ("contexts: 3", "it is no kubeconfig"),
+        ("", "it is not a kubeconfig"),
+        ("contexts: 3", "it is not a kubeconfig"),
         ("{", "while parsing a flow node expected the node content, but found '<stream end>'"),
         (MISTYPED, "Invalid IPv6 URL"),
     ],

@@ -43,9 +43,9 @@ def test_unknown_feature_is_named() -> None:
     with pytest.raises(ConfigError) as refusal:
         parse_features("all,-taints")
     assert str(refusal.value) == (
-        "--cluster: 'taints' is no feature of the API server; allowed: all, none, config, labels, "
-        "free-labels, nodefeature, taint, condition, events, allocatable, pods, pod-events, "
-        "competing-plugins, cordon, janitor, janitor-dry-run"
+        "--cluster: 'taints' is not a feature of the API server; allowed: all, none, config, "
+        "labels, free-labels, nodefeature, taint, condition, events, allocatable, pods, "
+        "pod-events, competing-plugins, cordon, janitor, janitor-dry-run"
     )
 
 

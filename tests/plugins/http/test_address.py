@@ -44,8 +44,8 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_address(text)
     assert str(caught.value) == (
-        f"--metrics: {text!r} is no listen address; write an IP address of this machine and "
-        "a port, as in 127.0.0.1:9400 or [::1]:9400, or :9400 for all its addresses"
+        f"--metrics: invalid address {text!r}: write an IP address of this machine and a port, "
+        "such as 127.0.0.1:9400 or [::1]:9400, or :9400 for all addresses"
     )
 
 
@@ -54,4 +54,4 @@ def test_a_bad_address_is_one_line_at_the_start(capsys: pytest.CaptureFixture[st
     assert main(["run", "--simulate", "t4:1", "--metrics", "gpu-1:9400"]) == 1
 
     error = capsys.readouterr().err
-    assert error.startswith("metagpu: --metrics: 'gpu-1:9400' is no listen address")
+    assert error.startswith("metagpu: --metrics: invalid address 'gpu-1:9400'")

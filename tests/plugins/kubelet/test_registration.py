@@ -282,7 +282,7 @@ async def test_absent_kubelet_is_logged_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("file", "{folder} is no folder; name the kubelet's device-plugins folder"),
+        ("file", "{folder} is not a folder; name the kubelet's device-plugins folder"),
         ("x" * 120, "leaves no room for a socket's path; allowed: 78 at most"),
     ],
 )

@@ -275,7 +275,7 @@ def test_a_pool_that_cannot_be_used(change: dict[str, int], problem: str) -> Non
         (request(kind="npu"), "request gpu: device class npu.metagpu.io does not exist"),
         (request(count=50), "claim default/claim: number of requested devices 50 exceeds the"),
         (request(adminAccess=True), "request gpu: the simulator has no adminAccess"),
-        (request(capacity=amount(shares="half")), "'half' is no amount"),
+        (request(capacity=amount(shares="half")), "'half' is not an amount"),
         (
             request(selectors=[{"cel": {"expression": "device.attributes['x'].y == 1"}}]),
             "no such key: y",

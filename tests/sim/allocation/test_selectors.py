@@ -63,8 +63,8 @@ def test_a_selector(expression: str, expected: object) -> None:
     [
         (f"{OURS}.index == 0", "no such key: index"),
         (f"{OURS}.index == 0 || false", "no such key: index"),
-        (f"{OURS}.type", "is no condition"),
-        (f"{OURS}.type && true", "is no condition"),
+        (f"{OURS}.type", "is not a condition"),
+        (f"{OURS}.type && true", "is not a condition"),
         (f"{OURS}.type < 1", "no such overload"),
         (f"{OURS}.type.matches('(')", "cannot be made"),
         ("true ? true : false", "does not read"),

@@ -66,7 +66,7 @@ def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
         (document("ResourceClaim", None), "the spec of the ResourceClaim a: Expected `object`"),
         (document("ResourceClaimTemplate", {}), "missing required field `spec`"),
         (document("Pod", {"containers": []}), "length >= 1 - at `$.containers`"),
-        (pod(resources={"requests": {"x.y/z": "1k"}}), "'1k' is no number of x.y/z"),
+        (pod(resources={"requests": {"x.y/z": "1k"}}), "'1k' is not a number of x.y/z"),
         (document("Secret", {}), "of the kind 'Secret'; taken are DeviceClass"),
         (document("Pod", {}, name=""), "the Pod cannot be named ''"),
         ({"kind": "Pod", "metadata": "a"}, "$.metadata"),

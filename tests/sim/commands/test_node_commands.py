@@ -127,8 +127,8 @@ def test_the_driver_is_away_and_back() -> None:
         ("hang 0 1001h", SimError, "3.6036e\\+06 s is too long; allowed: 1000h at most"),
         ("provisioning 0 --in-use 1001h", SimError, "too long; allowed: 1000h at most"),
         ("ecc 0 --count 0", SimError, "--count is 0; allowed: 1 to 4294967295"),
-        ("hang 0 long", ConfigError, "no duration"),
-        ("process start 0 1 lots", ConfigError, "no amount of memory"),
+        ("hang 0 long", ConfigError, "not a duration"),
+        ("process start 0 1 lots", ConfigError, "not an amount of memory"),
     ],
 )
 def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message: str) -> None:

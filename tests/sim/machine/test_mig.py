@@ -148,7 +148,7 @@ def test_a_command_says_that_a_mode_waits() -> None:
     ("line", "message"),
     [
         ("mig on 1", "GPU 1 is a t4, which has no MIG"),
-        ("instance create 0 2g", "'2g' is no PROFILE@START such as 2g.10gb@4"),
+        ("instance create 0 2g", "'2g' is not a PROFILE@START such as 2g.10gb@4"),
         ("instance create 0 2g.20gb@0", "no profile 2g.20gb; it has: 1g.5gb, 1g.5gb"),
         ("instance create 0 2g.10gb@1", "Invalid Argument; 2g.10gb starts at: 0, 2, 4"),
         ("instance destroy 0 2g.10gb@0", "no 2g.10gb@0 on GPU-.*; there: 1g.5gb@6"),

@@ -100,8 +100,8 @@ def test_a_file_may_wire_the_gpus(tmp_path: Path) -> None:
         ),
         ("a100-40gb:0", "must be at least 1"),
         ("a100-40gb:65", "a node has 64 at most"),
-        ("a100-40gb:x", "no MODEL:COUNT .* models: v100-16gb, "),
-        ("", "no MODEL:COUNT"),
+        ("a100-40gb:x", "not MODEL:COUNT .* models: v100-16gb, "),
+        ("", "not MODEL:COUNT"),
         ("nowhere/node.yaml", "nowhere/node.yaml: cannot be read: No such file"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
         ("gpus: [{model: t5}]", r"node.yaml: 1: gpus\[0\].model: no GPU model 't5'; allowed: .*t4"),
         ("gpus:\n  - model: t4\n    cuont: 2", r"yaml: 3: gpus\[0\].cuont: unknown key; .*count"),
         ("gpus: [{model: t4, recoveryAction: reset}]", "allowed: none, gpu-reset"),
-        ("gpus: [{model: t4, uuid: GPU-1}]", "is no GPU-xxxxxxxx"),
+        ("gpus: [{model: t4, uuid: GPU-1}]", "is not a GPU-xxxxxxxx"),
         (
             "gpus: [{model: t4, count: 2, uuid: GPU-5f2e1a3c-0000-0000-0000-00000000beef}]",
             "stands for one GPU",
@@ -144,8 +144,8 @@ def test_a_line_that_makes_no_sense(argument: str, message: str) -> None:
             r"nvlinks\[0\].links: must be 0 to 36",
         ),
         ("gpus: [{model: t4, processes: [{pid: 1, memory: 99Gi}]}]", "MiB left"),
-        ("gpus: [{model: t4, processes: [{pid: 1, memory: lots}]}]", "no amount of memory"),
-        ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is no driver version"),
+        ("gpus: [{model: t4, processes: [{pid: 1, memory: lots}]}]", "not an amount of memory"),
+        ("driver: newest\ngpus: []", "yaml: 1: driver: 'newest' is not a driver version"),
         ("boards: []", "unknown key"),
         ("gpus: [{model: t4, mig: true}]", "t4 has no MIG"),
         (
