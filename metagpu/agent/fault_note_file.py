@@ -64,7 +64,7 @@ class FaultNoteFile:
                 "note of faults ignored",
                 file=str(self.path),
                 error=str(error),
-                fix="look at `metagpu status`: faults of before the start may be forgotten",
+                fix="check `metagpu status`: earlier faults may be forgotten",
             )
             return None
 

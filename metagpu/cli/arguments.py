@@ -82,7 +82,7 @@ def _run(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "--take-over",
         action="store_true",
         default=flag("METAGPU_TAKE_OVER"),
-        help="prepare beside a daemon that runs already, and take the node when that one ends; "
+        help="prepare while another daemon runs, and take the node when that one ends; "
         "without this option, a second daemon ends with an error",
     )
     add_run_dir(it)

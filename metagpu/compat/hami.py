@@ -25,8 +25,8 @@ from metagpu.core.config.errors import ConfigReason
 _DEFAULT_SPLIT: Final = 10
 """HAMi's own number of pods on a GPU."""
 _SECOND_NUMBER: Final = (
-    "let a pod ask for a size beside the number of vGPUs; the kubelet counts one number of a "
-    "resource, so ask for more shares"
+    "let a pod request a size in addition to the number of vGPUs; the kubelet counts one number of "
+    "a resource, so ask for more shares"
 )
 _OVERSUBSCRIBED: Final = "given out more than a GPU has; metagpu gives out what is there"
 _NUMA: Final = "hidden NUMA nodes; metagpu reports them where the machine does"

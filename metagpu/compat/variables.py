@@ -284,7 +284,7 @@ def _xids(variable: str, environment: Mapping[str, str]) -> list[int]:
     return [number for number in numbers if number > 0]
 
 
-_OWN_FILE = "has no effect beside a file of metagpu, which says it itself; see docs/compat.md"
+_OWN_FILE = "has no effect with a file in metagpu's own format; see docs/compat.md"
 
 
 def with_variables(environment: Mapping[str, str]) -> ConvertedConfig:

@@ -80,7 +80,7 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
         text = f"its ResourceClaims ({claims}) ask for no device of metagpu"
         return PodReason.CLAIMS_OF_OTHERS, text, ""
     if not demand.asks:
-        fix = "add a share to the limits of a container, as cnvrg.io/metagpu: 30"
+        fix = "add a share to the limits of a container, for example cnvrg.io/metagpu: 30"
         return PodReason.NO_REQUEST, "the pod requests no GPU resource", fix
     if not judged:
         if demand.node:

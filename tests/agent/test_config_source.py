@@ -87,7 +87,7 @@ def test_variables_beside_a_file_of_ours_have_notes(tmp_path: Path) -> None:
     source = ConfigSource((file,), context=ConversionContext(environment=environment))
 
     assert [str(note) for note in source.load(BACKENDS).notes] == [
-        f"environment: {variable}: has no effect beside a file of metagpu, which says it itself; "
+        f"environment: {variable}: has no effect with a file in metagpu's own format; "
         "see docs/compat.md"
         for variable in environment
     ]

@@ -161,9 +161,14 @@ KEYS: Final[Mapping[ModuleType, list[tuple[Base, str, Any, str]]]] = {
     ],
     hami: [
         (HAMI, "nvidia.resourceCountName", "a.b/c", HONOURED),
-        (HAMI, "nvidia.resourceMemoryName", "a.b/c", "let a pod ask for a size beside"),
-        (HAMI, "nvidia.resourceMemoryPercentageName", "a.b/c", "let a pod ask for a size beside"),
-        (HAMI, "nvidia.resourceCoreName", "a.b/c", "let a pod ask for a size beside"),
+        (HAMI, "nvidia.resourceMemoryName", "a.b/c", "let a pod request a size in addition"),
+        (
+            HAMI,
+            "nvidia.resourceMemoryPercentageName",
+            "a.b/c",
+            "let a pod request a size in addition",
+        ),
+        (HAMI, "nvidia.resourceCoreName", "a.b/c", "let a pod request a size in addition"),
         (HAMI, "nvidia.resourcePriorityName", "a.b/c", "let a pod stop others' kernels"),
         (HAMI, "nvidia.defaultMemory", 1000, HONOURED),
         (HAMI, "nvidia.defaultCores", 10, "limited a pod's use of SMs"),

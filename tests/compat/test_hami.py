@@ -139,9 +139,9 @@ def test_unsupported_keys_have_one_note() -> None:
 
     assert notes(text)[1:] == [
         (
-            "f.yaml: 3: nvidia.resourceMemoryName: has no effect here; it would have let a pod ask "
-            "for a size beside the number of vGPUs; the kubelet counts one number of a resource, "
-            "so ask for more shares"
+            "f.yaml: 3: nvidia.resourceMemoryName: has no effect here; it would have let a pod "
+            "request a size in addition to the number of vGPUs; the kubelet counts one number of a "
+            "resource, so ask for more shares"
         ),
         (
             "f.yaml: 4: nvidia.deviceMemoryScaling: has no effect here; it would have given out "

@@ -113,8 +113,8 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
             return super().no_shares_reason(gpu)
         if gpu.memory is None and self.options.gpu_memory is None:
             return (
-                "the driver reports no memory for this GPU: set gpuMemory, as 100Gi, to the part "
-                "of the machine's memory that its pods may use"
+                "the driver reports no memory for this GPU: set gpuMemory (such as 100Gi) to the "
+                "part of the machine's memory that its pods may use"
             )
         return self.misfit_reason(gpu) or super().no_shares_reason(gpu)
 

@@ -163,7 +163,7 @@ def _explain(
             beside = [f"{n} x {p.name}" for p, n in zip(profiles, counts[:at], strict=False) if n]
             taken = [*beside, *(["the slots in use"] if occupied else [])]
             reason = f"{counts[at]} x {profile.name} wanted, room for {fits}"
-            reason += f" beside {' and '.join(taken)}" if taken else ""
+            reason += f" next to {' and '.join(taken)}" if taken else ""
             return UnplaceableLayout(profile.name, fits, reason)
     raise AssertionError("a layout that does not fit has a profile that does not fit")
 

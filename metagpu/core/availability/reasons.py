@@ -243,7 +243,7 @@ def _unconfirmed(state: GpuState) -> frozenset[ShareId]:
 def _refuse_unconfirmed(state: GpuState, share: Share) -> RequestError:
     holder = state.leases[share.id].holder
     reason = (
-        "the kubelet has just started, and a pod of before may still run with it; try again"
+        "the kubelet has just started, and an earlier pod may still run with it; try again"
         if holder is None
         else f"{holder} still runs with it, although the kubelet, which started without its "
         "checkpoint, takes it for free; it is free when that pod is gone"
@@ -441,7 +441,7 @@ REASONS: Final = (
     ),
     Reason(
         "held-back",
-        "the free shares that [no request could take](offers.md) beside those of other GPUs",
+        "the free shares that [no request could take](offers.md) together with those of other GPUs",
         _held_back,
         ("hidden",),
         free=True,

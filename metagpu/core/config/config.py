@@ -82,7 +82,7 @@ class MgctlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         if self.path is not None and basename(self.path) != _NAME:
             raise ValueError(
                 f"path {self.path!r} would cover another program of every image; it has to end in "
-                f"/{_NAME}, as /usr/local/bin/{_NAME}"
+                f"/{_NAME}, such as /usr/local/bin/{_NAME}"
             )
 
 

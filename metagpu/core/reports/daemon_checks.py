@@ -99,7 +99,7 @@ def _slice_finding(slices: SlicesReport) -> Finding | None:
     if problem and problem == slices.dropped:
         return WARNING, problem, "docs/dra.md has what an earlier Kubernetes serves"
     if problem:
-        fix = "the scheduler allocates by the slices of before; docs/permissions.md has the rights"
+        fix = "the scheduler uses the earlier ResourceSlices; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
     if contested := slices.contested:
         named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())

@@ -271,7 +271,7 @@ class CheckpointFollower:
             taken = [it for it in leases if it.resource_claim != claim]
             if not taken:
                 continue
-            holder = str(taken[0].resource_claim or taken[0].holder or "a container of now")
+            holder = str(taken[0].resource_claim or taken[0].holder or "a running container")
             if self._logged.is_new(claim, holder):
                 log.error(
                     "share of a resource claim held by others too",
@@ -349,7 +349,7 @@ class CheckpointFollower:
                     "resource claim without its shares",
                     claim=str(claim),
                     effect="its containers do not start again",
-                    fix="offer the shares of before again, or delete the pods of this claim",
+                    fix="offer the earlier shares again, or delete the pods of this claim",
                 )
                 return
             backend = self._backend(held[0].resource)

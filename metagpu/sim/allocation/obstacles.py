@@ -58,7 +58,7 @@ def find_obstacle(
                 reason = str(error).removeprefix(f"request {name}: ")
             if reason:
                 return ClaimObstacle(place, name, reason)
-        reason = "no device is left beside those of the claims before it"
+        reason = "no device is left after those of the claims before it"
         try:
             fits = trial.fits(*claims[: place + 1])
         except AllocationError as error:  # a selector fails on a device that no trial came to
@@ -98,7 +98,7 @@ def _request_reason(
         return _reason(trial, alone)
     if not trial.fits(_claim_of(claim, requests)):
         before = ", ".join(it["name"] for it in requests[:-1])
-        return f"no device is left beside those of {before}"
+        return f"no device is left after those of {before}"
     if not trial.fits(_claim_of(claim, requests, constraints)):
         return _constraint_reason(trial, claim, requests, constraints)
     return ""

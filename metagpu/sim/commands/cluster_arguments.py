@@ -122,7 +122,7 @@ def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
     if args.filename is not None:
         return ClaimAddCommand(documents=_documents(args.filename))
     if args.device_class is None:
-        problem = "a claim needs a DeviceClass; add --class, as fraction.metagpu.io"
+        problem = "a claim needs a DeviceClass; add --class, for example fraction.metagpu.io"
         raise ConfigError(problem, ConfigReason.MISSING)
     amounts = dict(_pair(text, "amount", "NAME=AMOUNT") for text in args.capacity)
     return ClaimAddCommand(

@@ -117,21 +117,21 @@ def test_exactly_the_possible_layouts_are_planned(geometry: MigGeometry) -> None
             + ", ".join(profile.name for profile in A100_40.profiles),
         ),
         ({"3g.20gb": 3}, "", "3 x 3g.20gb wanted, room for 2"),
-        ({"7g.40gb": 1}, "1g.5gb@6", "1 x 7g.40gb wanted, room for 0 beside the slots in use"),
+        ({"7g.40gb": 1}, "1g.5gb@6", "1 x 7g.40gb wanted, room for 0 next to the slots in use"),
         (
             {"1g.5gb": 5, "3g.20gb": 1},
             "",
-            "5 x 1g.5gb wanted, room for 4 beside 1 x 3g.20gb",
+            "5 x 1g.5gb wanted, room for 4 next to 1 x 3g.20gb",
         ),
         (
             {"1g.5gb": 2, "3g.20gb": 1, "2g.10gb": 2},
             "",
-            "2 x 1g.5gb wanted, room for 0 beside 1 x 3g.20gb and 2 x 2g.10gb",
+            "2 x 1g.5gb wanted, room for 0 next to 1 x 3g.20gb and 2 x 2g.10gb",
         ),
         (
             {"1g.5gb": 3, "3g.20gb": 1},
             "2g.10gb@0",
-            "3 x 1g.5gb wanted, room for 2 beside 1 x 3g.20gb and the slots in use",
+            "3 x 1g.5gb wanted, room for 2 next to 1 x 3g.20gb and the slots in use",
         ),
     ],
 )
@@ -365,7 +365,7 @@ def test_one_name_numbers_its_shares() -> None:
             "{4g.20gb: 1, 2g.10gb: 2}",
             (
                 "the layout 1x4g.20gb-2x2g.10gb does not fit: 2 x 2g.10gb wanted, room for 1 "
-                "beside 1 x 4g.20gb"
+                "next to 1 x 4g.20gb"
             ),
         ),
         (

@@ -91,7 +91,7 @@ def test_no_other_program_of_an_image_is_covered(path: str) -> None:
     """A configuration replaces no program of an image but mgctl itself."""
     assert refusal(f"mgctl: {{path: {path}}}\n{pool()}") == (
         f"f.yaml: 1: mgctl.path: path '{path}' would cover another program of every image; it has "
-        "to end in /mgctl, as /usr/local/bin/mgctl"
+        "to end in /mgctl, such as /usr/local/bin/mgctl"
     )
 
 

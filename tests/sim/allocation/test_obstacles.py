@@ -75,7 +75,7 @@ PROFILE = "device.attributes['gpu.metagpu.io'].profile == '3g.20gb'"
         (
             claim(exactly("gpu", "a", count=2), shares("1", "b")),
             "b",
-            "no device is left beside those of a",
+            "no device is left after those of a",
         ),
         (
             claim(exactly("gpu", "a"), shares("1", "b"), matchAttribute="gpu.metagpu.io/uuid"),
@@ -172,4 +172,4 @@ def test_claims_of_one_pod_are_allocated_together() -> None:
     both = [claim(exactly("gpu", count=2)), claim(shares("1"))]
     assert [find_obstacle(pools, [it], CLASSES) for it in both] == [None, None]
     found = find_obstacle(pools, both, CLASSES)
-    assert found == ClaimObstacle(1, "", "no device is left beside those of the claims before it")
+    assert found == ClaimObstacle(1, "", "no device is left after those of the claims before it")

@@ -185,7 +185,7 @@ class MpsControl(msgspec.Struct, frozen=True):
         command = "get_default_active_thread_percentage"
         answer = await self._send(command)
         if not answer:
-            raise ProgramError(f"no answer to {command}, as while it answers another program")
+            raise ProgramError(f"no answer to {command}: it may be answering another program")
         try:
             float(answer)
         except ValueError:
