@@ -72,8 +72,9 @@ wheel: $(PROGRAMS) man ## build the package with everything in it, into dist/
 
 test: export METAGPU_PIECE = $(PIECE)
 test: $(VENV)/.test $(PROGRAMS) ## run the tests (PIECE=N of the long ones)
-	@# One process more than cores: many tests wait for a while, and leave theirs idle.
-	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal
+	@# One process more than cores: many tests wait for a while, and leave theirs idle. A broken tree
+	@# fails in waits of 30 s each: the first failure ends the run (pytest without -x shows all).
+	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal -x
 
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
