@@ -26,7 +26,7 @@ from metagpu.plugins.http.address import ListenAddress
 
 
 class ConfigInForce(msgspec.Struct, eq=False):
-    """The configuration in force, and the layout that it gives on the GPUs of now.
+    """The configuration in force, and the layout that it gives on the present GPUs.
 
     The layout manager alone replaces them, both at once; all others read.
     """

@@ -219,7 +219,7 @@ class Exchange:
         """Keep new pods away, and serve those that are on their way.
 
         The scheduler hears it by the Node's amounts, which fall to what pods request. Without an
-        API server nobody can tell it: the calls of now are answered, and to serve longer would
+        API server nobody can tell it: the present calls are answered, and to serve longer would
         protect no pod.
         """
         if not self.taken.is_set():

@@ -50,7 +50,7 @@ class FaultNoteFile:
             self.health.adopt(*found)
 
     async def save(self) -> None:
-        """Write the note of now, for the daemon after this one."""
+        """Write the present note, for the daemon after this one."""
         if self.health.surveyed.is_set():
             await to_thread.run_sync(self._write, self.health.note)
 

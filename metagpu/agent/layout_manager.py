@@ -178,7 +178,7 @@ class LayoutManager:
     ) -> dict[str, Any]:
         """Return the changes that a configuration would make, to this one or `before`.
 
-        `existing` are the MIG instances of now, where the configuration offers them.
+        `existing` are the present MIG instances, where the configuration offers them.
 
         Raises:
             ConfigError: if it does not fit the GPUs.

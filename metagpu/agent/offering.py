@@ -69,7 +69,7 @@ class Offering:
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("resource offered", resource=resource, shares=len(offer.shares))
 
-        # The objects of now stay for the life of the process; no collection has to scan them again.
+        # The present objects stay for the life of the process; no collection scans them again.
         gc.freeze()
 
         gpus = self.registry.snapshot.gpus.values()

@@ -37,7 +37,7 @@ class Preparation:
     _misfit: str = ""
 
     async def look(self) -> None:
-        """Find the problems of now."""
+        """Find the present problems."""
         health, found = self.health, list[str]()
         if health.unusable or not health.surveyed.is_set():
             found.append(f"the driver: {health.unusable or 'the GPUs are not read yet'}")

@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class ResourceClaims:
-    """Runs the DRA driver while a pool has it, or claims of before are held."""
+    """Runs the DRA driver while a pool has it, or earlier claims are held."""
 
     def __init__(self, context: NodeContext, layout_manager: LayoutManager) -> None:
         self.context = context

@@ -113,7 +113,7 @@ class MigModeEnabler(msgspec.Struct, frozen=True):
             )
 
         # Reported before the check for use: from now on no container is given another share, and
-        # the check sees every lease of before.
+        # the check sees every earlier lease.
         context.report(ProvisionedState(exclusive=True))
         try:
             if use := await _use(context):

@@ -141,7 +141,7 @@ class _GpuOwner:
         return self._context.backend in state.cleaning
 
     async def _make_exclusive(self) -> None:
-        """Keep programs that are no MPS clients off the GPU, and save the mode of before."""
+        """Keep programs that are no MPS clients off the GPU, and save the previous mode."""
         try:
             mode = await self._context.compute_mode()
             if mode in (None, ComputeMode.EXCLUSIVE_PROCESS):

@@ -68,7 +68,7 @@ def shares_to_wait(
     """Find the free shares of one GPU that wait for orphaned leases.
 
     `None` stands for all of them. Where a backend divides the whole GPU into other equal parts than
-    before, a lease of before takes as many of the new parts as its memory needs, and a replica
+    before, an earlier lease takes as many of the new parts as its memory needs, and a replica
     takes one. The free capacity beside any other orphaned lease is unknown: shares of one MIG
     instance say nothing of those of another.
     """

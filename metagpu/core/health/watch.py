@@ -83,9 +83,9 @@ class HealthWatch:
     """The owner of the registry's GPUs and of the verdicts on them.
 
     Attributes:
-        settings: returns the configured rules of now.
+        settings: returns the configured rules.
         surveyed: set once NVML has been read for the first time.
-        noted: faults and cordons of before the start, of GPUs that NVML has not listed yet.
+        noted: faults and cordons from before the start, of GPUs that NVML has not listed yet.
         unusable: why NVML as a whole cannot be used now; empty while it can be used.
     """
 
@@ -173,7 +173,7 @@ class HealthWatch:
 
     @property
     def note(self) -> FaultNote:
-        """The faults and cordons of now, for the daemon after this one."""
+        """The present faults and cordons, for the daemon after this one."""
         return take_note(self.registry.snapshot).joined(self.noted)
 
     def adopt(self, last: FaultNote, written: float = 0.0) -> None:

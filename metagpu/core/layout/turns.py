@@ -195,7 +195,7 @@ class TurnRunner:
             self._registry.apply(TurnsChanged({it.gpu.id: None for it in gpus}))
 
     def update(self) -> float:
-        """Apply the turns of now; return the seconds until the next change of a turn."""
+        """Apply the present turns; return the seconds until the next change of a turn."""
         now = self._clock()
         self._registry.apply(TurnsChanged(self._turns(now)))
         waits = (it.seconds_to_next(now) for it in self._schedules.values())

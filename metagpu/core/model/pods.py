@@ -132,7 +132,7 @@ class PodIndex(msgspec.Struct, frozen=True):
         return since < self.asked if known is None else known.ended
 
     def may_have_ended(self, pod: Holder | str, since: float) -> bool:
-        """Return whether a complete list of now would show that a pod has ended."""
+        """Return whether a complete present list would show that a pod has ended."""
         known = self.by_uid.get(pod) if isinstance(pod, str) else self.find(pod, None)
         return self.listed and known is None and since >= self.asked
 

@@ -142,7 +142,7 @@ def check_leases(status: StatusReport) -> Finding:
 
 
 def check_configuration(status: StatusReport) -> Finding:
-    """Check that the configuration of now is in force, on all GPUs that it names."""
+    """Check that the present configuration is in force, on all GPUs that it names."""
     configuration = status.configuration
     if error := configuration.error:
         fix = f"correct the place that the message names; {configuration.effect}"

@@ -42,5 +42,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _create(path: Path) -> int:
-    """Open a file for writing, without its content of before."""
+    """Open a file for writing, without its previous content."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)

@@ -231,7 +231,7 @@ class SharesReleased(msgspec.Struct, frozen=True):
 
 
 class KubeletStarted(msgspec.Struct, frozen=True):
-    """A kubelet is about to get our shares: all leases of before become unconfirmed.
+    """A kubelet is about to get our shares: all earlier leases become unconfirmed.
 
     Attributes:
         kubelet: the identity of its socket; the same kubelet changes nothing.

@@ -178,7 +178,7 @@ class UsageCollector:
     async def _read_sensors(self, gpu: GpuId, usage: NodeUsage) -> None:
         """Read the sensors alone, if they are wanted: a GPU without a list may have some.
 
-        A GPU that may be lost has no value of before.
+        A GPU that may be lost has no earlier value.
         """
         self._sensor_turns.forget(gpu)
         if usage.sensors is not None:

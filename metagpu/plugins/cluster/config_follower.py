@@ -40,7 +40,7 @@ class ConfigFollower:
         follow: applies the cluster's choice.
         record_event: records Events of the node.
         decided: set once the cluster's first choice is applied.
-        problem: why the choice of now cannot be followed, empty without a problem.
+        problem: why the present choice cannot be followed, empty without a problem.
     """
 
     settings: ClusterSettings

@@ -208,7 +208,7 @@ class ClaimStatuses:
         self._changed = anyio.Event()
 
     def note(self, claim: ResourceClaimRef, *, restored: bool = False) -> None:
-        """Note a claim that is prepared; one of before may have its status already."""
+        """Note a claim that is prepared; an earlier one may have its status already."""
         if restored:
             self._unread.add(claim)
         self._changed.set()

@@ -1,4 +1,4 @@
-"""The DRA driver of one node: leases of before, the service, its registration."""
+"""The DRA driver of one node: earlier leases, the service, its registration."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,7 +116,7 @@ class DraDriver:
         )
 
     async def run(self) -> None:
-        """Begin with the leases of before, then serve until cancelled."""
+        """Begin with the earlier leases, then serve until cancelled."""
         await self.checkpoint.restore()
         async with anyio.create_task_group() as group:
             group.start_soon(self.retries.run)

@@ -99,7 +99,7 @@ class DeviceList:
         return tuple(parts)
 
     def encode(self, view: ListView) -> bytes:
-        """Encode the list, which replaces the kubelet's list of before."""
+        """Encode the list, which replaces the kubelet's previous list."""
         return b"".join(map(self._block, view))
 
     def _block(self, part: GpuListState) -> bytes:

@@ -55,7 +55,7 @@ class KubeletFiles(NamedTuple):
 
 
 def find_files(socket: Path, directory: Path) -> KubeletFiles:
-    """Return the files of now; blocks.
+    """Return the present files; blocks.
 
     Args:
         socket: the PodResources socket.

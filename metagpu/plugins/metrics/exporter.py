@@ -86,7 +86,7 @@ class DetailedSensorReader:
             return self._turns.complete(gpu, found, began, was_read=costly)[gpu]
 
         readings = await SensorReader(self._registry, read_one).read()
-        self._turns.retain(readings)  # a GPU that may be lost has no value of before
+        self._turns.retain(readings)  # a GPU that may be lost has no earlier value
         return readings
 
 

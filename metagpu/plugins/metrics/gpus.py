@@ -161,7 +161,7 @@ _PERCENT = 100
 
 
 def rules_for_thread(rules: ReportRules, usage_now: NodeUsage) -> ReportRules:
-    """Return rules for a thread: the driver's limits of now, settings read once."""
+    """Return rules for a thread: the driver's present limits, settings read once."""
     usages = (usage for gpu_usage in usage_now.gpus.values() for usage in gpu_usage.containers)
     limited = frozenset(map(_key, filter(rules.is_driver_limited, usages)))
     return replace(
