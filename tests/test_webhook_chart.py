@@ -16,7 +16,7 @@ from metagpu.cli.arguments import parser
 from metagpu.cli.options import Variable, resolve_environment
 from metagpu.cli.webhook_options import webhook_of
 from metagpu.translation.values import TranslationSettings
-from metagpu.webhook.certificate import ServingCertificate
+from metagpu.webhook.server import ServingCertificate
 from tests.test_chart import helm as helm  # noqa: PLC0414 - a fixture
 from tests.test_chart import script
 

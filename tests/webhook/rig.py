@@ -19,10 +19,9 @@ from anyio import to_thread
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import NodeOffer, TranslationSettings
-from metagpu.webhook.certificate import ServingCertificate
 from metagpu.webhook.connection import PATH
-from metagpu.webhook.metrics import ReviewStats
-from metagpu.webhook.server import ReviewServer
+from metagpu.webhook.program import ReviewStats
+from metagpu.webhook.server import ReviewServer, ServingCertificate
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
 from metagpu.webhook.translator import Translator
 

@@ -19,9 +19,8 @@ from metagpu.plugins.cluster.event_recorder import BURST, MINOR
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.webhook.connection import PATH
-from metagpu.webhook.metrics import FAMILIES
 from metagpu.webhook.program import BURST as BURST_OF_ALL
-from metagpu.webhook.program import Webhook
+from metagpu.webhook.program import FAMILIES, Webhook
 from metagpu.webhook.settings import WebhookSettings, WebhookTiming
 from tests.rigs.waiting import becomes, until
 from tests.webhook.rig import A100, LOOPBACK, NAME, Authority, pod, review

@@ -26,8 +26,7 @@ from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.driver import DraDriver
-from metagpu.plugins.dra.registration import RegistrationTiming
+from metagpu.plugins.dra.driver import DraDriver, RegistrationTiming
 from metagpu.plugins.kubelet.granting import no_cdi
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb import pluginregistration

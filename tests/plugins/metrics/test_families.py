@@ -11,7 +11,7 @@ from metagpu.plugins.metrics import dcgm
 from metagpu.plugins.metrics.exposition import render_process
 from metagpu.plugins.metrics.families import FAMILIES, backend_families
 from metagpu.plugins.metrics.samples import MetricFamily, MetricType
-from metagpu.webhook.metrics import FAMILIES as OF_WEBHOOK
+from metagpu.webhook.program import FAMILIES as OF_WEBHOOK
 from tests.plugins.metrics.rig import Page
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"

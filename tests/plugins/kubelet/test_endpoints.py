@@ -12,7 +12,7 @@ from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import endpoint, messages
 from metagpu.plugins.kubelet.directory import KubeletDirectory
-from metagpu.plugins.kubelet.registration_watch import RegistrationWatch
+from metagpu.plugins.kubelet.endpoints import RegistrationWatch
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.kubelet.other_plugin import other_plugin
 from tests.plugins.kubelet.rig import METAGPU, Node, node

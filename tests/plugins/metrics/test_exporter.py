@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.metrics.namespaces import KEPT, NamespaceMeter, namespace_samples, part_of_gpu
+from metagpu.plugins.metrics.exporter import KEPT, NamespaceMeter, namespace_samples, part_of_gpu
 from tests.core.usage.test_report import A, B, node
 from tests.plugins.metrics.rig import valued
 from tests.rigs.build import METAGPU
