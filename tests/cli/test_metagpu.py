@@ -17,7 +17,7 @@ from metagpu.core.reports.schema import StatusReport
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.plugins.control.socket import control_server
-from metagpu.sim.demo.drawing import show_demo
+from metagpu.sim.demo.script import show_demo
 from tests.cli.test_mgctl import TtyText, interrupted_after
 from tests.rigs.reported import complete
 

@@ -18,7 +18,7 @@ from metagpu.kubectl import drain
 from metagpu.kubectl.cordons import cordon_gpu
 from metagpu.kubectl.drain import UNNAMED, GpuDrain, Holding, holdings_of, judge_pod
 from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer, Question
-from metagpu.sim.apiserver.pods import BUDGETS
+from metagpu.sim.apiserver.kinds import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_program import Cluster, cluster

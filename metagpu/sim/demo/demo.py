@@ -197,7 +197,7 @@ def run(form: str) -> int:
     if form != "table":
         print(encode(story, form), end="")  # noqa: T201 - the output of a command
     else:
-        from metagpu.sim.demo.drawing import show_demo  # noqa: PLC0415 - JSON needs no tables
+        from metagpu.sim.demo.script import show_demo  # noqa: PLC0415 - JSON needs no tables
 
         show_demo(story)
     return 0

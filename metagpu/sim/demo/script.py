@@ -1,9 +1,14 @@
-"""The demo's scenarios: nodes, configurations, pods, and the fault."""
+"""The demo's scenarios: nodes, configurations, pods, the fault, and its tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import convert
+
+from metagpu.core.reports.schema import GpuReport
+from metagpu.display.status import gpus_table, show, table
+from metagpu.display.table import Cell, TextTable
 
 NODE: Final = "a100-40gb:8"
 RESOURCE: Final = "cnvrg.io/metagpu"
@@ -143,3 +148,103 @@ CLAIMS: Final = (
         "batch", "a whole GPU", {"exactly": {"deviceClassName": "gpu.metagpu.io"}}, waits=True
     ),
 )
+
+
+def show_demo(story: Mapping[str, Any]) -> None:
+    """Print what happened in the demo."""
+    node, fault, claims = story["node"], story["fault"], story["claims"]
+    show(
+        "metagpu on simulated nodes. Only the GPUs and the cluster are simulated.",
+        *_heading(f"1. Fractions: {node['gpus']} offers {node['capacity']} shares, 100 per GPU"),
+        _pods(story["pods"], story["before"]["gpus"]),
+        *(
+            Cell(f"{pod['pod']} waits: {pod['message']}; no GPU has that many free", "yellow")
+            for pod in story["pods"]
+            if not pod["admitted"]
+        ),
+        *_heading(f"2. A fault: GPU {fault['gpu']} reports XID {fault['xid']}"),
+        gpus_table(convert(story["after"]["gpus"], list[GpuReport]), "HELD"),
+        f"The node's allocatable shares fall from {fault['allocatableBefore']} to "
+        f"{fault['allocatable']}: only GPU {fault['gpu']} leaves service. "
+        f"The {len(fault['running'])} running pods stay.",
+        f"GPU {fault['gpu']} returns to service when NVML requires no recovery action and its "
+        f"checks pass, or by `metagpu acknowledge {fault['gpu']}`.",
+        *_heading(f"3. A mixed pool: {story['pool']['gpus']} in time-slices, by MPS or whole"),
+        _steps(story["pool"]["steps"], _owners),
+        "All backends offer an idle GPU. Its first request chooses the backend, until the last pod "
+        "ends. The last columns are the node's allocatable shares; shares in use count too.",
+        *_heading(f"4. MIG on demand: requests create instances on {story['mig']['gpus']}"),
+        _steps(story["mig"]["steps"], _slices),
+        "The GPU column shows memory slices; 3 is a slice of a 3g instance. An instance without a "
+        "pod is kept for the next pod of its size, until another pod needs its slices.",
+        *_heading("5. Exact offers: 30 shares are free on each of two GPUs, and a pod requests 40"),
+        _offers(story["offers"]),
+        "The scheduler counts the shares of a node. With `offer: exact`, the default, it counts as "
+        "many as one request can get: the pod waits for the end of another, and then runs.",
+        *_heading(f"6. ResourceClaims (DRA): pods describe what they need of {claims['gpus']}"),
+        _claims(claims["claims"]),
+        "A claim names a class of devices and an amount, or alternatives in order. The scheduler "
+        "chooses the device, and metagpu prepares it. A GPU has one backend at a time here too.",
+    )
+
+
+def _heading(text: str) -> Sequence[Cell]:
+    return Cell(""), Cell(text, "bold")
+
+
+def _pods(pods: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]) -> TextTable:
+    index = {gpu["uuid"]: str(gpu["index"]) for gpu in gpus}
+    rows = table("POD", "RESOURCE", "SHARES", "GPUS", "MEMORY")
+
+    for pod in pods:
+        indices, memory = "waits", "-"
+        if pod["admitted"]:
+            indices = ", ".join(index[gpu] for gpu in pod["gpus"])
+            memory = f"{pod['memoryMiB']} MiB"
+        rows.add(pod["pod"], pod["resource"], str(pod["shares"]), indices, memory)
+    return rows
+
+
+def _offers(policies: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return a table of what becomes of the pod under each policy."""
+    rows = table("OFFER", "COUNT AS FREE", "THE POD", "THEN COUNT", "AND THE POD")
+    for policy in policies:
+        cells = [it for each in policy["outcomes"] for it in (str(each["free"]), each["outcome"])]
+        rows.add(policy["offer"], *cells, *["-"] * (4 - len(cells)))
+    return rows
+
+
+def _claims(claims: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return a table of what each claim asks for, and gets."""
+    rows = table("CLAIM", "ASKS FOR", "GETS")
+    for claim in claims:
+        waits = claim["state"] == "Pending"
+        rows.add(claim["name"], claim["asks"], Cell(claim["gets"], "yellow" if waits else ""))
+    return rows
+
+
+def _steps(
+    steps: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], Sequence[Cell]]
+) -> TextTable:
+    """Return a table of the GPUs and the allocatable shares after each step."""
+    first = steps[0]
+    gpus = [f"GPU {gpu['index']}" for gpu in first["gpus"]]
+    names = [name.rpartition("/")[2].removeprefix("mig-") for name in first["allocatable"]]
+    rows = table("EVENT", *gpus, *names, whole=gpus)
+
+    for step in steps:
+        counts = [Cell(str(count)) for count in step["allocatable"].values()]
+        rows.add(step["event"], *cells(step), *counts)
+    return rows
+
+
+def _owners(step: Mapping[str, Any]) -> Sequence[Cell]:
+    """Return the owner of each GPU."""
+    return [
+        Cell(gpu["owner"], "bold") if gpu["owner"] else Cell("idle", "dim") for gpu in step["gpus"]
+    ]
+
+
+def _slices(step: Mapping[str, Any]) -> Sequence[Cell]:
+    """Return the memory slices of each GPU by their instance: `3 3 3 3 · · 1 ·`."""
+    return [Cell(" ".join(str(n or "·") for n in sizes)) for sizes in step["slices"]]
