@@ -134,7 +134,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _translate(args: argparse.Namespace) -> int:
     from metagpu.kubectl.claims import read_extended_resources
-    from metagpu.kubectl.translation import print_translation, read_nodes
+    from metagpu.kubectl.manifests import print_translation, read_nodes
 
     if args.nodes is not None:
         return print_translation(args, read_nodes(args.nodes))

@@ -50,9 +50,8 @@ from metagpu.nvml.queries import (
     set_compute_mode,
 )
 from metagpu.nvml.sensors import read_activity, read_detailed_sensors, read_utilization
-from metagpu.nvml.session import NvmlSession
+from metagpu.nvml.session import NvmlSession, TopologyReader
 from metagpu.nvml.session_gpu import TIMING, NvmlTiming, SessionGpu
-from metagpu.nvml.topology import TopologyReader
 from metagpu.nvml.worker import NvmlWorker, ResultT, SharedThread
 from metagpu.patches import use_nvml_library
 

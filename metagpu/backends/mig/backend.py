@@ -8,7 +8,6 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.decisions import PRIVILEGES, MpsDaemonTiming
-from metagpu.backends.mig.capacity import KINDS, capacity_metrics, free_capacity, instance_metrics
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming, find_instances
 from metagpu.backends.mig.mode import (
     MigModeDisabler,
@@ -26,7 +25,14 @@ from metagpu.backends.mig.options import (
     possible_shares,
 )
 from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
-from metagpu.backends.mig.planner import UnplaceableLayout, choose_least_shared
+from metagpu.backends.mig.planner import (
+    KINDS,
+    UnplaceableLayout,
+    capacity_metrics,
+    choose_least_shared,
+    free_capacity,
+    instance_metrics,
+)
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, slot_of_instance
 from metagpu.backends.mig.reconciler import MigReconciler
 from metagpu.backends.mig.sharing import MigMpsOptions, check_units, choose_units, grant_units

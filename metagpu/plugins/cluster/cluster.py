@@ -16,16 +16,16 @@ from msgspec import UNSET
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.reports.schema import ClusterReport
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.competing_pods import (
-    CompetingPod,
-    CompetingPodWatch,
-    describe_competing_pod,
-)
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.connection import ClusterContext, LastingParts, NodeConnection
 from metagpu.plugins.cluster.event_recorder import PER_POD, EventReason, EventRecorder
 from metagpu.plugins.cluster.events import GpuEventFeed, NodeEvents
 from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
+from metagpu.plugins.cluster.pods import (
+    CompetingPod,
+    CompetingPodWatch,
+    describe_competing_pod,
+)
 from metagpu.plugins.cluster.refusals import RefusalMatcher
 from metagpu.plugins.cluster.settings import Feature
 

@@ -17,7 +17,6 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.tasks import Work
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.competing_pods import CompetingPodWatch
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
 from metagpu.plugins.cluster.events import (
@@ -28,14 +27,13 @@ from metagpu.plugins.cluster.events import (
     record_refusals,
 )
 from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
-from metagpu.plugins.cluster.janitor import Janitor
 from metagpu.plugins.cluster.label_sync import LabelSync, NodeFeature
 from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.node_status import NodeComparison, NodeStatusWriter, watched_state
-from metagpu.plugins.cluster.pods import PodInformer
+from metagpu.plugins.cluster.pods import CompetingPodWatch, PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
-from metagpu.plugins.cluster.refusals import RefusalMatcher
+from metagpu.plugins.cluster.refusals import Janitor, RefusalMatcher
 from metagpu.plugins.cluster.settings import JANITORS, ClusterSettings, Feature
 from metagpu.plugins.cluster.watch import NodePatcher, WatchedObject
 
