@@ -112,7 +112,7 @@ def test_limits_of_one_gpu_win() -> None:
         (config("MigDeviceConfig"), "kind: MigDeviceConfig is for devices of type mig, and"),
         (mps(defaultActiveThreadPercentage=101), "Percentage: 101; allowed: 1 to 100"),
         (mps(**{LIMIT: "100Ki"}), f"{LIMIT}: 102400 bytes; allowed: 1Mi to 1024Ti"),
-        (mps(**{LIMIT: "9" * 300}), f"{LIMIT}: 9999"),
+        (mps(**{LIMIT: "9" * 300}), f"{LIMIT}: '9999"),
         (mps(**{PER_DEVICE: {"7": "1Gi"}}), f"{PER_DEVICE}.7: no GPU of the claim"),
         (mps(multiUser=True), "sharing.mpsConfig.multiUser: servers for several users"),
     ],

@@ -18,6 +18,13 @@ _BYTES: Final = {
 }
 
 
+_LONGEST_TEXT: Final = 40
+"""The characters of a value that a message repeats."""
+_YEAR: Final = 365 * 86400.0
+_MOST_BYTES: Final = 2**60
+"""An exbibyte: no GPU has as much, and sums of such amounts fit into 64 bits."""
+
+
 class Duration(float):
     """A duration in seconds."""
 
@@ -26,13 +33,17 @@ class Duration(float):
         """Parse `250ms`, `30s`, `5m`, `1h`, or a plain number of seconds.
 
         Raises:
-            ValueError: the text has another form; the message lists the forms.
+            ValueError: the text has another form, or is longer than a year.
         """
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?", str(text).strip())
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h)?", str(text).strip())
         if found is None:
-            raise ValueError(f"{text!r} is not a duration; write one like 250ms, 30s, 5m or 1h")
-
-        return cls(float(found[1]) * _SECONDS[found[2] or "s"])
+            raise ValueError(
+                f"{_shown(text)} is not a duration; write one like 250ms, 30s, 5m or 1h"
+            )
+        seconds = float(found[1]) * _SECONDS[found[2] or "s"]
+        if seconds > _YEAR:
+            raise ValueError(f"{_shown(text)} is longer than a year; write at most 8760h")
+        return cls(seconds)
 
     def __str__(self) -> str:
         return f"{float(self):g}s"
@@ -46,18 +57,29 @@ class Bytes(int):
         """Parse a Kubernetes quantity such as `1Gi`, `512Mi`, `16G`, or a number of bytes.
 
         Raises:
-            ValueError: the text has another form; the message lists the forms.
+            ValueError: the text has another form, or is more than an exbibyte.
         """
         written = str(text).strip()
-        if written.isdecimal():  # as most amounts of ResourceClaims are
-            return cls(int(written))
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?", written)
-        if found is None:
+        if len(written) <= _LONGEST_TEXT and written.isascii() and written.isdecimal():
+            amount = int(written)  # as most amounts of ResourceClaims are
+        else:
+            found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?", written)
+            if found is None:
+                raise ValueError(
+                    f"{_shown(text)} is not an amount of memory; write one like 512Mi, 1Gi or 16G"
+                )
+            long = len(found[1]) > _LONGEST_TEXT
+            amount = _MOST_BYTES + 1 if long else int(Fraction(found[1]) * _BYTES[found[2] or ""])
+        if amount > _MOST_BYTES:
             raise ValueError(
-                f"{text!r} is not an amount of memory; write one like 512Mi, 1Gi or 16G"
+                f"{_shown(text)} is more memory than any GPU has; write at most 1048576Ti"
             )
+        return cls(amount)
 
-        return cls(int(Fraction(found[1]) * _BYTES[found[2] or ""]))
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 class PciDevice(int):

@@ -55,7 +55,6 @@ def test_no_durations(text: object) -> None:
         (" 1 Gi ", 2**30),
         ("9007199254740993", 2**53 + 1),
         ("8796093022208.5Ki", 2**53 + 512),
-        pytest.param("9" * 400, 10**400 - 1, id="more than a float can hold"),
     ],
 )
 def test_amounts_of_memory(text: object, count: int) -> None:
@@ -72,7 +71,7 @@ def test_no_amounts_of_memory(text: object) -> None:
         Bytes.parse(text)
 
 
-@given(st.integers(0, 2**62), st.sampled_from(["", "Ki", "Mi", "Gi", "Ti", "K", "M", "G", "T"]))
+@given(st.integers(0, 2**20), st.sampled_from(["", "Ki", "Mi", "Gi", "Ti", "K", "M", "G", "T"]))
 def test_whole_amounts_are_exact(count: int, unit: str) -> None:
     """A whole number of any unit is exactly that many bytes."""
     factor = Bytes.parse(f"1{unit}")
@@ -119,3 +118,26 @@ def test_no_pci_devices(text: object) -> None:
         ValueError, match="is not a PCI device id; write one like 0x20B010DE: device"
     ):
         PciDevice.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "problem"),
+    [
+        (Duration, "9" * 300, "is longer than a year; write at most 8760h"),
+        (Duration, "8761h", "is longer than a year; write at most 8760h"),
+        (Bytes, "9" * 4000, "is more memory than any GPU has; write at most 1048576Ti"),
+        (Bytes, "9" * 4000 + "Gi", "is more memory than any GPU has; write at most 1048576Ti"),
+        (Bytes, "1048577Ti", "is more memory than any GPU has; write at most 1048576Ti"),
+        (Duration, "\u0663s", "is not a duration"),
+        (Bytes, "\u0663", "is not an amount of memory"),
+    ],
+)
+def test_values_beyond_all_machines_are_refused(
+    unit: type[Duration | Bytes], text: str, problem: str
+) -> None:
+    """A value that no float or metric can hold is an error with a short text."""
+    with pytest.raises(ValueError, match=problem) as error:
+        unit.parse(text)
+
+    assert len(str(error.value)) < 150
+    assert unit.parse("8760h" if unit is Duration else "1048576Ti")
