@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12210, ("sim/*",)),
+    Capability("simulator", 12310, ("sim/*",)),
     Capability(
         "DRA",
         4480,

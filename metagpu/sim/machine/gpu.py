@@ -14,6 +14,7 @@ from metagpu.core.contracts.driver import ComputeMode, RecoveryAction
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.sim.machine.gpu_models import GpuModel
+from metagpu.sim.machine.load import SimSampler, SimWork, share_time
 from metagpu.sim.machine.mig_state import SimMigState
 
 _TDP: Final = {
@@ -101,11 +102,10 @@ class SimError(MetagpuError):
     """Raised when a simulated node refuses a change; the text lists what is possible."""
 
 
-class SimProcess(msgspec.Struct):
+class SimProcess(SimWork):
     """A process on a GPU; `memory` in bytes, `None` when NVML does not know it.
 
     Attributes:
-        sm_percent: its utilization of the GPU's multiprocessors, in percent.
         cgroup: the folder of its cgroup, empty where cgroup limits do not matter.
     """
 
@@ -114,7 +114,6 @@ class SimProcess(msgspec.Struct):
     gi: int | None = None
     ci: int | None = None
     graphics: bool = False
-    sm: int = 0
     cgroup: str = ""
 
 
@@ -148,6 +147,7 @@ class SimGpu(msgspec.Struct):
         default_factory=dict
     )
     memory_limits: dict[Path, int] = msgspec.field(default_factory=dict)
+    sampler: SimSampler = msgspec.field(default_factory=SimSampler)
     _sensors: SimSensors | None = None
 
     @property
@@ -155,7 +155,7 @@ class SimGpu(msgspec.Struct):
         """Return the sensors, under the present load."""
         if self._sensors is None:
             self._sensors = SimSensors(self.model.key)
-        self._sensors.busy = min(100, sum(process.sm for process in self.processes.values()))
+        self._sensors.busy = round(sum(share_time([*self.processes.values()])))
         return self._sensors
 
     @property
@@ -191,6 +191,10 @@ class SimGpu(msgspec.Struct):
         ]
         return min(lefts, default=None)
 
+    def advance(self, now: int) -> None:
+        """Advance the processes' work until now, in microseconds, and sample them."""
+        self.sampler.advance([*self.processes.values()], now)
+
     def start_process(self, process: SimProcess) -> None:
         """Start a process, or change the memory and utilization of a running one.
 
@@ -220,15 +224,26 @@ class SimGpu(msgspec.Struct):
         Raises:
             SimError: the process is not on this GPU; the error lists those that are.
         """
-        keys = [key for key in self.processes if key[0] == pid]
-        if not keys:
-            pids = ", ".join(sorted(str(key[0]) for key in self.processes)) or "none"
-            raise SimError(f"no process {pid} on {self.id}; there: {pids}")
-
-        for key in keys:
+        for key in self._keys(pid):
             del self.processes[key]
+
+    def set_frozen(self, pid: int, *, frozen: bool) -> None:
+        """Freeze a process or let it continue; a frozen one submits no work.
+
+        Raises:
+            SimError: the process is not on this GPU; the error lists those that are.
+        """
+        for key in self._keys(pid):
+            self.processes[key].frozen = frozen
 
     def reset_mig(self) -> None:
         """Remove all MIG instances and their processes; apply the pending MIG mode."""
         self.processes = {key: it for key, it in self.processes.items() if it.gi is None}
         self.mig.reset()
+
+    def _keys(self, pid: int) -> list[tuple[int, int | None, int | None]]:
+        keys = [key for key in self.processes if key[0] == pid]
+        if not keys:
+            pids = ", ".join(sorted(str(key[0]) for key in self.processes)) or "none"
+            raise SimError(f"no process {pid} on {self.id}; there: {pids}")
+        return keys

@@ -94,11 +94,24 @@ class SimNode:
         self.handles_issued = 0
         self._seed = seed
         self._slots = 0
+        self._turned_to: int | None = None
 
     @property
     def driver_branch(self) -> int:
         """Return the number before the first point of the driver's version."""
         return int(self.driver.partition(".")[0])
+
+    @property
+    def now(self) -> int:
+        """Return microseconds since the epoch: real time until the clock is turned."""
+        return time.time_ns() // 1000 if self._turned_to is None else self._turned_to
+
+    def turn_clock(self, seconds: float) -> None:
+        """Turn the clock, which stands still from then on; the processes work meanwhile."""
+        with self.changed:
+            self._turned_to = self.now + round(seconds * 1e6)
+            for gpu in self.gpus:
+                gpu.advance(self.now)
 
     def gpu(self, name: str | int) -> SimGpu:
         """Return a GPU by its index or UUID.
@@ -239,12 +252,20 @@ class SimNode:
     def start_process(self, gpu: SimGpu, process: SimProcess) -> None:
         """Start a process on a GPU, or change a running one; see `SimGpu.start_process`."""
         with self._change():
+            gpu.advance(self.now)
             gpu.start_process(process)
 
     def end_process(self, gpu: SimGpu, pid: int) -> None:
         """End a process on a GPU; see `SimGpu.end_process`."""
         with self._change():
+            gpu.advance(self.now)
             gpu.end_process(pid)
+
+    def set_frozen(self, gpu: SimGpu, pid: int, *, frozen: bool) -> None:
+        """Freeze a process on a GPU or let it continue; see `SimGpu.set_frozen`."""
+        with self._change():
+            gpu.advance(self.now)
+            gpu.set_frozen(pid, frozen=frozen)
 
     def unload_driver(self, code: int = pynvml.NVML_ERROR_DRIVER_NOT_LOADED) -> None:
         """Unload the driver: the code answers every call."""

@@ -3,7 +3,6 @@
 # ruff: noqa: N802 - functions carry the names of NVML's own
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 import pynvml
 
 from metagpu.sim.machine.gpu import SimGpu
+from metagpu.sim.machine.load import SAMPLE_PERIOD, SAMPLES_KEPT
 from metagpu.sim.nvml.base import (
     Argument,
     NvmlReturn,
@@ -24,8 +24,6 @@ from metagpu.sim.nvml.base import (
     write_number,
     write_pci_address,
 )
-
-_SAMPLE_PERIOD: Final = 167_000  # microseconds
 
 NVLINK_FIELDS: Final = (
     pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
@@ -100,7 +98,7 @@ class SensorFunctions(SimLibraryBase):
         with self._gpu(device) as gpu:
             self._supported(not gpu.mig.enabled)
             write_number(utilization, 0)
-            write_number(period, _SAMPLE_PERIOD)
+            write_number(period, SAMPLE_PERIOD)
 
 
 def sensor_fields(gpu: SimGpu) -> Iterator[tuple[int, int]]:
@@ -121,22 +119,32 @@ class UtilizationFunctions(SimLibraryBase):
 
     @c_function
     def nvmlDeviceGetProcessUtilization(
-        self, device: Argument, samples: Argument, count: Argument, _since: Argument
+        self, device: Argument, samples: Argument, count: Argument, last_seen: Argument
     ) -> None:
-        """Return one sample, taken now, of each busy process; not supported in MIG mode."""
+        """Return the samples of processes since a time; not supported in MIG mode.
+
+        Moments without use have no sample. The size that is asked for is that of all samples that
+        the driver can keep, as more may come until the caller has made room.
+        """
         with self._gpu(device) as gpu:
-            if gpu.mig.enabled:
-                raise NvmlReturn(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            busy = [process for process in gpu.processes.values() if process.sm]
-            if not busy:
+            self._supported(not gpu.mig.enabled)
+            gpu.advance(self.node.now)
+            found = [
+                (process.pid, at, percent)
+                for process in gpu.processes.values()
+                for at, percent in process.samples
+                if at > read_number(last_seen)
+            ]
+            if not found:
                 raise NvmlReturn(pynvml.NVML_ERROR_NOT_FOUND)
 
-            room, dereference(count).value = read_number(dereference(count)), len(busy)
-            if room < len(busy) or not samples or not read_address(samples):
+            size = dereference(count)
+            if size.value < len(found) or not samples or not read_address(samples):
+                size.value = SAMPLES_KEPT * len(gpu.processes)
                 raise NvmlReturn(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
-            for sample, process in zip(samples, busy, strict=False):
-                sample.pid, sample.smUtil = process.pid, process.sm
-                sample.timeStamp = time.time_ns() // 1000
+            size.value = len(found)
+            for sample, (pid, at, percent) in zip(samples, found, strict=False):
+                sample.pid, sample.timeStamp, sample.smUtil = pid, at, percent
 
 
 class MemoryLimitFunctions(SimLibraryBase):

@@ -147,6 +147,25 @@ def test_nvlinks_lead_somewhere(node: SimNode) -> None:
     assert code_of(kind, a100, 1) == pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
+def test_samples_are_those_with_use_since_a_time(node: SimNode) -> None:
+    """Idle moments and processes have no sample; without a newer one there is nothing."""
+    node.turn_clock(0)
+    gpu, last_seen = node.gpu(0), node.now
+    read = pynvml.nvmlDeviceGetProcessUtilization
+    assert code_of(read, handle(0), 0) == pynvml.NVML_ERROR_NOT_FOUND
+    for process in (SimProcess(1, MIB, sm=30), SimProcess(2, MIB), SimProcess(3, MIB, sm=60)):
+        node.start_process(gpu, process)
+    node.set_frozen(gpu, 3, frozen=True)
+    assert code_of(read, handle(0), last_seen) == pynvml.NVML_ERROR_NOT_FOUND
+    assert {(it.pid, it.smUtil) for it in read(handle(0), 0)} == {(1, 30), (3, 60)}
+
+    node.turn_clock(0.4)
+    found = [(it.pid, it.smUtil, it.timeStamp - last_seen) for it in read(handle(0), last_seen)]
+    assert found == [(1, 30, 167_000), (1, 30, 334_000)]
+    gpu.mig.enabled = True
+    assert code_of(read, handle(0), 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
+
+
 def test_counters_follow_the_node(node: SimNode) -> None:
     """Memory errors, recovery action and utilization are those of the node."""
     node.add_ecc_errors(node.gpu(0), double_bit=True, count=3)
