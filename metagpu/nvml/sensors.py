@@ -146,7 +146,7 @@ def _throttle_reasons(bits: int | None) -> frozenset[ThrottleReason] | None:
 
 
 WINDOW: Final = 3.0
-"""Seconds of samples: in each second the driver takes several of a busy process."""
+"""Seconds of utilization that a reading covers."""
 
 _IDLE: Final = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS})
 """NVML's codes for no samples; pynvml raises a success that fills no sample."""
@@ -175,6 +175,11 @@ def read_utilization(handle: Handle) -> Mapping[int, int] | None:
     """Return each process's mean share of multiprocessor time, in percent, by pid.
 
     `None` where the driver does not report it.
+
+    A driver that returns one sample of each process has averaged it: NVML's documentation has one
+    sample for each process with use since the given time. Where it returns several, they are taken
+    to be spaced evenly over the window, and a moment without a sample counts as 0: the same
+    documentation has no sample of a process without use (docs/verified.md: no card has shown it).
     """
     since = int((time.time() - WINDOW) * 1e6)
 
@@ -192,4 +197,18 @@ def read_utilization(handle: Handle) -> Mapping[int, int] | None:
     for sample in samples:
         if sample.timeStamp >= since:  # the rest of the buffer is not filled
             percents[sample.pid].append(sample.smUtil)
-    return {pid: round(sum(values) / len(values)) for pid, values in percents.items()}
+    most = max(map(len, percents.values()), default=0)
+    moments = max(most, _moments_in_window(handle)) if most > 1 else 1
+    return {pid: round(sum(values) / moments) for pid, values in percents.items()}
+
+
+def _moments_in_window(handle: Handle) -> int:
+    """Return how many samples fit into the window, 0 where the period is unknown.
+
+    NVML reports the period of its samplers with the utilization of an engine only.
+    """
+    try:
+        _, period = pynvml.nvmlDeviceGetEncoderUtilization(handle)
+    except FAILURES:
+        return 0
+    return int(WINDOW * 1e6 / period) if period else 0

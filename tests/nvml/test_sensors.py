@@ -1,5 +1,6 @@
 """Sensors: what a card does not report is absent, and a failure costs its own value alone."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ from metagpu.core.contracts.sensors import NvlinkError, ThrottleReason
 from metagpu.core.errors import DriverError, GpuLost
 from metagpu.core.model.mig import Placement
 from metagpu.nvml.driver import NvmlDriver
+from metagpu.nvml.sensors import WINDOW
 from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.load import SAMPLE_PERIOD
 from metagpu.sim.machine.spec import build_node
 from tests.nvml.rig import DEADLINE, altered_library, opened
 
@@ -123,18 +126,64 @@ def answering(code: int, *samples: tuple[int, int, int]) -> Callable[..., int]:
     return function
 
 
-async def utilisation(function: Callable[..., int]) -> object:
+async def utilisation(function: Callable[..., int], **others: Callable[..., int]) -> object:
     """Return the utilization of a GPU whose NVML has this function."""
-    nvml = NvmlDriver(altered_library(build_node("t4:1"), nvmlDeviceGetProcessUtilization=function))
+    others |= {"nvmlDeviceGetProcessUtilization": function}
+    nvml = NvmlDriver(altered_library(build_node("t4:1"), **others))
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         return await nvml.utilization(gpu.id)
 
 
-async def test_samples_are_averaged_and_old_ones_dropped() -> None:
-    """Several samples of a process are one average; older and empty ones do not count."""
-    samples = [(7, 20, 1), (7, 60, 2), (8, 50, 5), (8, 90, -10)]
+async def test_one_sample_of_each_process_is_the_drivers_mean() -> None:
+    """A single sample counts for the whole window; older and empty ones do not count."""
+    samples = [(7, 40, 1), (8, 50, 5), (8, 90, -10)]
     assert await utilisation(answering(pynvml.NVML_SUCCESS, *samples)) == {7: 40, 8: 50}
+
+
+def every(period: float, *samples: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Return a sample of each pid and percent every `period` seconds of the window."""
+    times = range(1, int(WINDOW * 1e6), int(period * 1e6))
+    return [(pid, percent, age) for age in times for pid, percent in samples]
+
+
+async def test_moments_without_a_sample_count_as_idle() -> None:
+    """Of several samples the mean is that of the whole window, also where no process is busy."""
+    bursty = [*every(1, (7, 100))]
+    assert await utilisation(answering(pynvml.NVML_SUCCESS, *bursty)) == {7: 18}
+    beside = [*bursty, *every(0.167, (8, 60)), (9, 90, 1)]
+    assert await utilisation(answering(pynvml.NVML_SUCCESS, *beside)) == {7: 17, 8: 60, 9: 5}
+
+
+async def test_a_driver_without_a_period_has_means_of_its_samples() -> None:
+    """Without a period, the process with the most samples counts as always busy."""
+    samples = answering(pynvml.NVML_SUCCESS, *every(1, (7, 60)), (8, 90, 1))
+
+    def none(*_: object) -> int:
+        return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    assert await utilisation(samples, nvmlDeviceGetEncoderUtilization=none) == {7: 60, 8: 30}
+
+
+async def test_a_process_that_pauses_has_the_mean_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that computes for a sixth of each second is shown with a sixth."""
+    async with opened("a100-40gb:1") as (node, nvml, survey):
+        monkeypatch.setattr(time, "time", lambda: node.now / 1e6)
+        gpu = node.gpu(0)
+        for process in (SimProcess(7, 1, sm=100), SimProcess(8, 1, sm=30)):
+            node.start_process(gpu, process)
+        for _ in range(6):
+            node.set_frozen(gpu, 7, frozen=True)
+            node.turn_clock(5 * SAMPLE_PERIOD / 1e6)
+            node.set_frozen(gpu, 7, frozen=False)
+            node.turn_clock(SAMPLE_PERIOD / 1e6)
+        both = await nvml.utilization(survey.gpus[0].id)
+
+    assert both is not None
+    assert both[8] == 30
+    assert 8 <= both[7] <= 14  # 70 % of the GPU in 3 of 18 moments
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from tests.rigs.waiting import becomes, skip
 FURTHER = (
     "nvmlDeviceGetUtilizationRates",
     "nvmlDeviceGetRemappedRows",
-    "nvmlDeviceGetEncoderUtilization",
     "nvmlDeviceGetDecoderUtilization",
     "nvmlDeviceGetMemoryInfo_v2",
 )
