@@ -342,7 +342,8 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
         "requestRule": "whole_gpus",
     }
     node.status["devices"] = {"gpu": {"devices": 4, "free": 1, "largest": {}}}
-    back = f"20 free shares of {METAGPU} are held back: the GPU serves as many as it can"
+    hidden = f"20 free shares of {METAGPU} are hidden from the scheduler"
+    back = f"{hidden}: the GPU serves as many as it can"
     move = "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1"
     largest = "GPU 1: the largest instance that fits is 1g.10gb"
     node.status["remarks"] = [
