@@ -57,7 +57,7 @@ class Opened:
 
     async def live(self) -> None:
         """Wait until the page follows the server."""
-        await self.page.wait_for_selector("#connection[data-state=live]", timeout=10_000)
+        await self.page.wait_for_selector("#connection[data-state=live]", timeout=30_000)
         await self.frame()
 
     async def frame(self) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MIG = "nvidia.com/mig-2g.10gb"
 LARGEST_PAGE = 100_000
-SOON_MS = 10_000
+SOON_MS = 30_000
 REPORTED_MS = 4_000
 """The page itself asks after 5 s: what shows before then was reported to it."""
 FILES = files(web) / "assets"

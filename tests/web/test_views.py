@@ -28,7 +28,7 @@ IMAGES = ROOT / "docs" / "images"
 SCREENSHOTS = "METAGPU_SCREENSHOTS"
 """Environment variable: whether the pictures of docs/images are taken again."""
 LARGEST_IMAGE = 150_000
-SOON_MS = 10_000
+SOON_MS = 30_000
 CHANGES = 6
 CHANGE_MS = 300
 """CPU time of one change of 16 crowded GPUs, scripts and layout; a busy machine takes a third."""
