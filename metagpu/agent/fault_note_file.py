@@ -15,7 +15,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import FaultNoteUnusable, MetagpuError
-from metagpu.core.health.fault_note import SIZE_LIMIT, FaultNote, decode, encode
+from metagpu.core.health.verdicts import SIZE_LIMIT, FaultNote, decode, encode
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.state.registry import Registry
 

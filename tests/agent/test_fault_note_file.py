@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from metagpu.agent import fault_note_file
 from metagpu.agent.fault_note_file import FaultNoteFile
-from metagpu.core.health.fault_note import SIZE_LIMIT, FaultNote, NotedFault, encode
+from metagpu.core.health.verdicts import SIZE_LIMIT, FaultNote, NotedFault, encode
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault

@@ -33,8 +33,7 @@ from metagpu.core.health.fault_assessment import (
     read_condition,
     reason_beside,
 )
-from metagpu.core.health.fault_note import FaultNote, take_note
-from metagpu.core.health.verdicts import FaultLog, GpuVerdicts, MigHealth
+from metagpu.core.health.verdicts import FaultLog, FaultNote, GpuVerdicts, MigHealth, take_note
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Versions

@@ -20,7 +20,7 @@ from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.connection import ClusterContext, LastingParts, NodeConnection
 from metagpu.plugins.cluster.event_recorder import PER_POD, EventReason, EventRecorder
 from metagpu.plugins.cluster.events import GpuEventFeed, NodeEvents
-from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
+from metagpu.plugins.cluster.node_status import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.pods import (
     CompetingPod,
     CompetingPodWatch,

@@ -28,9 +28,14 @@ from metagpu.plugins.cluster.events import (
 )
 from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
 from metagpu.plugins.cluster.label_sync import LabelSync, NodeFeature
-from metagpu.plugins.cluster.node_cordons import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.node_object import NODES
-from metagpu.plugins.cluster.node_status import NodeComparison, NodeStatusWriter, watched_state
+from metagpu.plugins.cluster.node_status import (
+    DriverUpgradeFollower,
+    NodeComparison,
+    NodeCordonFollower,
+    NodeStatusWriter,
+    watched_state,
+)
 from metagpu.plugins.cluster.pods import CompetingPodWatch, PodInformer
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.refusals import Janitor, RefusalMatcher

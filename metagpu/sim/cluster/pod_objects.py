@@ -1,12 +1,31 @@
-"""Pods of a simulated cluster as objects of the API server. Pure."""
+"""Pods of a simulated cluster as objects; the kubelet that writes their status.
+
+The simulated kubelet follows Pods at the API server, and writes the Node's numbers.
+"""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
+import anyio
+from anyio.abc import TaskGroup
+
+from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.sim.apiserver.objects import Key, Object
+from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.kubelet.claims import ClaimManager, ClaimPrepareError, ClaimUse, PodClaims
+from metagpu.sim.kubelet.kubelet import (
+    AdmissionError,
+    ContainerStartError,
+    KubeletDownError,
+    SimKubelet,
+)
 from metagpu.sim.kubelet.pods import SimContainer, SimPod
 
 Patch = Mapping[str, Any]
@@ -145,3 +164,267 @@ def event_object(pod: Object, reason: str, note: str) -> Object:
     metadata = pod["metadata"]
     regarding = {"kind": "Pod", **{it: metadata[it] for it in ("name", "namespace", "uid")}}
     return {"type": "Warning", "reason": reason, "note": note, "regarding": regarding}
+
+
+def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
+    """Return the claims of a pod as its kubelet prepares them.
+
+    Raises:
+        ClaimPrepareError: a claim is gone, or not reserved for the pod.
+    """
+    metadata = pod["metadata"]
+    names = _claim_names(pod)
+    refs, drivers = {}, {}
+    for entry, name in names.items():
+        claim = objects.get(("resourceclaims", metadata["namespace"], name))
+        if claim is None:
+            raise ClaimPrepareError(f'resourceclaims.resource.k8s.io "{name}" not found')
+        status = claim.get("status") or {}
+        if metadata["uid"] not in {it["uid"] for it in status.get("reservedFor") or ()}:
+            raise ClaimPrepareError(f"ResourceClaim {name} is not reserved for the pod")
+        refs[entry] = ResourceClaimRef(metadata["namespace"], name, claim["metadata"]["uid"])
+        results = status["allocation"]["devices"]["results"]
+        drivers[refs[entry]] = tuple(dict.fromkeys(it["driver"] for it in results))
+    containers = {it["name"]: _uses(it, refs) for it in pod["spec"]["containers"]}
+    return PodClaims(metadata["uid"], drivers, containers)
+
+
+def _claim_names(pod: Object) -> Mapping[str, str]:
+    """Return the name of each claim by its entry in the Pod."""
+    made = pod["status"].get("resourceClaimStatuses") or ()
+    entries = [*(pod["spec"].get("resourceClaims") or ()), *made]
+    return {it["name"]: it["resourceClaimName"] for it in entries if it.get("resourceClaimName")}
+
+
+def _uses(container: Mapping[str, Any], refs: Mapping[str, ResourceClaimRef]) -> Sequence[ClaimUse]:
+    used = (container.get("resources") or {}).get("claims") or ()
+    return [ClaimUse(refs[it["name"]], it.get("request", "")) for it in used if it["name"] in refs]
+
+
+STATUS_PERIOD: Final = 10.0
+"""Seconds between two reports of the Node's numbers (nodeStatusUpdateFrequency)."""
+READMIT_AFTER: Final = 0.1
+"""Seconds from a kubelet's start to the admission of its earlier pods."""
+RETRY_START: Final = 1.0
+"""Seconds between two tries to start a container, or to end a pod with claims."""
+RETRY_PREPARE: Final = 60.0
+"""Seconds to the next try to prepare refused claims, unless the pod is annotated before."""
+
+
+@dataclass(eq=False)
+class KubeletSync:
+    """Keeps a kubelet's pods as the API server has them, and the Node up to date.
+
+    Attributes:
+        claims: prepares the claims of pods.
+        record: writes a warning about a Pod: its reason and note.
+    """
+
+    api: SimApiServer
+    kubelet: SimKubelet
+    claims: ClaimManager
+    node: str
+    record: Callable[[Object, str, str], None]
+    _pods: dict[str, SimPod] = field(default_factory=dict)
+    _ends: dict[str, float] = field(default_factory=dict)
+    _syncing: anyio.Lock = field(default_factory=anyio.Lock)
+
+    def resume(self) -> None:
+        """Resume the pods that ran when the last daemon ended."""
+        for it in self.api.pods():
+            if node_of(it) == self.node and phase_of(it) == "Running":
+                pod = self._pods[it["metadata"]["uid"]] = kubelet_pod(it)
+                self.kubelet.resume(pod)
+                with suppress(ClaimPrepareError):
+                    self.claims.track(pod_claims(it, self.api.store.objects))
+                self._set_end(it)
+
+    async def run(self) -> None:
+        """Follow the API server until cancelled; without a kubelet nothing happens."""
+        self._delete_slices()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._report)
+            group.start_soon(self.claims.run)
+            await self._readmit()
+            while True:
+                changed = self.api.next_change()
+                async with self._syncing:
+                    with suppress(KubeletDownError):
+                        await self._sync(group)
+                with anyio.move_on_after(self._seconds_to_end()):
+                    await changed.wait()
+
+    def _seconds_to_end(self) -> float:
+        """Return the seconds until a pod ends by itself; without a kubelet none does."""
+        if not self.kubelet.is_up:
+            return float("inf")
+        return max(0.0, min(self._ends.values(), default=float("inf")) - anyio.current_time())
+
+    async def stop(self) -> None:
+        """Kill the kubelet, also while it waits for a plugin; containers go on."""
+        await self.kubelet.crash()
+        self.api.wake()
+
+    async def restart(self, *, forget: bool = False, reboot: bool = False) -> None:
+        """Start the kubelet again; it admits its pods as at any start."""
+        await self.kubelet.crash()  # before the lock: an admission may wait for a plugin
+        async with self._syncing:
+            await self.kubelet.restart(forget=forget, reboot=reboot)
+            self.claims.forget_drivers()
+            self._delete_slices()
+            await self._readmit()
+            for pod in self.kubelet.pods if reboot else ():
+                with suppress(ContainerStartError, KubeletDownError):
+                    await self._start_containers(pod)
+        self.api.wake()
+
+    def held_devices(self, uid: str) -> Mapping[str, frozenset[str]]:
+        """Return the ids that a pod holds, by resource; none without a kubelet."""
+        pod = self._pods.get(uid)
+        if pod is None or not self.kubelet.is_up:
+            return {}
+        held: dict[str, frozenset[str]] = {}
+        for devices in self.kubelet.devices(pod).values():
+            for resource, ids in devices.items():
+                held[resource] = held.get(resource, frozenset()) | ids
+        return held
+
+    def _delete_slices(self) -> None:
+        """Delete the node's ResourceSlices: a kubelet that starts has no driver yet."""
+        objects = self.api.store.objects
+        for key in [key for key in objects if key[0] == "resourceslices"]:
+            if objects[key]["spec"].get("nodeName") == self.node:
+                self.api.store.delete(key)
+
+    async def _readmit(self) -> None:
+        """Admit the earlier pods at a kubelet that has just started and lives on."""
+        await anyio.sleep(READMIT_AFTER)
+        with suppress(KubeletDownError):
+            for uid, error in (await self.kubelet.readmit()).items():
+                if pod := self._pods.get(uid):
+                    self._reject(pod, error)
+
+    # ---- pods ------------------------------------------------------------------------------
+
+    async def _sync(self, group: TaskGroup) -> None:
+        """End, finish and admit pods, in the order of their creation."""
+        if not self.kubelet.is_up:
+            return
+        now = anyio.current_time()
+        bound = [it for it in self.api.pods() if node_of(it) == self.node]
+        for it in bound:
+            uid = it["metadata"]["uid"]
+            if "deletionTimestamp" in it["metadata"]:
+                if await self._end(it):
+                    self.api.store.delete(key_of(it))
+            elif self._ends.get(uid, now + 1) <= now:
+                if await self._end(it):
+                    self._set(it, phase("Succeeded"))
+            elif uid not in self._pods and phase_of(it) == "Pending":
+                await self._admit(it, group)
+
+    async def _admit(self, it: Object, group: TaskGroup) -> None:
+        pod = kubelet_pod(it)
+        try:
+            await self.kubelet.admit(pod)
+        except AdmissionError as error:
+            self._reject(pod, error)
+            return
+        self._pods[pod.uid] = pod
+        self._set(it, waiting("ContainerCreating"))
+        group.start_soon(self._start, it, pod)
+
+    async def _start(self, it: Object, pod: SimPod) -> None:
+        """Start a pod's container, again and again: PreStartContainer may take its time."""
+        while pod.uid in self._pods:
+            try:
+                await self.claims.prepare(pod_claims(it, self.api.store.objects))
+                await self._start_containers(pod)
+            except ClaimPrepareError as error:
+                self._set(it, waiting("ContainerCreating", str(error)))
+                self.record(it, "FailedPrepareDynamicResources", str(error))
+                await self._wait_annotation(it)
+                continue
+            except ContainerStartError as error:
+                self._set(it, waiting(error.reason, error.message))
+            except KubeletDownError:
+                pass
+            else:
+                if pod.uid in self._pods:
+                    self._set(it, running(time.time()))
+                    self._set_end(self.api.store.objects[key_of(it)])
+                return
+            await anyio.sleep(RETRY_START)
+
+    async def _start_containers(self, pod: SimPod) -> None:
+        for container in pod.containers:
+            await self.kubelet.start_container(pod, container.name)
+
+    async def _wait_annotation(self, it: Object) -> None:
+        """Wait until somebody annotates a pod, as a real kubelet waits for its next sync."""
+        key, before = key_of(it), it["metadata"].get("annotations")
+        objects = self.api.store.objects
+
+        def has_changed() -> bool:
+            now = objects.get(key)
+            return now is None or now["metadata"].get("annotations") != before
+
+        with suppress(TimeoutError):
+            await self.api.until(has_changed, within=RETRY_PREPARE)
+
+    def _set_end(self, it: Object) -> None:
+        """Note when a running pod's container ends by itself, if it does."""
+        left = remaining_time(it, time.time())
+        if left is not None:
+            self._ends[it["metadata"]["uid"]] = anyio.current_time() + left
+
+    async def _end(self, it: Object) -> bool:
+        """End a pod; return whether it could: its claims are released before."""
+        uid = it["metadata"]["uid"]
+        self._ends.pop(uid, None)
+        try:
+            await self.claims.release(uid)
+        except ClaimPrepareError as error:
+            self.record(it, "FailedUnprepareDynamicResources", str(error))
+            self._ends[uid] = anyio.current_time() + RETRY_START
+            return False
+        if pod := self._pods.pop(uid, None):
+            await self.kubelet.delete(pod)
+        return True
+
+    def _reject(self, pod: SimPod, error: AdmissionError) -> None:
+        self._pods.pop(pod.uid, None)
+        self._ends.pop(pod.uid, None)
+        it = self.api.store.objects.get(("pods", pod.namespace, pod.name))
+        if it is None or it["metadata"]["uid"] != pod.uid:
+            return  # it was deleted while the plugin answered
+        self._set(it, rejected(error.reason, error.message))
+        self.record(it, error.reason, error.message)
+
+    def _set(self, it: Object, status: Patch) -> None:
+        """Write a Pod's status, unless it was deleted meanwhile."""
+        if key_of(it) in self.api.store.objects:
+            self.api.store.merge(key_of(it), status, status=True, manager="kubelet")
+
+    # ---- the Node --------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        """Report the Node's numbers every 10 s, and a new resource at once.
+
+        After the start the first list comes first: until then the kubelet has no device.
+        """
+        with suppress(TimeoutError):
+            await self.kubelet.wait_for(
+                lambda: any(self.kubelet.capacity().values()), within=STATUS_PERIOD
+            )
+        while True:
+            with suppress(KubeletDownError):
+                await self.kubelet.tick()
+                self.api.report(self.node, self.kubelet.capacity(), self.kubelet.allocatable())
+            reported = self.kubelet.capacity().keys()
+            with suppress(TimeoutError):
+                has_more = partial(self._has_more_than, reported)
+                await self.kubelet.wait_for(has_more, within=STATUS_PERIOD)
+
+    def _has_more_than(self, reported: Collection[str]) -> bool:
+        return not self.kubelet.capacity().keys() <= set(reported)

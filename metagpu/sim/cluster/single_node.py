@@ -18,7 +18,6 @@ from metagpu.sim.cluster import pod_objects
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.claims import ClusterClaims
 from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
-from metagpu.sim.cluster.kubelet_sync import KubeletSync
 from metagpu.sim.cluster.paths import (
     NODE_NAME,
     host_root,
@@ -27,7 +26,7 @@ from metagpu.sim.cluster.paths import (
     pod_resources,
 )
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.cluster.pod_objects import is_settled, key_of, title
+from metagpu.sim.cluster.pod_objects import KubeletSync, is_settled, key_of, title
 from metagpu.sim.cluster.scheduler import schedule
 from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
 from metagpu.sim.kubelet.claims import ClaimManager

@@ -41,9 +41,9 @@ from metagpu.sim.machine import foreign_instances
 from metagpu.sim.machine.bounds import MAX_PID
 from metagpu.sim.machine.gpu import SimError, SimGpu, SimProcess
 from metagpu.sim.machine.gpu_models import GPU_MODELS, GpuModel
+from metagpu.sim.machine.mig_driver import persist
 from metagpu.sim.machine.mig_state import SimProvisioning
 from metagpu.sim.machine.node import DRIVER, SimNode
-from metagpu.sim.machine.persistence import persist
 
 _OPTION: Final = "--simulate"
 _DRIVER: Final = "driver="

@@ -34,7 +34,7 @@ OTHERS: Final = ("cli", "display", "kubectl", "sim", "webhook")
 """Rooms that read reports, not states; the simulator is no part of a node."""
 READERS: Final[Mapping[str, str]] = {
     "core/devices/slices.py:_taints": "names the owner in the value of a taint",
-    "core/health/fault_note.py:take_note": "writes the note of faults and cordons",
+    "core/health/verdicts.py:take_note": "writes the note of faults and cordons",
     "core/reports/status.py:_gpu_report": "shows each cause",
     "core/usage/report.py:_gpu_report": "shows each cause",
     "plugins/cluster/config_follower.py:_is_pending": "waits for a new configuration",

@@ -2,13 +2,17 @@
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.config.config import HealthConfig
 from metagpu.core.contracts.driver import DriverEvent, EccError
+from metagpu.core.errors import MetagpuError
 from metagpu.core.health import verdicts as fault_news
 from metagpu.core.health.fault_assessment import judge_event
-from metagpu.core.health.fault_note import (
+from metagpu.core.health.verdicts import (
+    FaultLog,
     FaultNote,
+    GpuVerdicts,
     NotedCordon,
     NotedDevice,
     NotedFault,
@@ -16,12 +20,17 @@ from metagpu.core.health.fault_note import (
     encode,
     take_note,
 )
-from metagpu.core.health.verdicts import FaultLog, GpuVerdicts
-from metagpu.core.model.shares import Fault
+from metagpu.core.model.shares import CordonSource, Fault
 from metagpu.core.runtime.event_bus import EventBus
-from metagpu.core.state.facts import GpusFound
+from metagpu.core.state.facts import (
+    GpuCordoned,
+    GpuFaulted,
+    GpuNeedsProof,
+    GpusFound,
+    InstanceFaulted,
+)
 from metagpu.core.state.registry import Registry
-from tests.rigs.build import gpu
+from tests.rigs.build import after, gpu
 from tests.rigs.logs import capture_module_logs
 
 A, B = gpu(0).id, gpu(1).id
@@ -137,3 +146,79 @@ async def test_each_uncorrected_error_is_logged() -> None:
             log(fault_log, EccError(gpu(0).id, double_bit=True))
 
     assert [entry["event"] for entry in logs] == ["nvml event"] * 2
+
+
+A, B = gpu(0).id, gpu(1).id
+FOUND = GpusFound((gpu(0), gpu(1)), at=0)
+SAVED = FaultNote(
+    (NotedFault(A, "XID 95", 1.5, Fault.XID, needs_proof=True),),
+    (NotedDevice(B, "MIG-1", "XID 94", 2.5),),
+    (NotedCordon(B, "fan", 3.5),),
+)
+
+
+def test_a_note_has_what_nobody_else_can_tell() -> None:
+    """Faults with time and reason, faulty MIG devices and cordons are noted."""
+    snapshot = after(
+        FOUND,
+        GpuFaulted(A, "XID 95", 1.5, Fault.XID),
+        GpuNeedsProof(A),
+        InstanceFaulted(B, "MIG-1", "XID 94", 2.5),
+        GpuCordoned(B, "fan", 3.5),
+        GpuCordoned(
+            A, "an upgrade: the Node's label says how long", 4, CordonSource.DRIVER_UPGRADE
+        ),
+    )
+
+    assert take_note(snapshot) == SAVED
+
+
+@pytest.mark.parametrize("fault", [Fault.DRIVER, Fault.NO_ANSWER, Fault.NOT_LISTED])
+def test_a_fault_that_a_check_finds_is_not_noted(fault: Fault) -> None:
+    """Faults of answering are found again by the next daemon; with a fatal XID they are noted."""
+    lost = GpuFaulted(A, "the GPU is lost", 1, fault)
+
+    assert take_note(after(FOUND, lost)) == FaultNote()
+    assert take_note(after(FOUND, lost, GpuNeedsProof(A))).faults[0].needs_proof
+
+
+def test_a_note_is_of_one_boot() -> None:
+    """A note is read back in its boot; in another boot it is empty."""
+    assert decode(encode(SAVED, "boot"), "boot") == SAVED
+    assert decode(encode(SAVED, "boot"), "another") == FaultNote()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"version": 2, "boot": "boot", "note": {}}',
+        b'{"version": 1, "note": {}}',
+        encode(SAVED, "boot")[:-5],
+        encode(SAVED, "boot").replace(b"1.5", b'"x"'),
+    ],
+)
+def test_a_broken_note_is_an_error(text: bytes) -> None:
+    """A text that is no note of this version is an error of ours."""
+    with pytest.raises(MetagpuError):
+        decode(text, "boot")
+
+
+def test_a_note_is_parted_by_gpus() -> None:
+    """The entries of some GPUs and those of all others are the whole note."""
+    assert SAVED.of({B}) == FaultNote((), SAVED.devices, SAVED.cordons)
+    assert SAVED.of({B}, but=True).joined(SAVED.of({B})) == SAVED
+
+
+def test_entries_that_another_note_lacks() -> None:
+    """A fault that needs proof is more than one that needs none, and no less."""
+    [proven] = SAVED.faults
+    silent = FaultNote((replace(proven, needs_proof=False),))
+
+    assert SAVED.without(SAVED) == FaultNote()
+    assert SAVED.without(FaultNote()) == SAVED
+    assert SAVED.without(silent) == SAVED
+    assert silent.without(SAVED) == FaultNote()

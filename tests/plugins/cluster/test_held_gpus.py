@@ -35,8 +35,8 @@ from metagpu.core.state.facts import (
 from metagpu.plugins.cluster import cluster, connection, event_recorder
 from metagpu.plugins.cluster.event_recorder import EventData
 from metagpu.plugins.cluster.held_gpus import gpu_events_between, troubles_of
-from metagpu.plugins.cluster.node_cordons import holding_pods
 from metagpu.plugins.cluster.node_object import NODES
+from metagpu.plugins.cluster.node_status import holding_pods
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from tests.plugins.cluster.rig import cluster_at_work
 from tests.rigs.build import after, gpu, layout_of

@@ -10,8 +10,8 @@ from anyio.abc import TaskGroup
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from metagpu.sim.cluster.kubelet_sync import READMIT_AFTER
 from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.cluster.pod_objects import READMIT_AFTER
 from metagpu.sim.cluster.single_node import SingleNodeCluster
 from metagpu.sim.cluster.views import PodView
 from metagpu.sim.kubelet.kubelet import AdmissionError

@@ -7,8 +7,8 @@ import pytest
 
 from metagpu.core.config.errors import ConfigError
 from metagpu.sim.commands.view import view_node
+from metagpu.sim.machine.mig_driver import SavedNode
 from metagpu.sim.machine.node import SimNode
-from metagpu.sim.machine.persistence import SavedNode
 from metagpu.sim.machine.spec import build_node
 from tests.sim.commands.test_node_commands import done
 
