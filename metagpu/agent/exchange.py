@@ -6,23 +6,21 @@ The daemon with the lock of the run folder and the lock of the kubelet's folder 
 daemon gives a lock to another one: the one that ends releases both, and takes nothing back.
 """
 
-import fcntl
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import anyio
-import msgspec
 import structlog
+from anyio import to_thread
 
 from metagpu import __version__
 from metagpu.agent.fault_note_file import FaultNoteFile
 from metagpu.agent.preparation import Preparation
+from metagpu.agent.standby import Standby, StandbyFile, read_standby
 from metagpu.agent.timing import ExchangeTiming
 from metagpu.core.errors import AnotherDaemon
 from metagpu.core.runtime.rate_limit import LogOnce
@@ -34,89 +32,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.control.socket import CommandHandler, control_server, is_locked
 from metagpu.plugins.kubelet.folder_lock import FolderLock
 
-STANDBY_FILE: Final = "standby.json"
-
 log = structlog.get_logger()
-
-
-class Standby(msgspec.Struct, frozen=True):
-    """A daemon that waits for the node.
-
-    Attributes:
-        problems: why it is not ready to take the node; none if it is.
-    """
-
-    version: str = ""
-    problems: tuple[str, ...] = ()
-
-    @property
-    def ready(self) -> bool:
-        """True if it takes the node as soon as nobody has it."""
-        return not self.problems
-
-
-class StandbyFile:
-    """The file by which a daemon that waits shows itself to the one that serves.
-
-    It counts while it is locked, and the kernel unlocks it at any end of the process.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / STANDBY_FILE
-        self._file: int | None = None
-        self._shown: Standby | None = None
-
-    def show(self, standby: Standby) -> None:
-        """Write a state, unless another daemon that waits has the file."""
-        if self._file is None and not self._open():
-            return
-        if standby != self._shown and self._file is not None:
-            content = msgspec.json.encode(standby)
-            os.pwrite(self._file, content, 0)
-            os.ftruncate(self._file, len(content))
-            self._shown = standby
-
-    def close(self) -> None:
-        """Unlock the file: this daemon waits no more."""
-        if self._file is not None:
-            os.close(self._file)
-        self._file = self._shown = None
-
-    def _open(self) -> bool:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            file = os.open(self._path, flags, 0o600)
-        except OSError:
-            return False  # the control socket in the same folder reports it
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            return False
-        self._file = file
-        return True
-
-
-def read_standby(folder: Path) -> Standby | None:
-    """Return the daemon that waits for the node of a run folder, `None` without one."""
-    try:
-        file = os.open(folder / STANDBY_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass
-    else:
-        return None
-    finally:
-        content = os.pread(file, 65536, 0)
-        os.close(file)
-    try:
-        return msgspec.json.decode(content, type=Standby)
-    except msgspec.MsgspecError:
-        return Standby(problems=("it has just started",))
 
 
 @dataclass
@@ -178,13 +94,14 @@ class Exchange:
                 now = anyio.current_time()
                 if self.problems or now - looked >= self.timing.look:
                     await self._update()
-                    file.show(Standby(__version__, self.problems))
+                    await to_thread.run_sync(file.show, Standby(__version__, self.problems))
                     looked = now
-                if self.problems and is_locked(self.run_dir):
+                if not self.problems or is_locked(self.run_dir):
                     free_since = None
-                elif self.problems and free_since is None:
+                elif free_since is None:
                     free_since = now
-                if not self.problems or (free_since and now - free_since >= self.timing.alone):
+                alone = free_since is not None and now - free_since >= self.timing.alone
+                if not self.problems or alone:
                     try:
                         await self._hold(held)
                     except AnotherDaemon as other:
@@ -337,7 +254,9 @@ class Lifecycle:
                     main.start_soon(self._health)
                     if waits:
                         await self._exchange.wait_and_take(held)
-                        await self._note.load()  # the last word of the daemon before
+                        # The old daemon's last note; the end of this one must not write over it.
+                        with anyio.CancelScope(shield=True):
+                            await self._note.load()
                     for task in (self._exchange.yield_to_ready, *self._guests):
                         guests.start_soon(task)
                     for task in (*self._kubelet, self._exchange.lock.run):

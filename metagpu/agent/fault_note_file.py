@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 from anyio import to_thread
 
-from metagpu.core.errors import FaultNoteUnusable, MetagpuError
+from metagpu.core.errors import FaultNoteUnusable, MetagpuError, describe_error
 from metagpu.core.health.verdicts import SIZE_LIMIT, FaultNote, decode, encode
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.state.registry import Registry
@@ -51,8 +51,17 @@ class FaultNoteFile:
 
     async def save(self) -> None:
         """Write the present note, for the daemon after this one."""
-        if self.health.surveyed.is_set():
+        if not self.health.surveyed.is_set():
+            return
+        try:
             await to_thread.run_sync(self._write, self.health.note)
+        except OSError as error:
+            log.warning(
+                "note of faults not written",
+                file=str(self.path),
+                error=describe_error(error),
+                effect="the next daemon does not know the latest faults and cordons",
+            )
 
     async def _read_usable(self) -> tuple[FaultNote, float] | None:
         try:

@@ -11,6 +11,7 @@ from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import AgentPaths
 from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError
+from metagpu.core.errors import describe_error
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
@@ -73,6 +74,12 @@ def _kubelet_problem(paths: AgentPaths) -> str:
     """
     checkpoint = paths.kubelet_dir / CHECKPOINT_FILE
     for path, mode in ((checkpoint, os.R_OK), (paths.pod_resources, os.R_OK | os.W_OK)):
-        if path.exists() and not os.access(path, mode):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path} cannot be used: {describe_error(error)}; run as root"
+        if not os.access(path, mode):
             return f"{path} may not be used; run as root"
     return ""

@@ -16,8 +16,9 @@ from typing import Any
 import anyio
 import pytest
 from anyio import to_thread
+from anyio.abc import TaskGroup, TaskStatus
 
-from metagpu.agent.exchange import read_standby
+from metagpu.agent.standby import read_standby
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.control.client import send_request
 from metagpu.sim.apiserver.server import SimApiServer
@@ -168,7 +169,7 @@ async def test_each_daemon_gives_its_node_to_the_next_one(tmp_path: Path) -> Non
             last = following
 
 
-# ---- gone by construction: findings X0 to X8 -----------------------------------------------------
+# ---- situations in which two daemons that conversed failed -------------------------------------
 
 SYNTAX = "version: metagpu/v1\npools: [{name: all, backends: [{backend: fracton}]}]\n"
 MISFIT = """
@@ -177,11 +178,19 @@ pools: [{name: all, backends: [{backend: mig, profiles: [9g.99gb]}]}]
 """
 
 
-@pytest.mark.parametrize(("text", "problem"), [(SYNTAX, "fracton"), (MISFIT, "9g.99gb")])
+NEWER = f"{CONFIG}keyOfAnotherVersion: true\n"
+"""A file that one daemon understands, and the older one of a rollback does not."""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(SYNTAX, "fracton"), (MISFIT, "9g.99gb"), (NEWER, "keyOfAnotherVersion")],
+    ids=["unknown backend", "profile of no GPU", "rollback to an older version"],
+)
 async def test_a_wrong_configuration_takes_nothing_over(
     tmp_path: Path, text: str, problem: str
 ) -> None:
-    """X0: the new daemon is not ready and says why; corrected, it is ready, and takes the node."""
+    """The new daemon is not ready and says why; corrected, it is ready, and takes the node."""
     address = f"127.0.0.1:{free_port()}"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(text)
@@ -206,7 +215,7 @@ async def test_a_wrong_configuration_takes_nothing_over(
 
 
 async def test_a_wrong_configuration_gives_way_after_a_crash(tmp_path: Path) -> None:
-    """X0: it does not take the node from an old daemon that has crashed, and is started again."""
+    """The new daemon does not take the node of an old one that crashes and is started again."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(SYNTAX)
     async with exchanges(tmp_path) as (it, old), it.daemon(config=wrong) as new:
@@ -219,7 +228,7 @@ async def test_a_wrong_configuration_gives_way_after_a_crash(tmp_path: Path) -> 
 
 
 async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path) -> None:
-    """X0: the daemon offers nothing, says why in its status, and gives the node to a ready one."""
+    """The daemon offers nothing, says why in its status, and gives the node to a ready one."""
     await anyio.Path(tmp_path / "metagpu.yaml").write_text(SYNTAX)
     address = f"127.0.0.1:{free_port()}"
     it = Exchanges(tmp_path, SimKubelet(tmp_path / "dp"))  # which does not run
@@ -239,7 +248,7 @@ async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path)
 
 
 async def test_two_daemons_never_serve_at_once(tmp_path: Path) -> None:
-    """X2: a daemon that withdraws takes nothing back, however slow the new one is."""
+    """The old daemon takes no lock back, however slow the new one is on a loaded node."""
     slow = at("take", STOP)
     async with exchanges(tmp_path, None) as (it, old), it.daemon(slow) as new:
         await it.until_ready()
@@ -270,7 +279,7 @@ device_plugin.DevicePluginService._grant = slow
 async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
     tmp_path: Path,
 ) -> None:
-    """X4: no call is forwarded: the old daemon ends once it has answered."""
+    """Nobody forwards a call: the old daemon ends once it has answered."""
     mark = tmp_path / "answer"
     async with exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (it, old):
         async with it.daemon() as new, anyio.create_task_group() as group:
@@ -286,6 +295,102 @@ async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
         assert it.failed == []
 
 
+async def test_a_daemon_killed_during_a_slow_call_leaves_no_gap(tmp_path: Path) -> None:
+    """The pod of that call fails, and the new daemon serves all others at once."""
+    slow = SLOW.format(mark=str(tmp_path / "never"))
+    async with (
+        exchanges(tmp_path, None, slow) as (it, old),
+        it.daemon() as new,
+        anyio.create_task_group() as group,
+    ):
+        await it.until_ready()
+        group.start_soon(admit_or_fail, it, "slow")
+        await anyio.wait_all_tasks_blocked()
+        old.signal(TERM)
+        await old.logged("stopping")
+        old.signal(KILL)
+        await new.logged("node taken")
+        assert await assert_served(it, new) is new
+
+
+async def test_a_daemon_stopped_at_its_end_is_waited_for(tmp_path: Path) -> None:
+    """The new daemon does not give up: it serves as soon as the stopped one is killed."""
+    slow = SLOW.format(mark=str(tmp_path / "never"))
+    async with (
+        exchanges(tmp_path, None, slow) as (it, old),
+        it.daemon() as new,
+        anyio.create_task_group() as group,
+    ):
+        await it.until_ready()
+        group.start_soon(admit_or_fail, it, "slow")
+        await anyio.wait_all_tasks_blocked()
+        old.signal(TERM)
+        await old.logged("stopping")
+        old.signal(STOP)
+        await old.halted()
+        await it.until_ready()
+        assert new.alive
+        assert pid_of_lock(tmp_path) == old.process.pid
+        await old.end()
+        assert await assert_served(it, new) is new
+
+
+@pytest.mark.parametrize("step", ["prepare", "standby"])
+async def test_a_new_daemon_that_hangs_keeps_the_old_one_from_nothing(
+    tmp_path: Path, step: str
+) -> None:
+    """The old daemon registers with a kubelet that starts again, and answers each call."""
+    async with exchanges(tmp_path) as (it, old), it.daemon(at(step, STOP)) as new:
+        await new.halted()
+        await it.kubelet.restart()
+        assert await assert_served(it, old, new) is old
+        assert "competing" not in old.log
+
+
+async def test_new_daemons_that_hang_keep_no_slot(tmp_path: Path) -> None:
+    """A third new daemon takes the node beside one that hangs early and one that hangs late."""
+    async with (
+        exchanges(tmp_path) as (it, old),
+        it.daemon(at("prepare", STOP)) as early,
+        it.daemon(at("standby", STOP)) as late,
+    ):
+        await early.halted()
+        await late.halted()
+        async with it.daemon() as third:
+            await third.logged("waiting for the node")
+            assert await old.end() == 0
+            assert await assert_served(it, third) is third
+
+
+async def test_no_amount_falls_when_a_new_daemon_is_killed(tmp_path: Path) -> None:
+    """The lists of the old daemon last, from before the new one waits until after its end."""
+    async with exchanges(tmp_path, None) as (it, old), anyio.create_task_group() as group:
+        lowest = dict(it.kubelet.allocatable())
+
+        async def watch() -> None:
+            while True:
+                shown = it.kubelet.allocatable()
+                lowest.update({name: min(it, shown.get(name, 0)) for name, it in lowest.items()})
+                await anyio.sleep(0.005)
+
+        group.start_soon(watch)
+        before = dict(lowest)
+        async with it.daemon() as new:
+            await it.until_ready()
+            new.signal(KILL)
+            await new.halted()
+            await until(lambda: read_standby(tmp_path) is None)
+            assert lowest == before
+            assert await assert_served(it, old) is old
+        group.cancel_scope.cancel()
+
+
+async def admit_or_fail(it: Exchanges, name: str) -> None:
+    """Admit a pod whose daemon may end meanwhile."""
+    with suppress(Exception):
+        await it.kubelet.admit(SimPod.single(name, {FRACTION: 2}))
+
+
 async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """An operator who cannot wait for an answer need not."""
     mark = tmp_path / "answer"
@@ -293,12 +398,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (it, old),
         anyio.create_task_group() as group,
     ):
-
-        async def admit() -> None:
-            with suppress(Exception):
-                await it.kubelet.admit(SimPod.single("slow", {FRACTION: 2}))
-
-        group.start_soon(admit)
+        group.start_soon(admit_or_fail, it, "slow")
         await anyio.wait_all_tasks_blocked()
         old.signal(TERM)
         await old.logged("stopping")
@@ -482,6 +582,64 @@ async def test_resource_claims_change_hands(
                 assert await kubelet.prepare(claim) == before
                 assert await kubelet.unprepare(claim) == {claim.uid: ""}
                 assert await leases() == []
+        group.cancel_scope.cancel()
+
+
+# ---- an API server that is away ---------------------------------------------------------------
+
+
+class ApiServer:
+    """An API server that comes and goes."""
+
+    def __init__(self, group: TaskGroup) -> None:
+        self.server = SimApiServer()
+        self._group = group
+        self._scope = anyio.CancelScope()
+
+    async def come(self) -> None:
+        """Serve, at the same port each time."""
+        await self._group.start(self._serve)
+
+    def go(self) -> None:
+        """Serve no more."""
+        self._scope.cancel()
+
+    async def _serve(self, *, task_status: TaskStatus[None]) -> None:
+        with anyio.CancelScope() as self._scope:
+            async with self.server.running():
+                task_status.started()
+                await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize("step", ["prepare", "crash", "withdraw", "take"])
+async def test_an_api_server_that_is_away(tmp_path: Path, step: str) -> None:
+    """The new daemon waits for it while the old one serves, and not at any later step."""
+    async with anyio.create_task_group() as group:
+        api = ApiServer(group)
+        api.server.add_node(CLAIM_NODE)
+        await api.come()
+        cluster = ("--node-name", CLAIM_NODE, "--cluster", "pods")
+        options = (*GPUS, *cluster, "--kubeconfig", str(api.server.kubeconfig(tmp_path)))
+        async with exchanges(tmp_path, None, options=options) as (it, old):
+            if step in {"prepare", "crash"}:
+                api.go()
+            async with it.daemon(at("take", STOP) if step == "take" else "") as new:
+                if step in {"prepare", "crash"}:
+                    await new.logged("daemon not ready", "the API server")
+                    assert await assert_served(it, old, new) is old
+                if step == "prepare":
+                    await api.come()
+                if step != "crash":
+                    await it.until_ready()
+                if step == "withdraw":
+                    api.go()
+                old.signal(KILL if step == "crash" else TERM)
+                await old.process.wait()
+                if step == "take":
+                    await new.halted()
+                    api.go()
+                    new.signal(signal.SIGCONT)
+                assert await assert_served(it, new) is new
         group.cancel_scope.cancel()
 
 

@@ -135,3 +135,14 @@ async def test_without_a_note_nothing_is_logged(tmp_path: Path) -> None:
     with capture_module_logs(fault_note_file) as logs:
         await file.load()
     assert not logs
+
+
+async def test_a_note_that_cannot_be_written_ends_no_daemon(tmp_path: Path) -> None:
+    """A lost run folder or a full disk at a daemon's end is logged: the locks fall all the same."""
+    file = note_file(tmp_path / "lost")
+    async with file.health.driver.session():
+        await file.health.survey()
+        file.health.surveyed.set()
+        with capture_module_logs(fault_note_file) as logs:
+            await file.save()
+    assert [it["event"] for it in logs] == ["note of faults not written"]

@@ -7,7 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, Cluster, container, pod
+from tests.e2e.cluster import (
+    ALL_SHARES,
+    CONFIGURATION,
+    NAMESPACE,
+    RESOURCE,
+    Cluster,
+    container,
+    pod,
+)
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.pod_daemon import PodDaemon
 from tests.e2e.rig.waiting import wait_for
@@ -15,6 +23,7 @@ from tests.e2e.rig.waiting import wait_for
 pytestmark = pytest.mark.daemon("pod")
 
 PER_SECOND = 5
+SOON_S = 120.0
 SHARES = 4
 
 
@@ -87,6 +96,7 @@ MISFIT = """\
 version: metagpu/v1
 pools: [{name: all, backends: [{backend: mig, profiles: [9g.99gb]}]}]
 """
+NEWER = CONFIGURATION + "keyOfAnotherVersion: true\n"
 CONFIGURATIONS = {"configuration": WRONG, "profile": MISFIT}
 CHANGES = {
     "configuration": ("rollout", "restart"),
@@ -97,30 +107,68 @@ CHANGES = {
 """Changes of the DaemonSet, some of them after one of its configuration, that do not work."""
 
 
+@pytest.fixture
+def ready(cluster: Cluster) -> PodDaemon:
+    """Return the daemon once its pod is ready: a rollout deletes at once one that is not yet."""
+    assert isinstance(cluster.daemon, PodDaemon)
+    cluster.daemon.await_rolled_out()
+    return cluster.daemon
+
+
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_does_not_work_leaves_the_old_daemon_serving(cluster: Cluster, kind: str) -> None:
+def test_what_does_not_work_leaves_the_old_daemon_serving(
+    cluster: Cluster, ready: PodDaemon, kind: str
+) -> None:
     """The rollout stops at a pod that is not ready, and no pod fails before or after its end."""
-    daemon = cluster.daemon
-    assert isinstance(daemon, PodDaemon)
-    before = daemon.pid
-    if kind in CONFIGURATIONS:
-        daemon.configure(CONFIGURATIONS[kind])
-    daemon.change(*CHANGES[kind])
-    wait_for("a pod that is not ready", lambda: bool(daemon.waiting()), within_s=60)
+    before = ready.pid
+    try:
+        if kind in CONFIGURATIONS:
+            ready.configure(CONFIGURATIONS[kind])
+        ready.change(*CHANGES[kind])
+        assert_old_one_serves(cluster, ready)
+        if kind in CONFIGURATIONS:
+            assert ready.status()["standby"]["problems"][0].startswith("the configuration: ")
+    finally:
+        if kind in CONFIGURATIONS:
+            ready.configure()
+        else:
+            ready.change("rollout", "undo")
+    ready.await_rolled_out()
+    assert (ready.pid == before) == (kind not in CONFIGURATIONS)
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+
+
+def test_a_rollback_to_a_file_with_an_unknown_key_leaves_the_daemon_serving(
+    cluster: Cluster, ready: PodDaemon
+) -> None:
+    """The earlier revision has a file of another version: its pod never becomes ready."""
+    ready.configure(former=CONFIGURATION)
+    ready.change("set", "env", "METAGPU_DEFAULT_PROFILE=former")
+    ready.await_rolled_out()
+    ready.change("rollout", "undo")
+    ready.await_rolled_out()
+    before = ready.pid
+    try:
+        ready.configure(former=NEWER)
+        ready.change("rollout", "undo")
+        assert_old_one_serves(cluster, ready)
+        assert "keyOfAnotherVersion" in ready.status()["standby"]["problems"][0]
+    finally:
+        ready.change("rollout", "undo")
+        ready.configure()
+    ready.await_rolled_out()
+    assert ready.pid == before
+    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+
+
+def assert_old_one_serves(cluster: Cluster, daemon: PodDaemon) -> None:
+    """Assert that pods get shares while a pod of the DaemonSet is not ready."""
+    wait_for("a pod that is not ready", lambda: bool(daemon.waiting()), within_s=SOON_S)
     with arrivals(cluster, 25):
         pass
     await_ended(cluster, 25)
     assert len(daemon.waiting()) == 1
     assert cluster.node.resource(RESOURCE)[0] == ALL_SHARES
-    if kind in CONFIGURATIONS:
-        standby = daemon.status()["standby"]
-        assert standby["problems"][0].startswith("the configuration: ")
-        daemon.configure()
-    else:
-        daemon.change("rollout", "undo")
-    daemon.await_rolled_out()
-    assert (daemon.pid == before) == (kind not in CONFIGURATIONS)
-    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
 
 def await_ended(cluster: Cluster, count: int) -> None:
@@ -130,5 +178,5 @@ def await_ended(cluster: Cluster, count: int) -> None:
         seen = phases(cluster)
         return len(seen) == count and not {"Pending", "Running"} & set(seen.values())
 
-    wait_for("all pods to end", all_ended, within_s=120)
+    wait_for("all pods to end", all_ended, within_s=SOON_S)
     assert {name: it for name, it in phases(cluster).items() if it != "Succeeded"} == {}

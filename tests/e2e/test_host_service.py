@@ -22,7 +22,7 @@ from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.traces import traces
 from tests.e2e.rig.waiting import wait_for
 
-SOON_S = 30.0
+SOON_S = 90.0
 
 
 @dataclass

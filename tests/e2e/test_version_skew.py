@@ -53,7 +53,7 @@ HELD = {
 }
 """A pod of each backend: resource and shares."""
 ARRIVALS = 15
-SOON_S = 60.0
+SOON_S = 180.0
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_pods_run_on_over_an_upgrade_and_its_rollback(
     assert_taken_over(release, NEW)
     await_arrived(cluster)
     with arrivals(cluster, ARRIVALS):
-        release.helm("rollback", NAME, "--wait", "--timeout=120s")
+        release.helm("rollback", NAME, "--wait", "--timeout=300s")
     assert_taken_over(release, OLD)
     await_arrived(cluster)
 

@@ -16,7 +16,7 @@ from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.tools import REPOSITORY
 
 CALL_S = 30.0
-EXCHANGE_S = 60.0
+EXCHANGE_S = 180.0
 
 
 class Daemon(ABC):

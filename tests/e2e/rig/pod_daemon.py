@@ -25,7 +25,7 @@ from tests.e2e.rig.waiting import wait_for
 NAME: Final = "e2e"
 _DAEMON_SET, _PROFILES = f"{NAME}-metagpu", f"{NAME}-profiles"
 _LABEL, _ON = "metagpu-e2e", "pod"
-_STARTED_S: Final = 60.0
+_STARTED_S: Final = 120.0
 _NODE_FILE: Final = host_folders.RUN_DIR / "simulation" / "node.yaml"
 
 
@@ -133,14 +133,14 @@ class PodDaemon(Daemon):
             )
         ]
 
-    def configure(self, configuration: str | None = None) -> None:
-        """Write the ConfigMap; a running daemon follows it by the API server."""
+    def configure(self, configuration: str | None = None, **others: str) -> None:
+        """Write the ConfigMap, with other profiles; a running daemon follows it."""
         self._node.kubectl.apply(
             {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
                 "metadata": {"name": _PROFILES, "namespace": SYSTEM},
-                "data": {"default": configuration or self._configuration},
+                "data": {"default": configuration or self._configuration, **others},
             }
         )
 

@@ -1,0 +1,123 @@
+"""Steps of one daemon at the exchange, at moments that processes seldom meet."""
+
+import fcntl
+import os
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from metagpu.agent.exchange import Exchange, Lifecycle
+from metagpu.agent.timing import ExchangeTiming
+from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet.folder_lock import FolderLock
+
+
+@dataclass
+class Looks:
+    """A preparation whose looks find one thing after another; the last one ends the test."""
+
+    steps: list[Any]
+    ended: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    problems: tuple[str, ...] = ("it has just started",)
+
+    async def look(self) -> None:
+        """Take the next step, which says what is found."""
+        if not self.steps:
+            self.ended.cancel()
+            await anyio.sleep_forever()
+        self.problems = self.steps.pop(0)()
+
+
+def exchange(folder: Path, looks: Looks, timing: ExchangeTiming) -> Exchange:
+    """Return the exchange of a daemon, in a folder that is its run folder and its kubelet's."""
+    return Exchange(
+        folder,
+        FolderLock(folder, 3600.0),
+        dict,
+        cast("Any", looks),
+        Registry(),
+        KubeletCallStats(),
+        timing,
+        anyio.Event(),
+        anyio.Event(),
+    )
+
+
+async def test_the_time_alone_begins_anew_after_each_readiness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that fails long after a node without any does not take the next one at once."""
+    later, clock = 0.0, anyio.current_time
+    monkeypatch.setattr(anyio, "current_time", lambda: clock() + later)
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def ready() -> tuple[str, ...]:
+        return ()
+
+    def unready() -> tuple[str, ...]:
+        return ("the driver: it does not answer",)
+
+    def ready_later() -> tuple[str, ...]:
+        nonlocal later
+        later = 7200.0
+        return ()
+
+    def unready_alone() -> tuple[str, ...]:
+        os.close(other)  # the other daemon has crashed
+        return unready()
+
+    steps = [unready, unready, ready, ready_later, unready_alone, unready, unready]
+    looks = Looks(steps)
+    it = exchange(tmp_path, looks, ExchangeTiming(poll=0.001, look=0.001, alone=3600.0))
+    async with AsyncExitStack() as held:
+        with looks.ended:
+            await it.wait_and_take(held)
+    assert looks.steps == []
+    assert not it.taken.is_set()
+
+
+@dataclass
+class Note:
+    """A file of faults whose reading takes until a test says so."""
+
+    reading: anyio.Event = field(default_factory=anyio.Event)
+    go_on: anyio.Event = field(default_factory=anyio.Event)
+    done: list[str] = field(default_factory=list)
+
+    async def load(self) -> None:
+        """Read what the old daemon has written."""
+        self.reading.set()
+        await self.go_on.wait()
+        self.done.append("read")
+
+    async def save(self) -> None:
+        """Write what this daemon knows."""
+        self.done.append("written")
+
+
+async def test_an_end_writes_over_no_note_that_is_not_read(tmp_path: Path) -> None:
+    """A SIGTERM right after the node is taken keeps the faults that the old daemon knew."""
+    it = exchange(tmp_path, Looks([lambda: ()]), ExchangeTiming(look=3600.0))
+    note = Note()
+    life = Lifecycle(
+        it, cast("Any", note), preparing=(), health=anyio.sleep_forever, guests=(), kubelet=()
+    )
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(life.run, nullcontext, waits=True))
+        with anyio.fail_after(30):
+            await note.reading.wait()
+            group.start_soon(life.withdraw)
+            await anyio.wait_all_tasks_blocked()
+            note.go_on.set()
+            await life._guests_ended.wait()
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert note.done == ["read", "written"]

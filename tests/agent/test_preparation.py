@@ -1,0 +1,30 @@
+"""The look of a daemon at what it needs: what the kubelet's files tell."""
+
+from pathlib import Path
+
+import pytest
+
+from metagpu.agent.paths import AgentPaths
+from metagpu.agent.preparation import _kubelet_problem
+
+
+def paths_of(folder: Path) -> AgentPaths:
+    """Return paths whose kubelet is in a folder."""
+    return AgentPaths(kubelet_dir=folder, pod_resources=folder / "kubelet.sock")
+
+
+def test_a_kubelet_that_is_down_is_no_problem(tmp_path: Path) -> None:
+    """A kubelet has neither a checkpoint nor a socket before its first start."""
+    assert _kubelet_problem(paths_of(tmp_path / "none")) == ""
+
+
+def test_a_folder_that_may_not_be_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon without the right to look is not ready, and ends no more than it takes."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert "Permission denied; run as root" in _kubelet_problem(paths_of(tmp_path))
