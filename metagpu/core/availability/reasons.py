@@ -451,6 +451,7 @@ REASONS: Final = (
         "the shares of a pod that is about to end: they come back once they are free",
         lambda state: NONE if state.hidden is None else state.hidden.ending,
         ("hidden",),
+        free=True,  # the reducer counts when the pod has ended, before it finds these shares again
     ),
 )
 """All reasons; of several about one share the first is shown."""

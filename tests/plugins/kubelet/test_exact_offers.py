@@ -47,7 +47,7 @@ from metagpu.plugins.cluster.node_object import allocatable_of, healthy_shares_o
 from metagpu.plugins.kubelet import messages as wire
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
-from tests.rigs.build import config, gpu
+from tests.rigs.build import config, gpu, layout_of
 
 EQUAL: Final = "{backend: fraction, sharesPerGpu: 4}"
 BY_MEMORY: Final = "{backend: fraction, memoryUnit: 8Gi}"
@@ -104,11 +104,13 @@ class Offers(RuleBasedStateMachine):
         assert granted or self.rule_of(resource) not in EXACT, f"{size} of {free} refused"
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        """End one pod."""
+    @rule(data=st.data(), announced=st.booleans())
+    def end(self, data: st.DataObject, *, announced: bool) -> None:
+        """End one pod, which the API server may report before."""
         pods = sorted({holder.pod for _, holder in self.held.values()})
         gone = data.draw(st.sampled_from(pods))
+        if announced:
+            self.registry.apply(PodsListed(tuple(_known(it, ending=it == gone) for it in pods)))
         self.held = {i: held for i, held in self.held.items() if held[1].pod != gone}
         self.observe()
 
@@ -341,6 +343,26 @@ def test_every_request_that_counts_as_free_is_granted() -> None:
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
         ),
     )
+
+
+def test_the_shares_of_a_pod_that_was_about_to_end_are_offered_at_its_end() -> None:
+    """The end of a pod's leases offers the GPU that is free then, with nothing after it."""
+    gpus = gpu(0), gpu(1)
+    registry = Registry()
+    registry.apply(GpusFound(gpus, at=0))
+    registry.apply(layout_of(*gpus).offer_fact)
+    [(resource, offer)] = registry.snapshot.offers.items()
+    first, second = offer.by_gpu.values()
+    holders = {it.id: Holder("team", "first", "main") for it in first[1:]}
+    others = {it.id: Holder("team", "second", "main") for it in second[:1]}
+    registry.apply(LeasesObserved(holders | others, at=1))
+    for ending in (False, True):
+        pods = _known("first", ending=ending), _known("second", ending=False)
+        registry.apply(PodsListed(pods))
+
+    registry.apply(LeasesObserved(others, at=2))
+
+    assert healthy_shares_of(registry.snapshot)[resource] == len(first) + len(second)
 
 
 def test_the_shares_of_an_init_container_stay_healthy_while_its_pod_runs() -> None:
