@@ -143,7 +143,13 @@ class LayoutApplied(msgspec.Struct, frozen=True):
 
 
 class PodListRequested(msgspec.Struct, frozen=True):
-    """A complete list of pods would show whether those that hold shares have ended."""
+    """A complete list of pods would show whether those that hold shares have ended.
+
+    Attributes:
+        at: the event loop's time; a list of before does not show it.
+    """
+
+    at: float
 
 
 class CheckpointRequested(msgspec.Struct, frozen=True):

@@ -98,9 +98,10 @@ class PodInformer(Informer):
     async def _list_on_request(self) -> None:
         """List all Pods where that shows whether the pods of leases have ended."""
         with self._registry.events.subscribe(PodListRequested) as requests:
-            async for _ in requests:
-                await anyio.sleep_until(self.asked + LIST_PERIOD)
-                self.list_again()
+            async for request in requests:
+                await anyio.sleep_until(self.asking + LIST_PERIOD)
+                if isinstance(request, PodListRequested) and request.at >= self.asking:
+                    self.list_again()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in the complete list of Pods."""

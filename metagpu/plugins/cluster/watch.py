@@ -42,12 +42,13 @@ class Informer(ABC):
         path: the path of the collection.
         problem: the error that keeps the informer from receiving events, empty without one.
         asked: the event loop's time at which the last complete list was requested.
+        asking: the same of the newest one, answered or not.
     """
 
     def __init__(self, client: "KubeClient", path: str, selector: str, about: str) -> None:
         self.path = path
         self.problem = ""
-        self.asked = -math.inf
+        self.asked = self.asking = -math.inf
         self._client = client
         self._query = {"fieldSelector": selector} if selector else {}
         self._about = about
@@ -97,10 +98,10 @@ class Informer(ABC):
         """Take in the deletion of an object."""
 
     async def _list(self) -> str:
-        self._list_is_due, asked = False, anyio.current_time()
+        self._list_is_due, self.asking = False, anyio.current_time()
         answer = await self._client.call("GET", self.path, query=self._query)
         self._record_success()
-        self.asked = asked
+        self.asked = self.asking
         self.on_list(answer.get("items") or ())
         return str(answer["metadata"]["resourceVersion"])
 

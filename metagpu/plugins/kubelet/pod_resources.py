@@ -268,7 +268,7 @@ class LeaseFollower:
         self._registry.apply(fact)
         self._note_known(known=fact.kubelet_ready or allocated is not None)
         if self._readiness.needs_pods(self._registry.snapshot):
-            self._registry.events.publish(PodListRequested())
+            self._registry.events.publish(PodListRequested(self._clock()))
         if self._readiness.ready:
             self._believed = kubelet
         if answer is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,11 +12,13 @@ import pytest
 from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.schema import ClusterReport
-from metagpu.core.state.events import PodEnded
+from metagpu.core.state.events import PodEnded, PodListRequested
 from metagpu.core.state.facts import CompetingPluginFound, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.pods import (
+    LIST_PERIOD,
+    PODS,
     SOON,
     PodInformer,
     describe_competing_pod,
@@ -88,6 +91,34 @@ async def test_a_pod_deleted_during_an_outage_has_ended(tmp_path: Path) -> None:
         server.store.compact()
         server.end_watches()
         await knows(registry, lambda pods: not pods.by_uid)
+
+
+def _names(name: str, pods: PodIndex) -> bool:
+    return f"team/{name}" in phases(pods)
+
+
+async def test_one_complete_list_answers_all_requests_of_before(tmp_path: Path) -> None:
+    """The API server is asked once for many requests, and again for one that comes later."""
+    server = SimApiServer()
+
+    def lists() -> int:
+        return sum(it.target == PODS for it in server.requests)
+
+    async with followed(server, tmp_path) as registry:
+        await server.watched(PODS)
+        for _ in range(5):
+            registry.events.publish(PodListRequested(anyio.current_time()))
+        skip(LIST_PERIOD)
+        await server.watched(PODS, times=2)
+        for name in ("alice", "bob", "carol"):
+            skip(LIST_PERIOD)
+            server.add_pod("team", name, NODE)
+            await knows(registry, partial(_names, name))
+        assert lists() == 2
+
+        registry.events.publish(PodListRequested(anyio.current_time()))
+        await server.watched(PODS, times=3)
+    assert lists() == 3
 
 
 async def test_a_change_of_another_field_is_no_event(tmp_path: Path) -> None:
