@@ -68,7 +68,8 @@ def reduce(snapshot: Snapshot, fact: Fact) -> tuple[Snapshot, tuple[Event, ...]]
     """
     following, events = _follow(snapshot, fact)
     offered = following.gpus is not snapshot.gpus or following.offers is not snapshot.offers
-    if offered or following.pods.terminating != snapshot.pods.terminating:
+    ending = following.pods.terminating, following.readmitted
+    if offered or ending != (snapshot.pods.terminating, snapshot.readmitted):
         following = with_held_back(following)
     return following, events
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.availability.exact import free_parts, largest_request, with_held_back
 from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
@@ -37,6 +37,7 @@ from metagpu.core.state.facts import (
     GpuRecovered,
     GpusFound,
     GpuUncordoned,
+    KubeletStarted,
     LeasesObserved,
     PodsListed,
     SharesClaimed,
@@ -203,6 +204,12 @@ class Offers(RuleBasedStateMachine):
         self.registry.apply(PodsListed(tuple(_known(pod, ending=False) for pod in pods)))
 
     @invariant()
+    def hidden_shares_are_those_of_now(self) -> None:
+        """Check that no earlier state hides shares: nothing would show them until another fact."""
+        snapshot = self.registry.snapshot
+        assert with_held_back(snapshot) is snapshot
+
+    @invariant()
     def held_shares_are_healthy_unless_their_gpu_is_not(self) -> None:
         """Check that nothing that a pod holds is listed Unhealthy because it is held back."""
         for state in self.registry.snapshot.gpus.values():
@@ -363,6 +370,24 @@ def test_the_shares_of_a_pod_that_was_about_to_end_are_offered_at_its_end() -> N
     registry.apply(LeasesObserved(others, at=2))
 
     assert healthy_shares_of(registry.snapshot)[resource] == len(first) + len(second)
+
+
+def test_a_pod_that_is_about_to_end_is_healthy_for_each_kubelet_that_starts() -> None:
+    """Two kubelets start before one lists the pod; the second would fail it for its shares."""
+    registry = Registry()
+    registry.apply(GpusFound((gpu(0),), at=0))
+    registry.apply(layout_of(gpu(0)).offer_fact)
+    [(resource, offer)] = registry.snapshot.offers.items()
+    holders = dict.fromkeys(offer.shares, Holder("team", "train", "main"))
+    registry.apply(LeasesObserved(holders, at=1))
+    registry.apply(PodsListed((_known("train", ending=False),)))
+    registry.apply(KubeletStarted((1, 1, 1)))
+    registry.apply(PodsListed((_known("train", ending=True),)))
+    assert healthy_shares_of(registry.snapshot)[resource] == 0
+
+    registry.apply(KubeletStarted((1, 2, 2)))
+
+    assert healthy_shares_of(registry.snapshot)[resource] == len(holders)
 
 
 def test_the_shares_of_an_init_container_stay_healthy_while_its_pod_runs() -> None:
