@@ -91,11 +91,11 @@ class Exchange:
         looked = -math.inf
         with closing(StandbyFile(self.run_dir)) as file:
             while not self.taken.is_set():
-                now = anyio.current_time()
-                if self.problems or now - looked >= self.timing.look:
+                if self.problems or anyio.current_time() - looked >= self.timing.look:
                     await self._update()
                     await to_thread.run_sync(file.show, Standby(__version__, self.problems))
-                    looked = now
+                    looked = anyio.current_time()
+                now = anyio.current_time()  # a look may have lasted
                 if not self.problems or is_locked(self.run_dir):
                     free_since = None
                 elif free_since is None:

@@ -52,7 +52,7 @@ def exchange(folder: Path, looks: Looks, timing: ExchangeTiming) -> Exchange:
 async def test_the_time_alone_begins_anew_after_each_readiness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon that fails long after a node without any does not take the next one at once."""
+    """A daemon that fails later does not take the node at once, also after a look that lasts."""
     later, clock = 0.0, anyio.current_time
     monkeypatch.setattr(anyio, "current_time", lambda: clock() + later)
     other = os.open(tmp_path, os.O_RDONLY)
@@ -64,17 +64,13 @@ async def test_the_time_alone_begins_anew_after_each_readiness(
     def unready() -> tuple[str, ...]:
         return ("the driver: it does not answer",)
 
-    def ready_later() -> tuple[str, ...]:
+    def unready_alone() -> tuple[str, ...]:
         nonlocal later
         later = 7200.0
-        return ()
-
-    def unready_alone() -> tuple[str, ...]:
         os.close(other)  # the other daemon has crashed
         return unready()
 
-    steps = [unready, unready, ready, ready_later, unready_alone, unready, unready]
-    looks = Looks(steps)
+    looks = Looks([unready, unready, ready, ready, unready_alone, unready, unready])
     it = exchange(tmp_path, looks, ExchangeTiming(poll=0.001, look=0.001, alone=3600.0))
     async with AsyncExitStack() as held:
         with looks.ended:
