@@ -90,19 +90,19 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.diagnosis import doctor
+    from metagpu.kubectl.node_commands import doctor
 
     return _run(args, lambda viewer: doctor(args, viewer))
 
 
 def _cordon(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.cordons import cordon
+    from metagpu.kubectl.node_commands import cordon
 
     return _run(args, lambda viewer: cordon(args, viewer))
 
 
 def _uncordon(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.cordons import uncordon
+    from metagpu.kubectl.node_commands import uncordon
 
     return _run(args, lambda viewer: uncordon(args, viewer))
 
@@ -127,7 +127,7 @@ def _web(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from metagpu.kubectl.diagnosis import explain
+    from metagpu.kubectl.node_commands import explain
 
     return _run(args, lambda viewer: explain(args, viewer))
 

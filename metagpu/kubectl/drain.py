@@ -15,8 +15,8 @@ from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.reports.schema import GpuReport, StatusReport, UsageReport
 from metagpu.display.table import render, stdout_terminal
-from metagpu.kubectl.cordons import cordon_gpu, delays, find_gpu, node_of
 from metagpu.kubectl.errors import DrainFailed, NoAnswer, report_of
+from metagpu.kubectl.node_commands import cordon_gpu, delays, find_gpu, node_of
 from metagpu.kubectl.tables import draw_items, read_rows
 from metagpu.kubectl.viewer import STATUS, USAGE, AgentPod, ClusterViewer, NodeAnswer
 

@@ -15,8 +15,8 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.reports.schema import GpuReport, PauseReport, StatusReport
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl import drain
-from metagpu.kubectl.cordons import cordon_gpu
 from metagpu.kubectl.drain import UNNAMED, GpuDrain, Holding, holdings_of, judge_pod
+from metagpu.kubectl.node_commands import cordon_gpu
 from metagpu.kubectl.viewer import AgentPod, ClusterViewer, NodeAnswer, Question
 from metagpu.sim.apiserver.kinds import BUDGETS
 from metagpu.sim.kubelet.kubelet import SimPod
