@@ -48,7 +48,7 @@ CAPABILITIES: Final = (
         (
             "plugins/dra/*",
             "core/devices/*",
-            "core/model/claim_*",
+            "core/model/resource_claims.py",
             "agent/*claim*",
             "plugins/cluster/*slice*",
             "plugins/cluster/*claims*",
@@ -83,9 +83,9 @@ CAPABILITIES: Final = (
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 304, 304),
+    Limit("modules without the simulator", 290, 290),
     Limit("lines of a module, the median", 190, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 68, 45),
+    Limit("modules with one importer, in their own folder", 48, 45),
     Limit("modules of more than 450 lines", 4, 1),
     Limit("product lines", 76700, 75000),
     Limit("test lines", 92300, 92300),

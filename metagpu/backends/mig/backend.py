@@ -9,12 +9,6 @@ from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.decisions import PRIVILEGES, MpsDaemonTiming
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming, find_instances
-from metagpu.backends.mig.mode import (
-    MigModeDisabler,
-    MigModeEnabler,
-    MigModePolicy,
-    expected_problem,
-)
 from metagpu.backends.mig.options import (
     CreateAt,
     MigOptions,
@@ -34,6 +28,12 @@ from metagpu.backends.mig.planner import (
     instance_metrics,
 )
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, slot_of_instance
+from metagpu.backends.mig.provisioner import (
+    MigModeDisabler,
+    MigModeEnabler,
+    MigModePolicy,
+    expected_problem,
+)
 from metagpu.backends.mig.reconciler import MigReconciler
 from metagpu.backends.mig.sharing import MigMpsOptions, check_units, choose_units, grant_units
 from metagpu.core.availability.conflict import conflicts

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
-from metagpu.backends.mig.mode import LEAVING
 from metagpu.backends.mig.planner import UnplaceableLayout, layout_name, place_layout
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, profile_resource, share_id
+from metagpu.backends.mig.provisioner import LEAVING
 from metagpu.backends.mig.sharing import (
     InstanceSharing,
     MigMpsOptions,

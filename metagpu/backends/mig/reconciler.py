@@ -18,9 +18,13 @@ from msgspec.structs import replace
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.inventory import InstanceInventory, InstanceSettings, MigTiming
 from metagpu.backends.mig.layout_inventory import LayoutInventory, provisioned_state
-from metagpu.backends.mig.mode import Blocker, MigModePolicy
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons, mig_devices, mps_devices
-from metagpu.backends.mig.provisioner import InstanceProvisioner, pids_by_instance
+from metagpu.backends.mig.provisioner import (
+    Blocker,
+    InstanceProvisioner,
+    MigModePolicy,
+    pids_by_instance,
+)
 from metagpu.core.availability.conflict import unavailable_shares
 from metagpu.core.contracts.backend import GpuContext
 from metagpu.core.errors import DriverError
