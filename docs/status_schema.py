@@ -19,7 +19,7 @@ from metagpu.core.reports.schema import StatusReport, UsageReport
 
 PAGE: Final = Path(__file__).parent / "status.md"
 _ENTRY: Final = re.compile(r"^(\w+): (.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
-_NAMES: Final = {str: "text", int: "number", float: "number", bool: "true or false"}
+_NAMES: Final = {str: "text", int: "number", float: "number", bool: "boolean"}
 _HEAD: Final = """# Status and usage as JSON
 
 `metagpu status -o json`, `mgctl get … -o json` and the status API give reports to programs. This
@@ -58,14 +58,20 @@ def _parts(kind: Any) -> Iterator[type[ReportPart]]:  # noqa: ANN401 - any field
 
 def _section(kind: type[ReportPart]) -> Iterator[str]:
     meanings = dict(_meanings(kind))
-    yield from (f"## {kind.__name__}", "", inspect.cleandoc(kind.__doc__ or "").split("\n")[0], "")
-    yield from ("| Field | Value | Meaning |", "|---|---|---|")
+    yield from (f"## {kind.__name__}", "")
+    if kind in (StatusReport, UsageReport):
+        yield from (inspect.cleandoc(kind.__doc__ or "").split("\n")[0], "")
     for it in msgspec.structs.fields(kind):
+        meaning = meanings[it.name]
+        shown = _shown(it.type)
+        if "`null`" in meaning:  # it says when, so that the type need not name it
+            shown = shown.removesuffix(" or `null`")
         may_be_absent = it.default is UNSET or (
             it.default is not NODEFAULT and kind.__struct_config__.omit_defaults
         )
-        absent = ", may be absent" if may_be_absent or it.default_factory is list else ""
-        yield f"| `{it.encode_name}` | {_shown(it.type)}{absent} | {meanings[it.name]} |"
+        if may_be_absent or it.default_factory is list:
+            shown += ", may be absent"
+        yield f"- `{it.encode_name}` ({shown}): {meaning}"
     yield ""
 
 

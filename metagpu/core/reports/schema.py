@@ -35,7 +35,7 @@ class RecoveryReport(ReportPart, frozen=True):
     """The return of a GPU whose checks pass again.
 
     Attributes:
-        since: time at which they began to pass, ISO 8601 in UTC.
+        since: time at which its checks began to pass, ISO 8601 in UTC.
         returns_at: time at which the GPU returns if none fails; `null` where an operator decides.
     """
 
