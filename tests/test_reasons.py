@@ -142,4 +142,4 @@ def test_the_page_of_the_status_is_what_the_schema_says(
     monkeypatch.setattr(status_schema, "PAGE", page)
     assert status_schema.main(["--check"]) == 1
     assert status_schema.main([]) == 0
-    assert "| `usedMiB` | number or `null` | memory in use, in MiB; " in page.read_text()
+    assert "- `usedMiB` (number): memory in use, in MiB; " in page.read_text()

@@ -2,7 +2,7 @@
 
 A family is a name, a type, a help text and labels.
 
-docs/metrics.md has the same table; a test compares the two, and others check the names against
+docs/metrics.md has the same list; a test compares the two, and others check the names against
 Prometheus' conventions.
 """
 

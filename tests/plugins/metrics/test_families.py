@@ -81,25 +81,24 @@ def test_each_name_stands_once() -> None:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return the rows of the documentation's tables of metrics."""
+    """Return name, type, labels and meaning of each metric in the documentation's lists."""
     found = re.findall(
-        r"^\| `([a-z0-9_]+)` \| (\w+) \| (.*?) \| (.*?) \|$", DOCS.read_text(), re.MULTILINE
+        r"^- `([a-z0-9_]+)` \((\w+)(?:; (.*?))?\): (.*)$", DOCS.read_text(), re.MULTILINE
     )
     return [tuple(row) for row in found]
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
-    """Name, type, labels and meaning are those of the table, in the same order."""
+    """Name, type, labels and meaning are those of the page, in the same order."""
     ours = [row for row in rows() if row[0].startswith("metagpu_")]
 
     assert ours == [
-        (it.name, it.type, ", ".join(f"`{label}`" for label in it.labels) or "-", it.help)
-        for it in ALL
+        (it.name, it.type, ", ".join(f"`{label}`" for label in it.labels), it.help) for it in ALL
     ]
 
 
 def test_process_metrics_are_documented() -> None:
-    """The table has the process metrics of the library too."""
+    """The page has the process metrics of the library too."""
     page = Page(render_process().decode())
     theirs = {row[0]: row[1] for row in rows() if not row[0].startswith("metagpu_")}
 
