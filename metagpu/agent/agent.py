@@ -122,14 +122,12 @@ class Offering:
         # The present objects stay for the life of the process; no collection scans them again.
         gc.freeze()
 
-        gpus = self.registry.snapshot.gpus.values()
         # A pool may have had DRA before: the kubelet would give what claims hold to other pods.
         await self.claims_read.wait()
-        if any(state.can_conflict for state in gpus):
-            # What an older pod may hold is refused until it is known. That takes a moment, and a
-            # list without these shares would lower the Node's amounts for it.
-            with anyio.move_on_after(self.context.timing.first_leases):
-                await self.leases_known.wait()
+        # Pods may hold GPUs by an earlier configuration. That is known in a moment, and a list
+        # without the shares that wait for it would lower the Node's amounts meanwhile.
+        with anyio.move_on_after(self.context.timing.first_leases):
+            await self.leases_known.wait()
 
         async with anyio.create_task_group() as group:
             group.start_soon(

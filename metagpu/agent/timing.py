@@ -40,8 +40,8 @@ class AgentTiming(msgspec.Struct, frozen=True):
     """Seconds of the agent and of the parts it owns.
 
     Attributes:
-        first_leases: the longest wait for the kubelet's list of leases before the first offer,
-            where several backends share a GPU. A kubelet that is up answers at once.
+        first_leases: the longest wait for the kubelet's checkpoint, or its list of leases, before
+            the first offer. A kubelet that is up answers at once.
         first_registration: the longest wait for the kubelet's first answer before `mgctl` is served
             in containers.
         device_nodes: between two scans of the host's device nodes. Some come late: nvidia-uvm's

@@ -1,8 +1,10 @@
 """Leases of running pods in odd hours: a kubelet that errs, or that lost its checkpoint."""
 
+import threading
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
@@ -11,7 +13,7 @@ from msgspec.structs import replace
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
 from metagpu.plugins.kubelet import pod_resources
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE, AllocatedIds, read_allocated_ids
 from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.apiserver.server import SimApiServer
@@ -142,6 +144,34 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
             await it.wait_holders()
 
     assert 2 not in offered
+
+
+async def test_a_gpu_that_pods_hold_by_another_configuration_is_offered_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon with one backend waits for the checkpoint too, which takes long to read."""
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    ready = threading.Event()
+
+    def read_late(directory: Path) -> AllocatedIds | None:
+        ready.wait(30)
+        return read_allocated_ids(directory)
+
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            await run(it, "train", 20)
+        monkeypatch.setattr(pod_resources, "read_allocated_ids", read_late)
+        config = QUICK.replace("fraction, sharesPerGpu: 10", "whole")
+        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as it:
+            await it.wait_snapshot(lambda now: bool(now.offers))
+            for _ in range(2000):  # more than an offer takes
+                await anyio.lowlevel.checkpoint()
+            offered = kubelet.lists[WHOLE]
+            ready.set()
+            await it.until(2, 0, WHOLE)
+
+    assert offered == 0
 
 
 async def test_shares_of_an_ended_pod_are_granted_by_a_daemon_that_has_just_started(
