@@ -85,7 +85,7 @@ CAPABILITIES: Final = (
 LIMITS: Final = (
     Limit("modules without the simulator", 290, 290),
     Limit("lines of a module, the median", 190, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 48, 45),
+    Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 4, 1),
     Limit("product lines", 76700, 75000),
     Limit("test lines", 92300, 92300),
