@@ -41,6 +41,9 @@ _MAX_HOLDERS: Final = 5
 """Pods that one reason lists; `metagpu status` lists every lease."""
 
 
+_IN_USE: Final = "in-use"
+
+
 class Listing(StrEnum):
     """The shares of a reason that the kubelet sees as Healthy."""
 
@@ -169,9 +172,12 @@ def count_free(state: GpuState, resource: ResourceName) -> int:
 
 
 def reason_for_none(state: GpuState, shares: frozenset[ShareId]) -> str | None:
-    """Return why the Node has none of these shares; `None` for some, or all held."""
+    """Return why the Node has none of these shares; `None` for some, or all leased."""
     available = availability_of(state)
-    left = shares.difference(state.leases, state.allocated)
+    unleased = shares.difference(state.leases)
+    left = unleased.difference(state.allocated)
+    if unleased and not left:
+        return _IN_USE
     if not left or left - available.uncounted:
         return None
     return next(row.name for row, found in available.found if not left.isdisjoint(found))
@@ -408,8 +414,9 @@ REASONS: Final = (
         taint=HELD,
     ),
     Reason(
-        "in-use",
-        "the shares that conflict with a lease: of another backend, or on the same slots",
+        _IN_USE,
+        "the shares that conflict with a lease: of another backend, or on the same slots; in "
+        "reports, also those that init containers alone hold",
         lambda state: conflicts_of(state).in_use,
         _CONFLICT,
         together=conflicting_shares,

@@ -154,6 +154,17 @@ def test_an_amount_of_nothing_has_a_reason(row: Reason) -> None:
     assert reason_for_none(state(), ids) is None
 
 
+def test_shares_that_init_containers_alone_hold_are_in_use() -> None:
+    """An amount of nothing has a reason where no lease says who holds the shares."""
+    ids = _ids(FRACTIONS[0].resource)
+    held = dict.fromkeys(ids, frozenset({("uid", "init")}))
+
+    assert reason_for_none(state(allocated=held), ids) == "in-use"
+    assert reason_for_none(state(allocated=held, leases=leased(*FRACTIONS)), ids) is None
+    del held[FRACTIONS[0].id]
+    assert reason_for_none(state(allocated=held), ids) is None
+
+
 def test_rows_that_are_found_together_have_equal_effects() -> None:
     """A finder of the shares of several rows at once stands for each of them."""
     for row in REASONS:
