@@ -137,6 +137,7 @@ class Exchanges:
         admitted: the number of pods that it did.
         checks: the number of pods that a test admitted to check the service.
         twice: what two pods held that exclude each other.
+        paused: whether no pod arrives, and those that did have ended.
     """
 
     folder: Path
@@ -147,6 +148,7 @@ class Exchanges:
     admitted: int = 0
     checks: int = 0
     twice: list[str] = field(default_factory=list)
+    paused: bool = False
 
     @asynccontextmanager
     async def daemon(
@@ -184,13 +186,21 @@ class Exchanges:
                 for it in self.resources
             )
 
-        await self.kubelet.wait_for(served, within=60)
+        # A new daemon that misses a pod of the checkpoint ends no lease until no pod has arrived
+        # for a minute (`KubeletTiming.readiness`), and resources of a GPU exclude each other.
+        self.paused = True
+        await self.kubelet.wait_for(served, within=150)
+        self.paused = False
 
     async def arrive(self, period: float) -> None:
         """Admit pods of each resource in turn, one each period, until cancelled; older ones end."""
         pods: list[SimPod] = []
         number = 0
         while True:
+            while self.paused:
+                while pods:
+                    await self.kubelet.delete(pods.pop())
+                await anyio.sleep(period)
             resource = RESOURCES[number % len(RESOURCES)]
             pod, number = SimPod.single(f"pod-{number}", {resource: 1}), number + 1
             try:
