@@ -31,7 +31,8 @@ $ metagpu status -o json | jq '.gpus[] | {index, healthy, reason}'
 
 `status` is a [StatusReport](#statusreport), `usage` a [UsageReport](#usagereport). Names stay, and
 new ones come: ignore what you do not know. A field that *may be absent* is left out where it says
-nothing. `python docs/status_schema.py` makes this page of the schema in the code.
+nothing. A field without a type is a text. `python docs/status_schema.py` makes this page of the
+schema in the code.
 """
 
 
@@ -71,7 +72,8 @@ def _section(kind: type[ReportPart]) -> Iterator[str]:
         )
         if may_be_absent or it.default_factory is list:
             shown += ", may be absent"
-        yield f"- `{it.encode_name}` ({shown}): {meaning}"
+        kind_shown = f" ({shown})" if shown != "text" else ""
+        yield f"- `{it.encode_name}`{kind_shown}: {meaning}"
     yield ""
 
 
