@@ -135,7 +135,7 @@ def test_the_table_of_reasons_is_what_the_code_says(
 def test_the_page_of_the_status_is_what_the_schema_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each field of the reports has its row with value and meaning; an older page is refused."""
+    """Each field of the reports is there with value and meaning; an older page is refused."""
     assert status_schema.main(["--check"]) == 0, capsys.readouterr().err
     page = tmp_path / "status.md"
     page.write_text("older")
