@@ -41,10 +41,10 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12310, ("sim/*",)),
+    Capability("simulator", 12300, ("sim/*",)),
     Capability(
         "DRA",
-        4480,
+        4460,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -55,41 +55,41 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 3850, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5340, ("plugins/cluster/*",)),
-    Capability("agent", 3505, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4700, (
+    Capability("device plugin", 3840, ("plugins/kubelet/*",)),
+    Capability("cluster: labels, Events, Node", 5320, ("plugins/cluster/*",)),
+    Capability("agent", 3560, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 4740, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
     Capability("contracts and runtime", 2120, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 3770, ("core/config/*", "compat/*")),
-    Capability("health", 1000, ("core/health/*",)),
+    Capability("configuration and other formats", 3790, ("core/config/*", "compat/*")),
+    Capability("health", 990, ("core/health/*",)),
     Capability("enforcement and usage", 2960, ("core/usage/*",)),
-    Capability("MIG", 3710, ("backends/mig/*",)),
+    Capability("MIG", 3700, ("backends/mig/*",)),
     Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1030, ("backends/*",)),
-    Capability("NVML and host", 5090, ("nvml/*", "host/*")),
-    Capability("metrics", 1800, ("plugins/metrics/*",)),
+    Capability("NVML and host", 5110, ("nvml/*", "host/*")),
+    Capability("metrics", 1790, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
-    Capability("mgctl in containers", 1610, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6840, (
+    Capability("mgctl in containers", 1630, ("plugins/pod_api/*",)),
+    Capability("cli, display, reports", 6860, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4200, ("kubectl/*",)),
-    Capability("webhook and translation", 3350, ("webhook/*", "translation/*")),
+    Capability("kubectl", 4190, ("kubectl/*",)),
+    Capability("webhook and translation", 3330, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 290, 290),
-    Limit("lines of a module, the median", 190, 190, at_least=True),
+    Limit("modules without the simulator", 288, 290),
+    Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 76700, 75000),
-    Limit("test lines", 92300, 92300),
-    Limit("fields of GpuState", 17, 16),
+    Limit("product lines", 76900, 75000),
+    Limit("test lines", 93200, 92300),
+    Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
