@@ -144,19 +144,26 @@ class Exchange:
         standby, timing = read_standby(self.run_dir), self.timing
         hands_over = standby is not None and standby.ready
         self.registry.apply(NodeWithdrawn(hands_over))
-        began = anyio.current_time()
+        began = quiet = anyio.current_time()
         with anyio.move_on_after(timing.most) as waiting:
             snapshot = self.registry.snapshot
-            if snapshot.pods.listed and snapshot.offers:
-                await anyio.sleep(timing.least)
-            while self._admits():  # noqa: ASYNC110 - two sources, one of them without an event
+            tells = snapshot.pods.listed and bool(snapshot.offers)
+            while self._admits() or (tells and anyio.current_time() < quiet + timing.least):
                 await anyio.sleep(timing.poll)
+                quiet = anyio.current_time() if self._admits() else max(quiet, self._last_grant())
         log.info(
             "node withdrawn",
             after=f"{anyio.current_time() - began:.2f}s",
             hands_over=hands_over,
             pods_on_their_way=waiting.cancelled_caught,
         )
+
+    def _last_grant(self) -> float:
+        """Return the time of the last lease that began: its pod may be admitted already."""
+        leases = (
+            it for state in self.registry.snapshot.gpus.values() for it in state.leases.values()
+        )
+        return max((it.since for it in leases), default=0.0)
 
     def _admits(self) -> bool:
         """Return whether pods that need this daemon are on their way."""

@@ -102,7 +102,11 @@ class PodDaemon(Daemon):
             wait_for("the process to end", lambda: not ended.exists(), within_s=_STARTED_S)
 
     def exchange(self) -> None:
-        """Roll the DaemonSet: another pod takes the node."""
+        """Roll the DaemonSet: another pod takes the node.
+
+        The controller deletes a pod at once that is not ready yet.
+        """
+        self.await_rolled_out()
         self.change("rollout", "restart")
         self.await_rolled_out()
 
