@@ -8,7 +8,8 @@ MetagpuError
 ├── NotInstalled            the cluster: it has no daemon of metagpu, that the user may see
 ├── SeveralNamespaces       the cluster: more than one namespace has daemons
 ├── NodeNotServed           the node: metagpu does not run on it
-└── NoAnswer                a node's daemon: it does not answer through the API server
+├── NoAnswer                a node's daemon: it does not answer through the API server
+└── FieldMissing            a node's report: it lacks a field that the command reads
 """
 
 from collections.abc import Iterator

@@ -440,7 +440,7 @@ async def test_a_wrong_file_is_an_event_on_the_bus_and_in_the_cluster(tmp_path: 
         await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
 
         assert isinstance(refused, ConfigRejected)
-        assert refused.reason.startswith(f"{it.config_file}: 1: version: 'metagpu/v9' is not ")
+        assert refused.reason.startswith(f"{it.config_file}: 1: version: 'metagpu/v9' is unknown")
         [reported] = [each for each in server.events() if each["reason"] == "ConfigRejected"]
         assert reported["note"] == f"{refused.reason}; the last good configuration stays"
         await it.until(20, 20)

@@ -33,7 +33,7 @@ def first_hangs(*args):
     return real(*args) if len(calls) > 1 else threading.Event().wait()
 
 setattr(SimLibrary, function, first_hangs)
-driver.NvmlDriver.__init__.__defaults__ = (None, 0.2, driver.NvmlTiming(opening=0.2))
+driver.NvmlDriver.__init__.__defaults__ = (None, 1.0, driver.NvmlTiming(opening=1.0))
 sys.exit(main(arguments))
 """
 GPU, INIT = "nvmlDeviceGetMemoryInfo_v2", "nvmlInitWithFlags"

@@ -136,7 +136,7 @@ def test_what_the_toolkit_prints_is_found_among_its_log() -> None:
     [
         ("", "it printed no CDI specification"),
         ("level=info {}", "it printed no CDI specification"),
-        ('{"cdiVersion": ', "its output is no valid JSON: "),
+        ('{"cdiVersion": ', "its output is not valid JSON: "),
         ("{}", "its output has no cdiVersion or no containerEdits"),
         ('{"cdiVersion": "1", "containerEdits": {}}', "has no cdiVersion or no containerEdits"),
         ('{"cdiVersion": "0.5.0"}', "has no cdiVersion or no containerEdits"),
