@@ -118,6 +118,7 @@ async def test_a_new_daemon_finds_its_layout(tmp_path: Path) -> None:
     async with kubelet.running():
         async with agent_at_work(tmp_path, node, text, kubelet=kubelet) as it:
             await it.until(3, 3, ONE)
+            await it.until(2, 2, TWO)
             await kubelet.admit(pod("kept"))
             await it.wait_holders()
             before = created(it)
