@@ -57,7 +57,7 @@ CAPABILITIES: Final = (
     ),
     Capability("device plugin", 3840, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5320, ("plugins/cluster/*",)),
-    Capability("agent", 3560, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("agent", 3570, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4740, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
@@ -87,7 +87,7 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 76900, 75000),
+    Limit("product lines", 77000, 75000),
     Limit("test lines", 93200, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
