@@ -12,9 +12,10 @@ import signal
 import sys
 import termios
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import yaml
 from anyio.abc import Process
 
 from metagpu import __version__
+from metagpu.core.contracts.host import Container
 from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.quantities import iso_time
@@ -351,6 +353,25 @@ async def test_a_container_without_a_name_gets_nothing(tmp_path: Path) -> None:
 
     assert (result.status, result.out) == (1, "")
     assert "does not know this container's name yet" in result.err
+
+
+async def test_a_name_that_comes_a_moment_later_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first command of a container is answered, although its link comes after its start."""
+    async with node(tmp_path) as it:
+        assert it.scene
+        host, looks = it.scene.agent.pod_server.host, count()
+        named = host.holders
+
+        async def late(containers: Collection[Container]) -> Mapping[Container, Holder]:
+            return {} if next(looks) < 2 else await named(containers)
+
+        monkeypatch.setattr(host, "holders", late)
+        result = await it.mgctl(ALICE, "get", "pods")
+
+    assert (result.status, result.err) == (0, "")
+    assert next(looks) > 2
 
 
 async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:

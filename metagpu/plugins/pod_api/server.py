@@ -112,6 +112,9 @@ def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
         ) from error
 
 
+NAMED_WITHIN: Final = 1.0
+"""Seconds from a call to the name of its container: the kubelet makes its link in /var/log a moment
+after the container's start."""
 PERIOD: Final = 1.0
 """Seconds between two screens of `-w` and `top`."""
 USAGE_STATUS: Final = 2
@@ -245,10 +248,13 @@ class PodMgctlServer:
         """Return the pod of a container, by name.
 
         Raises:
-            CallerRefused: the pod's name is not known.
+            CallerRefused: the pod's name does not become known.
         """
-        holders = await self.host.holders([container])
-        if container not in holders:
+        until = anyio.current_time() + NAMED_WITHIN
+        while container not in (holders := await self.host.holders([container])):
+            if anyio.current_time() < until:
+                await anyio.sleep(NAMED_WITHIN / 10)
+                continue
             raise CallerRefused(
                 "metagpu does not know this container's name yet; try again in a second. If this "
                 "stays: metagpu's pod needs the host's /var/log, read-only"
