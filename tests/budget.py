@@ -72,7 +72,7 @@ CAPABILITIES: Final = (
     Capability("NVML and host", 5110, ("nvml/*", "host/*")),
     Capability("metrics", 1790, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
-    Capability("mgctl in containers", 1630, ("plugins/pod_api/*",)),
+    Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
     Capability("cli, display, reports", 6860, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),

@@ -23,6 +23,7 @@ import anyio
 import pytest
 import yaml
 from anyio.abc import Process
+from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.core.contracts.host import Container
@@ -30,6 +31,8 @@ from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Holder
+from metagpu.core.reports.schema import UsageReport
+from metagpu.core.usage.report import RequestingPod
 from metagpu.display.encoding import WIDE_FORMATS as FORMATS
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.display.usage import KINDS
@@ -372,6 +375,25 @@ async def test_a_name_that_comes_a_moment_later_is_waited_for(
 
     assert (result.status, result.err) == (0, "")
     assert next(looks) > 2
+
+
+async def test_shares_that_the_kubelet_lists_a_moment_later_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first command of a container shows what it holds."""
+    async with node(tmp_path) as it:
+        assert it.scene
+        server, reports = it.scene.agent.pod_server, count()
+        whole = server.usage_report
+
+        async def late(pod: RequestingPod) -> UsageReport:
+            report = await whole(pod)
+            return replace(report, containers=[], gpus=[]) if next(reports) < 2 else report
+
+        monkeypatch.setattr(server, "usage_report", late)
+        result = await it.mgctl(ALICE, "get", "pods", "-o", "json")
+
+    assert [each["pod"] for each in json.loads(result.out)["containers"]] == ["alice"]
 
 
 async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
         ) from error
 
 
+SHOWN_WITHIN: Final = 2.0
+"""Seconds from a call to the shares of its pod: the kubelet lists a pod half a second after it gave
+them, and usage is collected once a second."""
 NAMED_WITHIN: Final = 1.0
 """Seconds from a call to the name of its container: the kubelet makes its link in /var/log a moment
 after the container's start."""
@@ -230,14 +233,24 @@ class PodMgctlServer:
                 answer, command.kind, form, terminal, compact=follow, sort_by=command.sort_by
             )
 
+        report = await self._first_report(pod)
         while True:
-            report = await self._report(pod)
             # In a thread: a pod with very many processes must not keep the kubelet waiting.
             text = await to_thread.run_sync(render, report, limiter=self._render_limiter)
             await caller.write_stdout(redraw(text, terminal) if follow and is_screen else text)
             if not follow:
                 return
             await anyio.sleep(PERIOD)
+            report = await self._report(pod)
+
+    async def _first_report(self, pod: RequestingPod) -> UsageReport:
+        """Return a report with the pod's shares, or without any where none become known."""
+        until = anyio.current_time() + SHOWN_WITHIN
+        while True:
+            report = await self._report(pod)
+            if report.containers or anyio.current_time() >= until:
+                return report
+            await anyio.sleep(SHOWN_WITHIN / 10)
 
     async def _report(self, pod: RequestingPod) -> UsageReport:
         report = await self.usage_report(pod)
