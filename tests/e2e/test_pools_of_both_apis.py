@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.e2e.claims import page_documents, pod, resource_claim
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import NAMESPACE, Cluster
 from tests.e2e.fake_node import DRIVER, dra_objects, exactly
 from tests.e2e.instances import PREFIX, MigNode, mig_node, mig_pod
 from tests.e2e.rig.daemon import Daemon
@@ -70,11 +70,14 @@ def test_pods_by_limits_and_by_claims_have_their_instances(both: MigNode) -> Non
         [PROFILE],
         [PROFILE],
     ]
-    leases = cluster.daemon.status()["leases"]
-    assert {it["holder"].partition("/")[2]: it["gpu"] for it in leases} == {
-        "by-limits (main)": 0,
-        "by-claim (main)": 1,
-    }
+    wait_for(
+        "the kubelet to list both pods",
+        lambda: (
+            {str(it["holder"]): it["gpu"] for it in cluster.daemon.status()["leases"]}
+            == {f"{NAMESPACE}/by-limits (main)": 0, f"{NAMESPACE}/by-claim (main)": 1}
+        ),
+        within_s=SETTLED_S,
+    )
     [device] = instances[0][0]["uuids"]
     environment = cluster.inspect_container("by-limits").environment
     assert environment["NVIDIA_VISIBLE_DEVICES"] == device
