@@ -135,7 +135,7 @@ class Exchange:
     async def withdraw(self) -> None:
         """Keep new pods away, and serve those that are on their way.
 
-        The scheduler hears it by the Node's amounts, which fall to what pods request. Without an
+        The scheduler hears it by the Node's amounts, which fall to 0. Without an
         API server nobody can tell it: the present calls are answered, and to serve longer would
         protect no pod.
         """

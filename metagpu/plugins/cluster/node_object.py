@@ -199,13 +199,14 @@ def allocatable_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:
     """Count the healthy shares, held or free, of each resource that metagpu serves.
 
     Shares whose turn ends are not counted. While pods arrive there are as many as all pods request.
-    A daemon that is about to end has no more than that, so that no pod is bound that finds no list.
+    A daemon that is about to end has none, so that no pod is bound that finds no list: of any other
+    number a pod that ends would leave room. Pods on their way are admitted all the same, as the
+    kubelet counts no fewer shares than it has allocated.
     """
     amounts = with_place_for_arriving(snapshot, healthy_shares_of(snapshot))
     if not (snapshot.withdrawn and snapshot.pods.listed):
         return amounts
-    requested = snapshot.pods.requested
-    return {it: min(amount, requested.get(it, 0)) for it, amount in amounts.items()}
+    return dict.fromkeys(amounts, 0)
 
 
 def healthy_shares_of(snapshot: Snapshot) -> Mapping[ResourceName, int]:

@@ -184,8 +184,7 @@ def watched_state(snapshot: Snapshot) -> object:
     )
     node = snapshot.topology, snapshot.versions, snapshot.competing_plugins
     pods = snapshot.pods.terminating, snapshot.pods.arriving
-    requested = snapshot.pods.requested if snapshot.withdrawn else None
-    return pods, requested, gpus, snapshot.unreadable_gpus, snapshot.offers, *node
+    return pods, snapshot.withdrawn, gpus, snapshot.unreadable_gpus, snapshot.offers, *node
 
 
 @dataclass(eq=False)

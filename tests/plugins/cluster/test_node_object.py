@@ -16,6 +16,7 @@ from metagpu.core.state.facts import (
     InstanceFaulted,
     KubeletStarted,
     LeasesObserved,
+    NodeWithdrawn,
     PodsListed,
     UnreadableGpusFound,
 )
@@ -157,6 +158,17 @@ def test_resource_of_a_competing_plugin_is_not_counted() -> None:
     assert (capacity_of(snapshot), allocatable_of(snapshot)) == ({METAGPU: 10}, {METAGPU: 10})
     assert (capacity_of(contested), allocatable_of(contested)) == ({}, {})
     assert capacity_of(after(CompetingPluginGone(METAGPU), since=contested)) == {METAGPU: 10}
+
+
+def test_a_daemon_about_to_end_has_room_for_nobody() -> None:
+    """A pod that ends leaves none either, and arriving pods change nothing."""
+    _, snapshot = offered(gpu(0))
+    arriving = KnownPod("uid", "team", "late", requests={METAGPU: 3}, arriving=True)
+    ending = after(PodsListed((arriving,)), NodeWithdrawn(hands_over=True), since=snapshot)
+    alone = after(NodeWithdrawn(hands_over=True), since=snapshot)
+
+    assert allocatable_of(ending) == {METAGPU: 0}
+    assert allocatable_of(alone) == {METAGPU: 10}, "without the API server's pods nobody is told"
 
 
 def test_condition_has_the_times_of_the_verdict() -> None:
