@@ -26,7 +26,6 @@ from metagpu.core.health.fault_assessment import FaultAssessment, GpuRecovery, M
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import CordonSource, Fault, Recovery
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import Event, MemoryErrorReported, XidReported
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -38,7 +37,7 @@ from metagpu.core.state.facts import (
     InstanceFaulted,
     InstanceRecovered,
 )
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import EventBus, Registry
 
 VERSION: Final = 1
 SIZE_LIMIT: Final = 256 * 1024

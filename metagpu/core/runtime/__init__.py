@@ -1,4 +1,4 @@
-"""Helpers of tasks: back-off, rate limits, listeners, event bus, restarts.
+"""Helpers of tasks: back-off, rate limits, listeners, files, restarts.
 
 Nothing here knows a GPU, a share or the configuration.
 """

@@ -26,14 +26,13 @@ from metagpu.core.model.gpu_preference import parse_preference, unmet
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, Lease, ResourceName, Share, holders_of
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import (
     AnnotationRejected,
     Event,
     PreferenceMissed,
     PreferenceNotMet,
 )
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import Registry, Subscription
 from metagpu.core.usage.accounting import ContainerUsage
 from metagpu.core.usage.policy import memory_limit
 

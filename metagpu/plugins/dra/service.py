@@ -19,10 +19,9 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of
 from metagpu.core.state.events import ClaimRefusalEnded, Event, ResourceClaimRefused
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import EventBus, Registry
 from metagpu.plugins.dra.prepared_claim import PreparedDevice
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.fast_codec import encode_field, encode_text

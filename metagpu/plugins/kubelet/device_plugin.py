@@ -7,20 +7,21 @@ specification.
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
 import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from metagpu.core.availability.reasons import refuse
+from metagpu.core.availability.reasons import availability_of, refuse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import PreparesContainers, Provisions
 from metagpu.core.grants import cdi
 from metagpu.core.grants.grant import Grant
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import GpuUnhealthy, RequestError
-from metagpu.core.model.shares import ResourceName, Share
+from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.call_stats import CallOutcome, KubeletCall, ResourceCallStats
 from metagpu.core.state.events import AllocationRefused, CheckpointRequested
@@ -32,6 +33,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet import fast_codec, messages
+from metagpu.plugins.kubelet.fast_codec import encode_device
 from metagpu.plugins.kubelet.granting import (
     Claim,
     EnsureCdiNames,
@@ -50,6 +52,63 @@ if TYPE_CHECKING:
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 log = structlog.get_logger()
+
+
+class GpuListState(NamedTuple):
+    """The state that one GPU's part of a list depends on."""
+
+    shares: tuple[Share, ...]
+    unlisted: frozenset[ShareId]
+    numa_node: int | None
+
+
+ListView = tuple[GpuListState, ...]
+"""The state that a list depends on; equal views have equal lists."""
+
+
+class DeviceList:
+    """Encodes snapshots as ListAndWatchResponses of one resource.
+
+    A message with a repeated field is the concatenation of its elements' encodings. So a list is
+    joined from one block for each GPU, and only blocks of changed GPUs are encoded again.
+    """
+
+    def __init__(self, resource: ResourceName) -> None:
+        self._resource = resource
+        self._blocks = dict[GpuId, tuple[GpuListState, bytes]]()
+
+    def view(self, snapshot: Snapshot) -> ListView:
+        """Return the state that the list depends on."""
+        offer = snapshot.plugin_offer(self._resource)
+        if offer is None:
+            return ()
+
+        parts = []
+        for gpu, shares in offer.by_gpu.items():
+            state = snapshot.gpus[gpu]
+            unlisted = availability_of(state).unlisted
+            parts.append(GpuListState(shares, unlisted, state.gpu.numa_node))
+        return tuple(parts)
+
+    def encode(self, view: ListView) -> bytes:
+        """Encode the list, which replaces the kubelet's previous list."""
+        return b"".join(map(self._block, view))
+
+    def _block(self, part: GpuListState) -> bytes:
+        gpu = part.shares[0].gpu
+        known = self._blocks.get(gpu)
+
+        if known is None or known[0] != part:
+            block = b"".join(
+                encode_device(
+                    share.id,
+                    healthy=share.id not in part.unlisted,
+                    numa_node=part.numa_node,
+                )
+                for share in part.shares
+            )
+            known = self._blocks[gpu] = (part, block)
+        return known[1]
 
 
 class DevicePluginService:
@@ -88,7 +147,7 @@ class DevicePluginService:
         self._calls_before_start = False
         self.record = record or ResourceCallStats()
         self.chooser = ShareChooser(resource, registry, backend, clock, timing)
-        self._list = messages.DeviceList(resource)
+        self._list = DeviceList(resource)
         # For each open list, how to send it, and its last flush that was late.
         self._list_senders: dict[Callable[[anyio.Event], None], anyio.Event] = {}
         self._log = log.bind(resource=resource)

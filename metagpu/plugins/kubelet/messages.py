@@ -1,20 +1,16 @@
 """The kubelet's messages, built from our values and errors, here only."""
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 from grpclib import GRPCError
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
 
-from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import MetagpuError
 from metagpu.core.layout.layout import Layout
-from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import RequestError, UnknownShare
-from metagpu.core.model.shares import ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import Snapshot
 from metagpu.plugins.kubelet.fast_codec import encode_device
 from metagpu.plugins.kubelet.pb import v1beta1
 
@@ -23,18 +19,6 @@ log = structlog.get_logger()
 VERSION: Final = "v1beta1"
 LIST_LIMIT: Final = 4 * 1024 * 1024
 """Bytes of one ListAndWatchResponse; a larger one ends the stream (grpc-go's default limit)."""
-
-
-class GpuListState(NamedTuple):
-    """The state that one GPU's part of a list depends on."""
-
-    shares: tuple[Share, ...]
-    unlisted: frozenset[ShareId]
-    numa_node: int | None
-
-
-ListView = tuple[GpuListState, ...]
-"""The state that a list depends on; equal views have equal lists."""
 
 
 class RawCodec(CodecBase):
@@ -72,51 +56,6 @@ def build_register_request(
             pre_start_required=pre_start, get_preferred_allocation_available=True
         ),
     )
-
-
-class DeviceList:
-    """Encodes snapshots as ListAndWatchResponses of one resource.
-
-    A message with a repeated field is the concatenation of its elements' encodings. So a list is
-    joined from one block for each GPU, and only blocks of changed GPUs are encoded again.
-    """
-
-    def __init__(self, resource: ResourceName) -> None:
-        self._resource = resource
-        self._blocks = dict[GpuId, tuple[GpuListState, bytes]]()
-
-    def view(self, snapshot: Snapshot) -> ListView:
-        """Return the state that the list depends on."""
-        offer = snapshot.plugin_offer(self._resource)
-        if offer is None:
-            return ()
-
-        parts = []
-        for gpu, shares in offer.by_gpu.items():
-            state = snapshot.gpus[gpu]
-            unlisted = availability_of(state).unlisted
-            parts.append(GpuListState(shares, unlisted, state.gpu.numa_node))
-        return tuple(parts)
-
-    def encode(self, view: ListView) -> bytes:
-        """Encode the list, which replaces the kubelet's previous list."""
-        return b"".join(map(self._block, view))
-
-    def _block(self, part: GpuListState) -> bytes:
-        gpu = part.shares[0].gpu
-        known = self._blocks.get(gpu)
-
-        if known is None or known[0] != part:
-            block = b"".join(
-                encode_device(
-                    share.id,
-                    healthy=share.id not in part.unlisted,
-                    numa_node=part.numa_node,
-                )
-                for share in part.shares
-            )
-            known = self._blocks[gpu] = (part, block)
-        return known[1]
 
 
 def check_list_size(layout: Layout, file: str, limit: int = LIST_LIMIT) -> None:

@@ -17,7 +17,6 @@ from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid_severity import Severity, rule_for
 from metagpu.core.reports.schema import ClusterReport, DraReport
-from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
     PREPARE,
@@ -38,6 +37,7 @@ from metagpu.core.state.events import (
     XidReported,
 )
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered, InstanceFaulted
+from metagpu.core.state.registry import EventBus
 from metagpu.plugins.metrics import families as f
 from metagpu.plugins.metrics.gpus import gpu_label_values
 from metagpu.plugins.metrics.samples import HistogramValue, MetricFamily, Sample

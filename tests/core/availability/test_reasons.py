@@ -37,7 +37,7 @@ from metagpu.core.model.shares import (
 )
 from metagpu.core.model.snapshot import Cleanup, GpuState, HiddenShares, Offer, Snapshot
 from metagpu.plugins.cluster.node_object import healthy_shares_of
-from metagpu.plugins.kubelet.messages import DeviceList
+from metagpu.plugins.kubelet.device_plugin import DeviceList
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import gpu, share
 

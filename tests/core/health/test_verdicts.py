@@ -21,7 +21,6 @@ from metagpu.core.health.verdicts import (
     take_note,
 )
 from metagpu.core.model.shares import CordonSource, Fault
-from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
@@ -29,7 +28,7 @@ from metagpu.core.state.facts import (
     GpusFound,
     InstanceFaulted,
 )
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import EventBus, Registry
 from tests.rigs.build import after, gpu
 from tests.rigs.logs import capture_module_logs
 

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, Lease, ResourceClaimRef, ShareId
 from metagpu.core.model.snapshot import with_states
-from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import Event, PreferenceMissed, PreferenceNotMet
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import Registry, Subscription
 from metagpu.core.usage.annotations import UnmetPreferenceWatch, unmet_preferences
 from tests.rigs.build import gpu, layout_of
 

@@ -15,7 +15,7 @@ from metagpu.plugins.kubelet.pb import v1beta1
 from tests.plugins.kubelet.rig import Node, gpu, simulated_kubelet
 
 PACKAGE: Final = str(Path(metagpu.__file__).parent)
-FUNCTIONS, MODULES, DEPTH = 50, 14, 12
+FUNCTIONS, MODULES, DEPTH = 48, 12, 11
 """The ceilings: comprehensions and lambdas belong to their function, as in Python from 3.12 on."""
 
 

@@ -45,8 +45,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.node_object import allocatable_of, healthy_shares_of
-from metagpu.plugins.kubelet import messages as wire
-from metagpu.plugins.kubelet.device_plugin import DevicePluginService
+from metagpu.plugins.kubelet.device_plugin import DeviceList, DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import config, gpu, layout_of
 
@@ -247,7 +246,7 @@ class Offers(RuleBasedStateMachine):
 
     def healthy(self, resource: ResourceName) -> list[Share]:
         """Return the shares that the list calls healthy."""
-        made = wire.DeviceList(resource)
+        made = DeviceList(resource)
         data = made.encode(made.view(self.registry.snapshot))
         devices = v1beta1.ListAndWatchResponse.parse(data).devices
         healthy = {device.id for device in devices if device.health == "Healthy"}

@@ -38,10 +38,9 @@ from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.state.events import CheckpointRequested
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet import messages as wire
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
-from metagpu.plugins.kubelet.device_plugin import DevicePluginService
+from metagpu.plugins.kubelet.device_plugin import DeviceList, DevicePluginService
 from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
 from metagpu.plugins.kubelet.pb import v1, v1beta1
 from metagpu.plugins.kubelet.pod_list import parse_leases
@@ -523,7 +522,7 @@ class Schedules(RuleBasedStateMachine):
         self.now += its.pause
         self.runner.run(_run_turns(its.turns))
         service = self.services[resource]
-        view = wire.DeviceList(resource)
+        view = DeviceList(resource)
         listed = v1beta1.ListAndWatchResponse.parse(view.encode(view.view(self.registry.snapshot)))
         healthy = {device.id for device in listed.devices if device.health == "Healthy"}
         free = self.kubelet.free(resource)

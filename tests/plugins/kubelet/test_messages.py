@@ -25,7 +25,8 @@ from metagpu.core.model.request_errors import (
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpuFaulted, GpuRecovered, SharesClaimed, SharesOffered
-from metagpu.plugins.kubelet import messages
+from metagpu.plugins.kubelet import device_plugin, messages
+from metagpu.plugins.kubelet.device_plugin import DeviceList
 from metagpu.plugins.kubelet.fast_codec import encode_device
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import METAGPU, after, gpu, layout_of, offer, offered, pool, share
@@ -65,7 +66,7 @@ class CountedEncoder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.encoded: list[str] = []
         self._encode = encode_device
-        monkeypatch.setattr(messages, "encode_device", self)
+        monkeypatch.setattr(device_plugin, "encode_device", self)
 
     def __call__(self, share_id: str, *, healthy: bool, numa_node: int | None) -> bytes:
         """Encode one device."""
@@ -84,7 +85,7 @@ class CountedEncoder:
 def test_a_list_is_the_generated_messages_bytes() -> None:
     """Through faults and recoveries, the bytes are those of the generated message."""
     _, snapshot = offered(A, B, gpu(2))
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
 
     for fact in (
         fault(B),
@@ -100,7 +101,7 @@ def test_held_shares_are_listed_as_healthy() -> None:
     """A share that a pod holds stays healthy, as the kubelet knows its holder."""
     _, snapshot = offered(A)
     held = after(SharesClaimed(snapshot.gpus[A.id].shares, at=1), since=snapshot)
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
 
     assert devices.view(held) == devices.view(snapshot)
 
@@ -110,7 +111,7 @@ def test_unavailable_shares_are_listed_as_unhealthy() -> None:
     fraction, whole = share(A, 0), share(A, 0, backend="whole", resource="example.com/gpu")
     layout, snapshot = offered(A)
     snapshot = after(offer(fraction, whole), since=snapshot)
-    devices = messages.DeviceList(whole.resource)
+    devices = DeviceList(whole.resource)
     free = devices.encode(devices.view(snapshot))
     held = after(SharesClaimed((fraction,), at=1), since=snapshot)
 
@@ -122,7 +123,7 @@ def test_only_the_changed_gpus_block_is_encoded_again(monkeypatch: pytest.Monkey
     """A fault encodes the shares of its GPU alone; an unchanged list encodes nothing."""
     encoder = CountedEncoder(monkeypatch)
     _, snapshot = offered(A, B)
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
     ids = {each.id: [one.id for one in snapshot.gpus[each.id].shares] for each in (A, B)}
 
     devices.encode(devices.view(snapshot))
@@ -138,7 +139,7 @@ def test_only_the_changed_gpus_block_is_encoded_again(monkeypatch: pytest.Monkey
 def test_a_view_changes_only_with_the_list() -> None:
     """Facts that change no device's line leave the view equal, and wake no list."""
     _, snapshot = offered(A, B)
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
     before = devices.view(snapshot)
     other = share(B, 0, resource="example.com/other")
 
@@ -152,7 +153,7 @@ def test_a_view_changes_only_with_the_list() -> None:
 
 def test_a_resource_taken_back_is_an_empty_list() -> None:
     """A resource that is not on offer is an empty list."""
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
     _, snapshot = offered(A)
 
     assert devices.encode(devices.view(Snapshot())) == b""
@@ -200,7 +201,7 @@ def test_a_list_beyond_the_limit_is_refused_with_numbers() -> None:
     """The error has shares, bytes and the limit; the bytes are those of the longest list."""
     layout = layout_of(A, text=pool("sharesPerGpu: 70000"))
     longest = after(fault(A), since=offered(A, text=pool("sharesPerGpu: 70000"))[1])
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
     size = len(devices.encode(devices.view(longest)))
 
     with pytest.raises(ConfigError) as caught:
@@ -265,7 +266,7 @@ def test_a_foreign_error_names_itself(error: Exception, named: str) -> None:
 def test_ids_are_what_the_kubelet_reads() -> None:
     """A device's id in the list is the share's id, which names its GPU."""
     _, snapshot = offered(A)
-    devices = messages.DeviceList(METAGPU)
+    devices = DeviceList(METAGPU)
     message = v1beta1.ListAndWatchResponse.parse(devices.encode(devices.view(snapshot)))
     first: Share = snapshot.gpus[A.id].shares[0]
 

@@ -15,10 +15,9 @@ from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, ResourceName, Share
-from metagpu.core.runtime.event_bus import Subscription
 from metagpu.core.state.events import Event, PreferenceMissed
 from metagpu.core.state.facts import LeasesObserved, PodsListed
-from metagpu.core.state.registry import Registry
+from metagpu.core.state.registry import Registry, Subscription
 from metagpu.plugins.kubelet import preference
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.plugins.kubelet.preference import PreferenceMatcher

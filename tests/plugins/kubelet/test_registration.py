@@ -13,7 +13,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet import endpoint, fast_codec, messages, registration
+from metagpu.plugins.kubelet import device_plugin, endpoint, fast_codec, messages, registration
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.paths import check_kubelet_dir
@@ -559,7 +559,7 @@ async def test_list_is_encoded_before_the_kubelet_asks(
         encoded.append(share_id)
         return encode(share_id, healthy=healthy, numa_node=numa_node)
 
-    monkeypatch.setattr(messages, "encode_device", counted)
+    monkeypatch.setattr(device_plugin, "encode_device", counted)
     async with node(tmp_path) as it:
         await becomes(lambda: len(encoded) == 20)
         async with it.kubelet.running():

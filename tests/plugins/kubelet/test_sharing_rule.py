@@ -51,8 +51,7 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet import messages as wire
-from metagpu.plugins.kubelet.device_plugin import DevicePluginService
+from metagpu.plugins.kubelet.device_plugin import DeviceList, DevicePluginService
 from metagpu.plugins.kubelet.pb import v1beta1
 from tests.rigs.build import BACKENDS, gpu
 
@@ -416,7 +415,7 @@ class Sharing(RuleBasedStateMachine):
         """Read the lists as the kubelet does."""
         devices: list[v1beta1.Device] = []
         for resource in self.layout.backends:
-            made = wire.DeviceList(resource)
+            made = DeviceList(resource)
             data = made.encode(made.view(self.registry.snapshot))
             devices += v1beta1.ListAndWatchResponse.parse(data).devices
         return [(device.id, device.health) for device in devices]

@@ -5,7 +5,6 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.model.shares import Fault, Holder
-from metagpu.core.runtime.event_bus import EventBus
 from metagpu.core.state.events import (
     Event,
     MemoryErrorReported,
@@ -15,6 +14,7 @@ from metagpu.core.state.events import (
     XidReported,
 )
 from metagpu.core.state.facts import GpuCordoned, GpuFaulted, GpuRecovered, InstanceFaulted
+from metagpu.core.state.registry import EventBus
 from metagpu.plugins.metrics.daemon import EventCounters
 from tests.rigs.build import gpu
 

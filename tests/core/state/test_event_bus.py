@@ -6,7 +6,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from metagpu.core.runtime.event_bus import EventBus, Subscription
+from metagpu.core.state.registry import EventBus, Subscription
 
 
 async def take(subscription: Subscription[int], count: int) -> list[int]:
