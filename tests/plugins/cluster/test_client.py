@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import yaml
+from anyio import to_thread
 from anyio.abc import SocketAttribute, SocketStream
 
 from metagpu.core.errors import ClusterError
@@ -18,6 +19,7 @@ from metagpu.plugins.cluster.client import RETRY_AFTER_LIMIT, tls_context
 from metagpu.plugins.cluster.credentials import load_credentials
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import client_of, open_client_at
+from tests.webhook.rig import Authority
 
 NODES = "/api/v1/nodes"
 
@@ -274,8 +276,36 @@ async def test_an_authority_needs_no_more_than_for_kubernetes_own_clients(
         return context
 
     monkeypatch.setattr(ssl, "create_default_context", strict)
-    path = SimApiServer().kubeconfig(tmp_path)
-    context = tls_context(await load_credentials(path, run_command, 10.0))
+    ca = str(Authority(tmp_path).certificate)  # no context of another test has this file
+    path = kubeconfig(tmp_path, **{"certificate-authority": ca})
+    credentials = await load_credentials(path, run_command, 10.0)
+    context = await to_thread.run_sync(tls_context, credentials)
 
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+
+
+async def test_requests_that_fail_share_one_tls_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed request costs no TLS context, unless a file of the credentials has changed."""
+    made = list[ssl.SSLContext]()
+    usual = ssl.create_default_context
+
+    def count(**arguments: Any) -> ssl.SSLContext:  # noqa: ANN401 - those of the function
+        made.append(usual(**arguments))
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", count)
+    ca = str(Authority(tmp_path).certificate)
+    closed = {"server": "https://127.0.0.1:1", "certificate-authority": ca}
+
+    async with open_client_at(kubeconfig(tmp_path, **closed)) as client:
+        for renewals in (1, 2):
+            for _ in range(10):
+                with pytest.raises(ClusterError, match="cannot be reached"):
+                    await client.call("GET", NODES)
+            assert len(made) == renewals
+            Authority(tmp_path)
+
+    assert made[0].get_ca_certs() != made[1].get_ca_certs()
