@@ -5,7 +5,6 @@ NVML may reuse the address of a destroyed instance for another.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from ctypes import byref, c_uint
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -139,9 +138,15 @@ def create_instance(handle: Handle, profile: int, placement: Placement) -> MigIn
         number = _whole_compute_profile(created, _slices(handle, profile))
         pynvml.nvmlGpuInstanceCreateComputeInstance(created, number)
         return _with_uuids(_describe(created, _uuids(handle)))
-    except BaseException:
-        with suppress(*FAILURES):  # a leftover instance is found in the list of instances
+    except BaseException as failure:
+        try:
             _destroy(created)
+        except FAILURES as stays:
+            if error_code(stays) in CONCLUSIVE:
+                raise failure from None
+            # Never as a lack of resources, which means that nothing was created.
+            text = f"{failure}; the GPU instance is left over, as its removal failed: {stays}"
+            raise DriverError(text) from failure
         raise
 
 

@@ -140,6 +140,36 @@ async def test_a_failure_has_its_reason_and_leaves_nothing(
         assert len(placements(it.node)) == 1
 
 
+@pytest.mark.parametrize(
+    "making",
+    [
+        SimProvisioning(failures=1, done=True),
+        SimProvisioning(compute_failures=1, done=True),
+        SimProvisioning(compute_failures=1, removal_failures=1),
+        SimProvisioning(removal_failures=1, done=True),
+    ],
+    ids=["created", "compute-created", "left-over", "removed"],
+)
+async def test_what_nvml_did_despite_its_error_is_ours(
+    tmp_path: Path, making: SimProvisioning
+) -> None:
+    """An instance of a creation that NVML calls failed is used or removed, never foreign."""
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
+        await it.until(3, 3, TWO)
+        it.node.gpus[0].mig.provisioning = making
+        unlucky = pod("unlucky")
+        try:
+            await it.kubelet.admit(unlucky)
+            await it.wait_holders()
+            await it.kubelet.delete(unlucky)
+        except AdmissionError as error:
+            assert "Unknown Error" in str(error)  # noqa: PT017 - a creation that fails
+
+        await until_placed(it)
+        await it.until(1, 1, WHOLE)
+        assert not blocked(it)
+
+
 async def test_a_busy_driver_is_asked_again(tmp_path: Path) -> None:
     """While NVML reports the GPU in use the pod waits, and then gets its instance."""
     async with mig_at_work(tmp_path) as it:

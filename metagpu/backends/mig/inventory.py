@@ -115,7 +115,8 @@ class InstanceInventory:
         changing: the slots of which an instance is being created or removed.
         creating: those of which an instance is being created.
         removal_failures: the instances that could not be removed.
-        timed_out: the slots of which NVML did not finish a creation in time.
+        unsettled: the slots of which a creation failed or was late, since the last scan: an
+            instance that appears there is ours.
         failed: the leases for which no instance could be created.
         lost: the shares that pods hold and whose instances are gone.
         daemon_problems: why the MPS control daemon of a device takes no clients, by uuid; empty
@@ -134,7 +135,7 @@ class InstanceInventory:
     changing: set[str] = field(default_factory=set)
     creating: set[str] = field(default_factory=set)
     removal_failures: dict[str, RetryState] = field(default_factory=dict)
-    timed_out: set[str] = field(default_factory=set)
+    unsettled: set[str] = field(default_factory=set)
     failed: dict[ShareId, ProvisionFailure] = field(default_factory=dict)
     lost: frozenset[ShareId] = frozenset()
     daemon_problems: dict[str, str] = field(default_factory=dict)
@@ -147,11 +148,11 @@ class InstanceInventory:
         if not self.scanned:  # reported by this agent, under an earlier configuration
             before = state.provisioned.get(self.backend, ProvisionedState())
             reported = {it.device for it in before.devices.values()}
-            self.timed_out |= before.pending
+            self.unsettled |= before.pending
         self.present = {slot_of_instance(state.gpu.mig_profiles, it): it for it in listed}
 
         for slot, instance in self.present.items():
-            if slot in held or slot in self.timed_out or identity(instance) in reported:
+            if slot in held or slot in self.unsettled or identity(instance) in reported:
                 self.owned.add(identity(instance))
             elif self._may_be_ours(slot, instance):
                 self.unclaimed[slot] = now
@@ -159,7 +160,7 @@ class InstanceInventory:
         self._forget_absent(listed)
         for slot in held & self.unclaimed.keys():
             del self.unclaimed[slot]
-        self.timed_out.clear()
+        self.unsettled.clear()
         self.scanned = True
         self.lost = frozenset(
             share

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from metagpu.backends.mig.inventory import InstanceInventory, identity
 from metagpu.backends.mig.mps_daemons import MpsDaemons
 from metagpu.core.contracts.backend import GpuContext
-from metagpu.core.errors import DriverError, DriverTimeout, InsufficientResources, InUse
+from metagpu.core.errors import DriverError, InsufficientResources, InUse
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance, Placement
 from metagpu.core.model.shares import Lease, ProvisionedState
@@ -299,7 +299,7 @@ class InstanceProvisioner:
             async with self.lock:
                 if inventory.present.get(slot) != instance:
                     return None  # it went meanwhile, and its number may be another's by now
-                await self._context.mig.destroy(self._context.gpu.id, instance.number)
+                await self._destroy(instance.number)
                 del inventory.present[slot]
         except DriverError as error:
             return await self._removal_failed(slot, instance, error)
@@ -381,8 +381,10 @@ class InstanceProvisioner:
             gpu = self._context.gpu.id
             try:
                 instance = await self._context.mig.create(gpu, profile, placement, left)
-            except DriverTimeout:
-                self._inventory.timed_out.add(slot)  # if it appears after all, it is ours
+            except InsufficientResources:
+                raise  # NVML has created nothing: an instance that appears is another program's
+            except DriverError:
+                self._inventory.unsettled.add(slot)  # NVML may have created it all the same
                 raise
             self._inventory.present[slot] = instance
             self._inventory.owned.add(identity(instance))
@@ -406,6 +408,21 @@ class InstanceProvisioner:
                 )
             if (error := await self.remove(slot)) is not None:
                 raise error
+
+    async def _destroy(self, number: int) -> None:
+        """Destroy an instance; an error of NVML counts only while the instance is listed.
+
+        Raises:
+            DriverError: the instance stays, or may.
+        """
+        mig, gpu = self._context.mig, self._context.gpu.id
+        try:
+            await mig.destroy(gpu, number)
+        except DriverError:
+            with suppress(DriverError):
+                if number not in {it.number for it in await mig.instances(gpu)}:
+                    return
+            raise
 
     async def _removal_failed(
         self, slot: str, instance: MigInstance, error: DriverError

@@ -172,7 +172,7 @@ class ProvisioningCommand(SimCommand, frozen=True, tag="provisioning"):
                 self.duration,
                 self.failures,
                 self.compute_failures,
-                time.monotonic() + self.in_use,
+                in_use_until=time.monotonic() + self.in_use,
                 compute_duration=self.compute_duration,
             )
         return (

@@ -99,8 +99,9 @@ def create_gpu_instance(
     if gpu.failure is not None:
         raise MigDriverError(gpu.failure)
     _check_idle(gpu)
-    if making.failures > 0:
-        making.failures -= 1
+    fails = making.failures > 0
+    making.failures -= fails
+    if fails and not making.done:
         raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
     if not gpu.mig.is_free(profile, start):
         raise MigDriverError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
@@ -108,6 +109,8 @@ def create_gpu_instance(
     made = SimGpuInstance(_number(gpu, profile, start), profile, start, _handle(node))
     gpu.mig.instances[made.number] = made
     node.changed.notify_all()
+    if fails:
+        raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
     return made
 
 
@@ -127,8 +130,9 @@ def create_compute_instance(
     _take(node, making.compute_duration)
     if gpu.mig.instances.get(instance.number) is not instance:
         raise MigDriverError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-    if making.compute_failures > 0:
-        making.compute_failures -= 1
+    fails = making.compute_failures > 0
+    making.compute_failures -= fails
+    if fails and not making.done:
         raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
 
     used = sum(compute.slices for compute in instance.compute_instances.values())
@@ -145,6 +149,8 @@ def create_compute_instance(
     made = SimComputeInstance(number, kind, slices, used, f"MIG-{name}", handle, device)
     instance.compute_instances[number] = made
     node.changed.notify_all()
+    if fails:
+        raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
     return made
 
 
@@ -166,12 +172,19 @@ def destroy_gpu_instance(gpu: SimGpu, instance: SimGpuInstance) -> None:
     """Destroy a GPU instance.
 
     Raises:
-        MigDriverError: the instance has compute instances or processes.
+        MigDriverError: the instance has compute instances or processes, or the driver fails as
+            configured.
     """
     _check_idle(gpu)
     if instance.compute_instances or any(key[1] == instance.number for key in gpu.processes):
         raise MigDriverError(pynvml.NVML_ERROR_IN_USE)
-    del gpu.mig.instances[instance.number]
+    removing = gpu.mig.provisioning
+    fails = removing.removal_failures > 0
+    removing.removal_failures -= fails
+    if not fails or removing.done:
+        del gpu.mig.instances[instance.number]
+    if fails:
+        raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
 
 
 def _take(node: SimNode, seconds: float) -> None:

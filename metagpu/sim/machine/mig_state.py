@@ -41,12 +41,16 @@ class SimProvisioning(msgspec.Struct):
         duration: seconds per GPU instance; `compute_duration` per compute instance.
         failures: number of GPU instances that fail next; `compute_failures` of compute instances.
         requested: number of GPU instances requested so far.
+        removal_failures: number of removals of GPU instances that fail next.
+        done: whether what fails is done all the same.
         in_use_until: the time until which the driver refuses changes, by `time.monotonic`.
     """
 
     duration: float = 0.0
     failures: int = 0
     compute_failures: int = 0
+    removal_failures: int = 0
+    done: bool = False
     in_use_until: float = 0.0
     requested: int = 0
     compute_duration: float = 0.0

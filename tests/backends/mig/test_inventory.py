@@ -145,12 +145,12 @@ def test_an_instance_created_after_its_deadline_is_ours() -> None:
     """The slot of a late instance identifies it, at the next scan and no later."""
     now = state()
     it = empty_inventory(now)
-    it.timed_out.add("2g.10gb@4")
+    it.unsettled.add("2g.10gb@4")
     it.update_instances(now, [TWO], 1)
     assert it.owned
 
     other = empty_inventory(now)
-    other.timed_out.add("2g.10gb@4")
+    other.unsettled.add("2g.10gb@4")
     other.update_instances(now, [], 1)
     other.update_instances(now, [TWO], 2)
     assert not other.owned

@@ -76,8 +76,13 @@ class Node:
             self.gpu.processes.clear()
 
     def fail(self, pick: int) -> None:
-        """Fail the next creations of instances, in either half."""
-        self.gpu.mig.provisioning = SimProvisioning(failures=pick % 2, compute_failures=pick % 3)
+        """Fail the next creations and removals of instances; NVML may do them all the same."""
+        self.gpu.mig.provisioning = SimProvisioning(
+            failures=pick % 2,
+            compute_failures=pick % 3,
+            removal_failures=pick % 5,
+            done=pick % 7 < 3,
+        )
 
     def be_busy(self, _: int) -> None:
         """Report the driver as busy for a moment."""
