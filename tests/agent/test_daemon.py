@@ -296,14 +296,24 @@ async def test_second_daemon_with_a_run_folder_of_its_own_is_refused(tmp_path: P
 
 
 async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
-    """After SIGKILL, which leaves sockets behind, the next daemon serves normally."""
+    """After SIGKILL, which leaves sockets, the next daemon serves normally and removes them."""
+
+    def sockets() -> list[Path]:
+        return list(tmp_path.rglob("metagpu-*.sock"))
+
     async with daemon(tmp_path) as it:
         await it.until(20)
         it.process.kill()
         await it.until(0)
+        left = sockets()
+        assert left
 
         async with await anyio.open_process(command_line(tmp_path)) as again:
             await it.until(20)
+            with anyio.fail_after(30):
+                while {*left} & {*sockets()}:  # noqa: ASYNC110 - no event
+                    await anyio.sleep(0.01)
+            assert sockets()
             again.terminate()
 
 

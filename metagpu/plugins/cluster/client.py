@@ -140,9 +140,9 @@ def _tls_context(
     verify: bool,
     strict: bool,
 ) -> ssl.SSLContext:
-    """Return the context of some files: with a system's authorities it takes a megabyte and 26 ms.
+    """Return the context of some files, which takes a megabyte and 26 ms.
 
-    Each failed request loads the credentials again, and finds the same files.
+    Each failed request loads the credentials again, and mostly finds the same files.
     """
     context = ssl.create_default_context(cafile=authorities)
     if certificate:

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -70,6 +71,17 @@ class KubeletDirectory:
             async for path in anyio.Path(self.path).glob("metagpu-*.sock")
             if (made := name.fullmatch(path.name)) and made[1] != self._token
         ]
+
+    async def remove_dead_sockets(self) -> None:
+        """Remove the sockets of killed daemons of metagpu: nobody listens on them."""
+        async for path in anyio.Path(self.path).glob("metagpu-*.sock"):
+            if f"-{self._token}-" in path.name:
+                continue  # of this daemon, which may not listen yet
+            with suppress(OSError):
+                try:
+                    await (await anyio.connect_unix(path)).aclose()
+                except ConnectionRefusedError:
+                    await path.unlink(missing_ok=True)
 
     async def wait_changed(self, within: float = POLL) -> None:
         """Wait until a socket may have come or gone, for at most `within` seconds."""

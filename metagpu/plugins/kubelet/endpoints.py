@@ -220,6 +220,7 @@ async def serve_offers(
 
     async with anyio.create_task_group() as group:
         group.start_soon(directory.watch)
+        group.start_soon(directory.remove_dead_sockets)
         group.start_soon(partial(run_with_restart, watch.run, "watch of registrations"))
 
         async for resources in registry.watch(
