@@ -83,9 +83,9 @@ CAPABILITIES: Final = (
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 287, 290),
+    Limit("modules without the simulator", 283, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 49, 45),
+    Limit("modules with one importer, in their own folder", 46, 45),
     Limit("modules of more than 450 lines", 4, 1),
     Limit("product lines", 77000, 75000),
     Limit("test lines", 93200, 92300),

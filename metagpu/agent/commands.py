@@ -15,8 +15,8 @@ from msgspec.structs import asdict, replace
 from metagpu import __version__
 from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.context import NodeContext
+from metagpu.agent.exchange import read_standby
 from metagpu.agent.layout_manager import LayoutManager
-from metagpu.agent.standby import read_standby
 from metagpu.core.config.config import parse
 from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports.privileges import needed_privileges, privileges_report

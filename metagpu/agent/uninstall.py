@@ -14,9 +14,9 @@ import anyio
 from anyio import to_thread
 
 from metagpu.agent.agent import Agent
+from metagpu.agent.exchange import STANDBY_FILE
 from metagpu.agent.fault_note_file import FILE_NAME as FAULTS
 from metagpu.agent.paths import AgentPaths
-from metagpu.agent.standby import STANDBY_FILE
 from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.contracts.capabilities import LeavesOnNode
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover, Removal, Result, settle

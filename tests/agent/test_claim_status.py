@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from metagpu.core.model.shares import ResourceClaimRef
-from metagpu.core.reports.daemon_checks import check_resource_claims
+from metagpu.core.reports.diagnosis import check_resource_claims
 from metagpu.core.reports.reading import read_report
 from metagpu.core.reports.schema import StatusReport
 from metagpu.sim.apiserver.server import SimApiServer

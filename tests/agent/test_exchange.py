@@ -18,7 +18,7 @@ import pytest
 from anyio import to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
-from metagpu.agent.standby import read_standby
+from metagpu.agent.exchange import read_standby
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.plugins.control.client import send_request
 from metagpu.sim.apiserver.server import SimApiServer

@@ -11,8 +11,7 @@ import pytest
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
-from metagpu.core.reports.daemon_checks import check_leases
-from metagpu.core.reports.diagnosis import CheckResult
+from metagpu.core.reports.diagnosis import CheckResult, check_leases
 from metagpu.core.reports.reading import read_report
 from metagpu.core.reports.schema import StatusReport
 from metagpu.core.usage import lease_differences

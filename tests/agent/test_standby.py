@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.agent.standby import STANDBY_FILE, Standby, StandbyFile, read_standby
+from metagpu.agent.exchange import STANDBY_FILE, Standby, StandbyFile, read_standby
 
 READY = Standby("v1")
 UNREADY = Standby("v2", ("the driver: it does not answer",))

@@ -11,7 +11,7 @@ import pytest
 from metagpu.core.errors import DriverReplaced
 from metagpu.core.health.watch import HealthTiming
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.daemon_checks import check_health
+from metagpu.core.reports.diagnosis import check_health
 from metagpu.core.reports.reading import read_report
 from metagpu.core.reports.schema import StatusReport
 from metagpu.nvml.driver import NvmlDriver

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from metagpu.core.reports.daemon_checks import check_resource_claims
-from metagpu.core.reports.diagnosis import CheckResult
+from metagpu.core.reports.diagnosis import CheckResult, check_resource_claims
 from metagpu.core.reports.reading import read_report
 from metagpu.core.reports.schema import StatusReport
 from metagpu.plugins.cluster.event_recorder import NOTE_LIMIT

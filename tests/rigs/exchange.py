@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 from anyio.abc import Process
 
-from metagpu.agent.standby import read_standby
+from metagpu.agent.exchange import read_standby
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from tests.agent.test_daemon import command_line
 

@@ -12,7 +12,7 @@ import msgspec
 from metagpu.core.grants.injection import DeviceListStrategy
 from metagpu.core.model.driver_roots import MOUNT_HOST, NVML_LIBRARY
 from metagpu.core.model.privileges import Privilege
-from metagpu.core.reports import daemon_checks as daemon
+from metagpu.core.reports import diagnosis as daemon
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Diagnosis, Finding
 from metagpu.core.reports.reading import FieldMissing
 from metagpu.core.reports.schema import DriverRootsReport, StatusReport

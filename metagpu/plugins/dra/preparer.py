@@ -44,8 +44,7 @@ from metagpu.plugins.dra.prepared_claim import (
     whole_claim_device,
     with_joint_variables,
 )
-from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares
-from metagpu.plugins.kubelet.provisioning import is_provisioned
+from metagpu.plugins.kubelet.granting import EnsureCdiNames, grant_shares, is_provisioned
 
 if TYPE_CHECKING:
     from metagpu.core.grants.grant import Grant

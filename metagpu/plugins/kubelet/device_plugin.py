@@ -39,11 +39,12 @@ from metagpu.plugins.kubelet.granting import (
     EnsureCdiNames,
     find_shares,
     grant_shares,
+    is_provisioned,
     no_cdi,
+    wait_reprovisioned,
 )
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, answer_alone
 from metagpu.plugins.kubelet.preference import ShareChooser
-from metagpu.plugins.kubelet.provisioning import is_provisioned, wait_reprovisioned
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 if TYPE_CHECKING:

@@ -33,11 +33,10 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.device_plugin import DevicePluginService
 from metagpu.plugins.kubelet.directory import KubeletDirectory
-from metagpu.plugins.kubelet.endpoint import NO_KUBELET, Endpoint
+from metagpu.plugins.kubelet.endpoint import NO_KUBELET, Endpoint, RegistrationClient
 from metagpu.plugins.kubelet.fast_codec import decode_allocatable_response
 from metagpu.plugins.kubelet.granting import EnsureCdiNames, no_cdi
 from metagpu.plugins.kubelet.grpc_client import call_raw
-from metagpu.plugins.kubelet.registration import RegistrationClient
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 log = structlog.get_logger()

@@ -8,9 +8,9 @@ from pathlib import Path
 import anyio
 
 from metagpu.plugins.kubelet.directory import KubeletDirectory
+from metagpu.plugins.kubelet.endpoint import RegistrationClient
 from metagpu.plugins.kubelet.messages import build_register_request
 from metagpu.plugins.kubelet.pb import v1beta1
-from metagpu.plugins.kubelet.registration import RegistrationClient
 from metagpu.sim.kubelet.transport import AbortableServer
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from metagpu.agent.standby import read_standby
+from metagpu.agent.exchange import read_standby
 from tests.e2e.rig.daemon import CALL_S, EXCHANGE_S, Daemon
 from tests.e2e.rig.device_files import make_device_files
 from tests.e2e.rig.errors import RigError

@@ -18,7 +18,7 @@ from metagpu.core.model.shares import (
     ProvisionedState,
     ResourceName,
 )
-from metagpu.core.reports.daemon_checks import check_driver_upgrade
+from metagpu.core.reports.diagnosis import check_driver_upgrade
 from metagpu.core.reports.reading import plain_report, read_report
 from metagpu.core.reports.schema import DriverPodReport, StatusReport
 from metagpu.core.state.call_stats import KubeletCallStats

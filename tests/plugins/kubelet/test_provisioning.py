@@ -25,7 +25,7 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesClaimed,
 )
-from metagpu.plugins.kubelet.provisioning import provisioning_blocker
+from metagpu.plugins.kubelet.granting import provisioning_blocker
 from metagpu.sim.kubelet.kubelet import AdmissionError, ContainerStartError
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.kubelet.rig import Node, allocate, endpoint_of, node, pod
