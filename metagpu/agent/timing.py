@@ -42,7 +42,7 @@ class AgentTiming(msgspec.Struct, frozen=True):
 
     Attributes:
         first_leases: the longest wait for the kubelet's checkpoint, or its list of leases, before
-            the first offer. A kubelet that is up answers at once.
+            the first lists, which offer nothing until then. A kubelet that is up answers at once.
         first_registration: the longest wait for the kubelet's first answer before `mgctl` is served
             in containers.
         device_nodes: between two scans of the host's device nodes. Some come late: nvidia-uvm's

@@ -10,6 +10,8 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from msgspec.structs import replace
 
+from metagpu.core.availability.reasons import count_free
+from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
 from metagpu.plugins.kubelet import pod_resources
@@ -24,6 +26,7 @@ from tests.rigs.waiting import becomes, skip
 
 NODE = "gpu-1"
 WHOLE = "nvidia.com/gpu"
+ALONE = QUICK.replace("fraction, sharesPerGpu: 10", "whole")
 MIXED = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
 
 
@@ -106,11 +109,12 @@ class Lateness:
             self.checkpoint.unlink()
 
 
+@pytest.mark.parametrize("config", [MIXED, ALONE], ids=["mixed", "another"])
 @pytest.mark.parametrize("how", ["good", "half", "missing"])
 async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, config: str
 ) -> None:
-    """Shares that the checkpoint names are held at once; without it, what conflicts waits.
+    """Shares that the checkpoint names are held at once; without it, all shares wait.
 
     The daemon's longest waits for the kubelet pass before it answers.
     """
@@ -133,17 +137,53 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
                 offered.append(kubelet.allocatable()[WHOLE])
             return offered[-1:] == [1]
 
-        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as it:
             await late.wait_asked(1)
             if how != "good":
                 reason = it.state(0).kubelet.unknown_leases
                 assert reason.startswith("the kubelet's checkpoint and its list")
             skip(60)
+            await kubelet.wait_for(lambda: is_right() or bool(offered))
             late.answer()
             await kubelet.wait_for(is_right)
             await it.wait_holders()
 
     assert 2 not in offered
+
+
+@pytest.mark.parametrize("how", ["half", "missing"])
+async def test_the_kubelets_list_alone_says_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Without a good checkpoint, all is offered that does not conflict with the kubelet's list."""
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    late = Lateness(monkeypatch, kubelet, tmp_path)
+
+    async with kubelet.running():
+        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
+            await it.until(20, 20)
+            await run(it, "train", 5)
+        late.damage(how)
+        offered = set[int]()
+
+        def is_right() -> bool:
+            if kubelet.lists[WHOLE]:
+                offered.add(kubelet.allocatable()[WHOLE])
+            return 1 in offered
+
+        async with agent_at_work(tmp_path, config=ALONE, kubelet=kubelet):
+            await kubelet.wait_for(is_right)
+
+    assert 2 not in offered
+
+
+async def test_where_no_kubelet_has_been_everything_is_offered(tmp_path: Path) -> None:
+    """Without a checkpoint and without a kubelet, no pod holds anything."""
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+
+    async with agent_at_work(tmp_path, kubelet=kubelet) as it:
+        await it.wait_snapshot(lambda now: bool(now.offers) and not now.unknown_leases)
+        assert [count_free(it.state(index), ResourceName(METAGPU)) for index in (0, 1)] == [10, 10]
 
 
 async def test_a_gpu_that_pods_hold_by_another_configuration_is_offered_by_nobody(
@@ -162,8 +202,7 @@ async def test_a_gpu_that_pods_hold_by_another_configuration_is_offered_by_nobod
             await it.until(20, 20)
             await run(it, "train", 20)
         monkeypatch.setattr(pod_resources, "read_allocated_ids", read_late)
-        config = QUICK.replace("fraction, sharesPerGpu: 10", "whole")
-        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as it:
+        async with agent_at_work(tmp_path, config=ALONE, kubelet=kubelet) as it:
             await it.wait_snapshot(lambda now: bool(now.offers))
             for _ in range(2000):  # more than an offer takes
                 await anyio.lowlevel.checkpoint()

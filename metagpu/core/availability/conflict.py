@@ -152,10 +152,10 @@ def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
 
 
 def _find_conflicting(state: GpuState) -> frozenset[ShareId]:
+    if state.kubelet.unknown_leases:  # of any configuration, also of other shares than these
+        return frozenset(share.id for share in state.shares if share.id not in state.leases)
     if not (state.can_conflict or state.cleaning or state.provisioned):
         return NONE
-    if state.kubelet.unknown_leases:
-        return frozenset(share.id for share in state.shares if share.id not in state.leases)
     return unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
 
 

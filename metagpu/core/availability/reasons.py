@@ -344,7 +344,7 @@ def _held_back(state: GpuState) -> frozenset[ShareId]:
     return NONE.union(*shares).difference(state.leases, state.allocated)
 
 
-_CONFLICT: Final = ("can_conflict", "cleanup.since", "provisioned")
+_CONFLICT: Final = ("can_conflict", "cleanup.since", "provisioned", "kubelet.unknown_leases")
 
 REASONS: Final = (
     Reason(

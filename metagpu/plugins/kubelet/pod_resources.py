@@ -175,7 +175,7 @@ class LeaseFollower:
     async def run(self) -> None:
         """Look at the kubelet until cancelled.
 
-        Until the first good look, nothing is granted that may conflict with what pods hold.
+        Until the first good look, nothing is granted: pods may hold it.
 
         The kubelet is asked at once; soon after every grant, change of the offer or start of a
         kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
@@ -329,7 +329,7 @@ class LeaseFollower:
             log.warning(
                 "leases unknown",
                 reason=UNREADABLE,
-                effect="nothing is offered that may conflict with what pods hold",
+                effect="no share is granted",
                 socket=str(self._socket),
                 checkpoint=str(self._directory / CHECKPOINT_FILE),
             )

@@ -253,13 +253,13 @@ def test_a_new_position_is_no_new_share() -> None:
     assert count_free(state, METAGPU) == 1
 
 
-def test_while_earlier_leases_are_unknown_nothing_that_can_conflict_is_given() -> None:
-    """Free shares of several backends wait, those of GPUs that come later too; others do not."""
+def test_while_earlier_leases_are_unknown_nothing_is_given() -> None:
+    """All free shares wait, those of GPUs that come later too: pods may hold other ones."""
     whole = [share(B, 0, backend="whole", resource="nvidia.com/gpu")]
     both = offer(*A_SHARES, *whole, share(B, 0, backend="timeslice"))
     unknown = after(EarlierLeases("the kubelet is late"), FOUND, both)
     first, second = unknown.gpus.values()
-    assert availability_of(first).refused == frozenset()
+    assert availability_of(first).refused == {it.id for it in first.shares}
     assert availability_of(second).refused == {it.id for it in second.shares}
     assert waits_for(second) == (
         f"GPU {second.gpu} waits until it is known which pods hold it: the kubelet is late"

@@ -35,7 +35,14 @@ from metagpu.core.model.shares import (
     ShareId,
     Verdict,
 )
-from metagpu.core.model.snapshot import Cleanup, GpuState, HiddenShares, Offer, Snapshot
+from metagpu.core.model.snapshot import (
+    Cleanup,
+    GpuState,
+    HiddenShares,
+    KubeletWord,
+    Offer,
+    Snapshot,
+)
 from metagpu.plugins.cluster.node_object import healthy_shares_of
 from metagpu.plugins.kubelet.device_plugin import DeviceList
 from metagpu.plugins.kubelet.pb import v1beta1
@@ -348,6 +355,7 @@ def test_no_row_is_about_shares_without_its_evidence(now: GpuState) -> None:
         "cleanup": Cleanup(),
         "turn": None,
         "hidden": None,
+        "kubelet": KubeletWord(),
     }
     for row in REASONS:
         if row.evidence:
