@@ -6,9 +6,9 @@ joined from pieces that were encoded once.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -24,8 +24,15 @@ _CACHED: Final = 1024
 _FIELD_1_TAG: Final = 0x0A
 _FRAMED: Final = 2
 """The wire type of messages and texts."""
+_ONE_BYTE_FRAMED: Final = 0x87
+"""The bits of a tag that are those of `_FRAMED` in a framed field's tag of one byte."""
 _HEAD: Final = re.compile("\n(.)", re.DOTALL)
 """The tag of field 1, and one byte of length."""
+_ONE_DEVICE: Final = re.compile(
+    rb"\x0a([\x01-\x7f])([\x20-\x7e]+)\x12([\x01-\x7f])([\x20-\x7e]+)"
+    rb"(?:\x1a(?:\x00|\x02\x0a\x00|\x04\x0a\x02\x08[\x00-\x7f]))?"
+)
+"""A resource, one id, and no topology or that of one NUMA node."""
 _FIELD_1, _FIELD_2, _FIELD_3, _FIELD_4, _FIELD_5 = b"\x0a", b"\x12", b"\x1a", b"\x22", b"\x2a"
 
 
@@ -39,6 +46,27 @@ class PreferredAllocation(msgspec.Struct, frozen=True):
     available: Sequence[str]
     required: Sequence[str]
     size: int
+
+
+class ListedContainer(NamedTuple):
+    """A container as PodResources lists it.
+
+    Attributes:
+        devices: the ids of resources, in any number of parts.
+        cdi_names: the CDI names that it has by ResourceClaims.
+    """
+
+    name: str
+    devices: Sequence[tuple[str, Sequence[str]]]
+    cdi_names: Sequence[str]
+
+
+class ListedPod(NamedTuple):
+    """A pod as PodResources lists it."""
+
+    namespace: str
+    name: str
+    containers: Sequence[ListedContainer]
 
 
 def decode_allocate_request(data: bytes) -> list[list[str]]:
@@ -76,9 +104,86 @@ def decode_allocatable_response(data: bytes) -> dict[str, frozenset[str]]:
     """
     found: dict[str, set[str]] = {}
     for part in _parts(data):
-        names, ids, _ = _container(part)
-        found.setdefault(names[-1] if names else "", set()).update(ids)
+        resource, ids = _devices(part)
+        found.setdefault(resource, set()).update(ids)
     return {resource: frozenset(ids) for resource, ids in found.items()}
+
+
+def decode_pod_list(data: bytes) -> list[ListedPod]:
+    """Decode a ListPodResourcesResponse; numbers and topologies are not read.
+
+    Raises:
+        ValueError: the bytes are no such message.
+    """
+    pods = []
+    for part in _framed(data, (1,)).get(1, ()):
+        pod = _framed(part, (3,))
+        containers = tuple(_listed_container(it) for it in pod.get(3, ()))
+        pods.append(ListedPod(_last(pod, 2), _last(pod, 1), containers))
+    return pods
+
+
+def _listed_container(data: bytes) -> ListedContainer:
+    fields = _framed(data, (2, 5))
+    names = [
+        _last(_framed(device, ()), 1)
+        for resource in fields.get(5, ())
+        for claimed in _framed(resource, (4,)).get(4, ())
+        for device in _framed(claimed, (1,)).get(1, ())
+    ]
+    return ListedContainer(_last(fields, 1), [_devices(it) for it in fields.get(2, ())], names)
+
+
+def _devices(data: bytes) -> tuple[str, list[str]]:
+    """Decode a ContainerDevices: a resource and ids. The kubelet sends one for each id."""
+    if one := _ONE_DEVICE.fullmatch(data):
+        length, resource, id_length, share = one.groups()
+        if len(resource) == length[0] and len(share) == id_length[0]:
+            return _text(resource), [share.decode()]
+    fields = _framed(data, ())
+    return _last(fields, 1), [it.decode(errors="replace") for it in fields.get(2, ())]
+
+
+@lru_cache(maxsize=_CACHED)
+def _text(data: bytes) -> str:
+    """Decode the name of a resource, which is ASCII."""
+    return data.decode()
+
+
+def _last(fields: Mapping[int, Sequence[bytes]], number: int) -> str:
+    """Return a text, of which the last one counts; empty without one."""
+    return fields[number][-1].decode(errors="replace") if number in fields else ""
+
+
+def _framed(data: bytes, messages: Collection[int]) -> dict[int, list[bytes]]:
+    """Return the messages and texts in a message, by the numbers of their fields.
+
+    Raises:
+        ValueError: the bytes are no message, or one of `messages` is of another kind.
+    """
+    found: dict[int, list[bytes]] = {}
+    at, end = 0, len(data)
+    while at < end:
+        tag, start = data[at], at + 2
+        # Nearly all fields: a tag and a length of one byte each.
+        if tag & _ONE_BYTE_FRAMED == _FRAMED < tag and start <= end and data[at + 1] < _SHORT:
+            at = start + data[at + 1]
+            if at > end:
+                raise ValueError("a field is cut off")
+        else:
+            tag, start = _read_varint(data, at)
+            at = _end(data, tag, start)
+            if tag & 7 == _FRAMED:
+                _, start = _read_varint(data, start)
+            if tag >> 3 == 0 or (tag & 7 != _FRAMED and tag >> 3 in messages):
+                raise ValueError(f"field {tag >> 3} is of another kind")
+            if tag & 7 != _FRAMED:
+                continue
+        if (values := found.get(tag >> 3)) is None:
+            found[tag >> 3] = [data[start:at]]
+        else:
+            values.append(data[start:at])
+    return found
 
 
 def encode_allocate_response(grants: Iterable[Grant]) -> bytes:

@@ -1,21 +1,18 @@
 """The kubelet's pods and their devices, by its PodResources service, as one fact."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from metagpu.core.model.resource_claims import ClaimDevice, parse_claim_device
+from metagpu.core.model.resource_claims import parse_claim_device
 from metagpu.core.model.shares import Holder, ResourceName, ShareId
 from metagpu.core.state.facts import LeasesObserved
-from metagpu.plugins.kubelet.fast_codec import Messages, check_message
+from metagpu.plugins.kubelet.fast_codec import decode_pod_list
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.timing import TIMING
 
 _LIST: Final = "/v1.PodResourcesLister/List"
-_MESSAGES: Final[Messages] = {1: {3: {2: {3: {1: {}}}, 5: {4: {1: {}}}}}}
-"""The numbers of the fields that are messages, in a ListPodResourcesResponse, as far as needed."""
 
 
 async def read_leases(
@@ -39,30 +36,21 @@ def parse_leases(data: bytes, asked: float) -> LeasesObserved:
     Raises:
         ValueError: the bytes are no such message.
     """
-    check_message(data, _MESSAGES)
     holders: dict[ShareId, Holder] = {}
     resources: dict[ShareId, ResourceName] = {}
     of_claims = defaultdict[tuple[str, ShareId], list[Holder]](list)
-    listed = v1.ListPodResourcesResponse.parse(data).pod_resources
+    listed = decode_pod_list(data)
     for pod in listed:
         for container in pod.containers:
             holder = Holder(pod.namespace, pod.name, container.name)
-            for devices in container.devices:
-                for device in map(ShareId, devices.device_ids):
+            for resource, ids in container.devices:
+                for device in map(ShareId, ids):
                     holders[device] = holder
-                    resources[device] = ResourceName(devices.resource_name)
-            for of_claim in _claim_devices(container):
-                for share_id in of_claim.share_ids:
-                    of_claims[of_claim.claim, share_id].append(holder)
+                    resources[device] = ResourceName(resource)
+            for name in container.cdi_names:
+                if (of_claim := parse_claim_device(name)) is not None:
+                    for share_id in of_claim.share_ids:
+                        of_claims[of_claim.claim, share_id].append(holder)
     pods = frozenset((pod.namespace, pod.name) for pod in listed)
     named = {key: tuple(those) for key, those in of_claims.items()}
     return LeasesObserved(holders, asked, resources=resources, pods=pods, of_claims=named)
-
-
-def _claim_devices(container: v1.ContainerResources) -> Iterator[ClaimDevice]:
-    """Yield the devices of ResourceClaims that a container has of metagpu."""
-    for resource in container.dynamic_resources:
-        for claimed in resource.claim_resources:
-            for device in claimed.cdi_devices:
-                if (found := parse_claim_device(device.name)) is not None:
-                    yield found

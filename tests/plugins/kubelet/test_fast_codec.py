@@ -166,6 +166,7 @@ DECODERS: list[Callable[[bytes], object]] = [
     hot.decode_allocate_request,
     hot.decode_preferred_request,
     hot.decode_pre_start_request,
+    hot.decode_pod_list,
 ]
 
 
@@ -241,6 +242,110 @@ def test_ids_that_are_no_text_are_unknown_ids() -> None:
     [[share]] = hot.decode_allocate_request(b"\x0a\x03\x0a\x01\xff")
 
     assert share == "\xff"
+
+
+TOPOLOGIES = st.none() | st.builds(
+    lambda ids: v1.TopologyInfo(nodes=[v1.NumaNode(id=it) for it in ids]),
+    st.lists(st.integers(0, 2**31), max_size=2),
+)
+CONTAINERS = st.builds(
+    v1.ContainerResources,
+    name=TEXTS,
+    devices=st.lists(
+        st.builds(
+            v1.ContainerDevices,
+            resource_name=TEXTS | st.just("cnvrg.io/metagpu"),
+            device_ids=st.lists(TEXTS | ASCII, max_size=3),
+            topology=TOPOLOGIES,
+        ),
+        max_size=4,
+    ),
+    cpu_ids=st.lists(st.integers(0, 300), max_size=3),
+    memory=st.lists(st.builds(v1.ContainerMemory, memory_type=TEXTS, size=SIZES), max_size=1),
+    dynamic_resources=st.lists(
+        st.builds(
+            v1.DynamicResource,
+            claim_name=TEXTS,
+            claim_resources=st.lists(
+                st.builds(
+                    v1.ClaimResource,
+                    cdi_devices=st.lists(st.builds(v1.CdiDevice, name=TEXTS), max_size=2),
+                    driver_name=TEXTS,
+                ),
+                max_size=2,
+            ),
+        ),
+        max_size=2,
+    ),
+)
+PODS = st.lists(
+    st.builds(
+        v1.PodResources,
+        name=TEXTS,
+        namespace=TEXTS,
+        containers=st.lists(CONTAINERS, max_size=2),
+    ),
+    max_size=3,
+)
+
+
+def listed(pods: list[v1.PodResources]) -> list[hot.ListedPod]:
+    """Convert generated messages."""
+    return [
+        hot.ListedPod(
+            pod.namespace,
+            pod.name,
+            tuple(
+                hot.ListedContainer(
+                    it.name,
+                    [(each.resource_name, each.device_ids) for each in it.devices],
+                    [
+                        device.name
+                        for resource in it.dynamic_resources
+                        for claimed in resource.claim_resources
+                        for device in claimed.cdi_devices
+                    ],
+                )
+                for it in pod.containers
+            ),
+        )
+        for pod in pods
+    ]
+
+
+@given(PODS, st.lists(UNKNOWN, min_size=2, max_size=2))
+def test_pod_lists(pods: list[v1.PodResources], unknown: list[bytes]) -> None:
+    """Every list of pods is decoded as encoded, also between fields of a later version."""
+    data = unknown[0] + bytes(v1.ListPodResourcesResponse(pod_resources=pods)) + unknown[1]
+
+    assert hot.decode_pod_list(data) == listed(pods)
+
+
+@given(PODS)
+def test_a_cut_pod_list_is_a_value_error_or_has_fewer_pods(pods: list[v1.PodResources]) -> None:
+    """Bytes that end inside a pod are refused; bytes that end between two are fewer pods."""
+    data = bytes(v1.ListPodResourcesResponse(pod_resources=pods))
+    ends = {
+        len(bytes(v1.ListPodResourcesResponse(pod_resources=pods[:count]))): count
+        for count in range(len(pods) + 1)
+    }
+    for cut in range(len(data)):
+        if cut in ends:
+            assert hot.decode_pod_list(data[:cut]) == listed(pods[: ends[cut]])
+        else:
+            with pytest.raises(ValueError, match="is cut off"):
+                hot.decode_pod_list(data[:cut])
+
+
+def test_a_device_with_any_topology_is_decoded() -> None:
+    """The kubelet's usual device has one id; another length or topology changes nothing."""
+    for nodes in ([], [0], [1], [127], [128], [0, 1]):
+        topology = v1.TopologyInfo(nodes=[v1.NumaNode(id=it) for it in nodes])
+        for length in (1, 13, 127, 128):
+            device = v1.ContainerDevices(
+                resource_name="cnvrg.io/metagpu", device_ids=["m" * length], topology=topology
+            )
+            assert hot._devices(bytes(device)) == ("cnvrg.io/metagpu", ["m" * length])
 
 
 # --- encoding -------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
-from metagpu.plugins.kubelet import pod_resources
+from metagpu.plugins.kubelet import pod_list, pod_resources
 from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.fast_codec import ListedPod, decode_pod_list
 from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.pod_list import parse_leases, read_leases
@@ -477,18 +478,17 @@ async def test_an_unexpected_answer_changes_nothing(
         await it.kubelet.admit(pod("train", 3))
         await held(it, 3)
 
-        parse = v1.ListPodResourcesResponse.parse
         asked = 0
 
-        def mad(data: bytes) -> v1.ListPodResourcesResponse:
+        def mad(data: bytes) -> list[ListedPod]:
             nonlocal asked
             asked += 1
             if asked > 3:
-                return parse(data)
+                return decode_pod_list(data)
             raise ValueError("garbage")
 
         with capture_module_logs(pod_resources) as logs:
-            monkeypatch.setattr(v1.ListPodResourcesResponse, "parse", mad)
+            monkeypatch.setattr(pod_list, "decode_pod_list", mad)
             with anyio.fail_after(30):
                 while asked <= 3:
                     await anyio.lowlevel.checkpoint()
