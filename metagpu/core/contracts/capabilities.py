@@ -7,6 +7,7 @@ members at each call, and Allocate asks too.
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from typing import ClassVar, Final
 
 from metagpu.core.contracts.backend import Backend, GpuContext, Options
@@ -61,6 +62,7 @@ class DeclaresSharing(Backend):
     sharing_strategy: ClassVar[SharingStrategy] = SharingStrategy.NONE
 
 
+@cache  # for each lease; `issubclass` of an abstract class is slow
 def guard_of(kind: type[Backend]) -> MemoryGuard:
     """Return the guard that a backend declares; the enforcer for other backends."""
     return kind.guard if issubclass(kind, DeclaresSharing) else MemoryGuard.ENFORCER

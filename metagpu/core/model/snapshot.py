@@ -13,6 +13,7 @@ from metagpu.core.model.offers import Api, OfferRule
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import (
     CordonSource,
+    Holder,
     Lease,
     OfferTurn,
     Pause,
@@ -21,6 +22,7 @@ from metagpu.core.model.shares import (
     Share,
     ShareId,
     Verdict,
+    holders_of,
 )
 
 
@@ -146,6 +148,15 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     def present_turn(self) -> OfferTurn | None:
         """The turn that decides who offers this GPU, `None` while a backend has it."""
         return self.turn if self.turn is not None and self.owner is None else None
+
+    @cached_property
+    def shares_by_holder(self) -> Mapping[Holder, tuple[Share, ...]]:
+        """The leased shares of each container; the same mapping while nothing changes."""
+        found: dict[Holder, list[Share]] = {}
+        for lease in self.leases.values():
+            for holder in holders_of(lease):
+                found.setdefault(holder, []).append(lease.share)
+        return {holder: tuple(shares) for holder, shares in found.items()}
 
     @cached_property
     def paused_shares(self) -> Mapping[ShareId, str]:

@@ -12,7 +12,7 @@ from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import Container, ProcessIdentity
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share, holders_of
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share
 from metagpu.core.model.snapshot import GpuState
 
 PromisedMemory = Mapping[tuple[str, str, GpuId], int]
@@ -116,12 +116,7 @@ def attribute_processes(
     has the shares that the checkpoint names for it.
     """
     gpu = state.gpu.id
-    shares: defaultdict[Holder, list[Share]] = defaultdict(list)
-    for lease in state.leases.values():
-        for holder in holders_of(lease):
-            shares[holder].append(lease.share)
-
-    _add_unlisted(shares, state, names)
+    shares = _with_unlisted(state, names)
     charged = _charged(names, shares)
     attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)
     unauthorized = []
@@ -152,12 +147,14 @@ def attribute_processes(
     return GpuUsage(gpu, tuple(sorted(containers, key=_sort_key)), tuple(unauthorized))
 
 
-def _add_unlisted(
-    shares: defaultdict[Holder, list[Share]], state: GpuState, names: Mapping[Container, Holder]
-) -> None:
-    """Add the shares that the checkpoint alone names for containers with processes."""
+def _with_unlisted(
+    state: GpuState, names: Mapping[Container, Holder]
+) -> Mapping[Holder, Sequence[Share]]:
+    """Return each container's shares, with those that only the checkpoint names."""
     if not state.allocated:
-        return
+        return state.shares_by_holder
+    shares = defaultdict[Holder, list[Share]](list)
+    shares.update((holder, list(held)) for holder, held in state.shares_by_holder.items())
     seen = {(it.pod_uid, holder.container): holder for it, holder in names.items()}
     for share in state.shares:
         for uid, name in state.allocated.get(share.id, ()):
@@ -166,6 +163,7 @@ def _add_unlisted(
                 holder = replace(pod, container=name)
             if holder is not None and share not in shares[holder]:
                 shares[holder].append(share)
+    return shares
 
 
 def _charged(

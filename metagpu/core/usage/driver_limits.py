@@ -144,9 +144,10 @@ class DriverLimits:
             else state.inherit_until
         )
         leases = self._registry.snapshot.gpus[gpu].leases
-        shares = self._enforced_holders(gpu)
-        if not shares or leases is state.inherited_leases or now >= state.inherit_until:
+        if leases is state.inherited_leases or now >= state.inherit_until:
             return  # a container that starts after the daemon has no limit by an earlier one
+        if not (shares := self._enforced_holders(gpu)):
+            return
 
         state.inherited_leases = leases
         await self._find_cgroups(gpu, state, shares)
@@ -199,7 +200,7 @@ class DriverLimits:
         return due
 
     async def _find_cgroups(
-        self, gpu: GpuId, state: _GpuLimits, shares: Mapping[Holder, list[Share]]
+        self, gpu: GpuId, state: _GpuLimits, shares: Mapping[Holder, Sequence[Share]]
     ) -> None:
         """Search for the containers' cgroups, if unknown ones may exist."""
         leases, now = self._registry.snapshot.gpus[gpu].leases, anyio.current_time()
@@ -237,14 +238,16 @@ class DriverLimits:
             mib = limit // MIB
             log.info("driver memory limit set", container=str(target.holder), limit_mib=mib)
 
-    def _enforced_holders(self, gpu: GpuId) -> Mapping[Holder, list[Share]]:
+    def _enforced_holders(self, gpu: GpuId) -> Mapping[Holder, Sequence[Share]]:
         """Return the shares of each container on a GPU that the enforcer guards."""
-        found: defaultdict[Holder, list[Share]] = defaultdict(list)
-        for lease in self._registry.snapshot.gpus[gpu].leases.values():
-            guard = self._guards.get(lease.share.backend)
-            if lease.holder is not None and guard is MemoryGuard.ENFORCER:
-                found[lease.holder].append(lease.share)
-        return found
+        held = self._registry.snapshot.gpus[gpu].shares_by_holder
+        found = {holder: self._guarded(shares) for holder, shares in held.items()}
+        return {holder: shares for holder, shares in found.items() if shares}
+
+    def _guarded(self, shares: Sequence[Share]) -> Sequence[Share]:
+        backends = {share.backend for share in shares}
+        ours = {it for it in backends if self._guards.get(it) is MemoryGuard.ENFORCER}
+        return shares if ours == backends else [it for it in shares if it.backend in ours]
 
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:
         if self._logged.is_new(gpu, str(error)):

@@ -135,7 +135,7 @@ def _listed_container(data: bytes) -> ListedContainer:
 
 
 def _devices(data: bytes) -> tuple[str, list[str]]:
-    """Decode a ContainerDevices: a resource and ids. The kubelet sends one for each id."""
+    """Decode a ContainerDevices; the kubelet sends one for each id."""
     if one := _ONE_DEVICE.fullmatch(data):
         length, resource, id_length, share = one.groups()
         if len(resource) == length[0] and len(share) == id_length[0]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from types import MappingProxyType
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import Container, ProcessIdentity
 from metagpu.core.model.gpu import MIB
-from metagpu.core.model.shares import Holder, ShareId
+from metagpu.core.model.shares import Holder, Lease, ShareId
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.state.facts import GpusFound, LeasesObserved, SharesClaimed
 from metagpu.core.usage.accounting import GpuUsage, attribute_processes
@@ -266,3 +267,21 @@ def test_a_pod_judged_as_one_has_each_of_its_shares_once() -> None:
     ).containers
 
     assert (alice.holder, alice.share_memory) == (cut, 8192 * MIB)
+
+
+def test_a_check_of_unchanged_leases_reads_no_lease() -> None:
+    """While nothing changes, a check costs what its containers cost, not what their leases do."""
+    read = 0
+
+    class Counted(dict[ShareId, Lease]):
+        def values(self) -> Any:  # noqa: ANN401 - a view of dict
+            nonlocal read
+            read += 1
+            return super().values()
+
+    state = held(a=3, b=2)
+    state = replace(state, leases=MappingProxyType(Counted(state.leases)))
+    first, second = (attribute_processes(state, (), {}, {}) for _ in range(2))
+
+    assert read == 1
+    assert first.containers == second.containers
