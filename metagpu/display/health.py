@@ -1,9 +1,9 @@
 """The health of a GPU in words and colours, and what memory enforcement has done."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.core.reports.schema import EnforcementReport, GpuReport
+from metagpu.core.reports.schema import EnforcementReport, GpuReport, UsageReport, UsedGpuReport
 from metagpu.display.table import Cell
 
 _OUT_OF_SERVICE: Final = "bold red"
@@ -97,3 +97,23 @@ def _since(reason: str, since: str, style: str = "yellow") -> Cell:
 
 def _time(since: str) -> str:
     return since.removesuffix("+00:00").replace("T", " ") + " UTC"
+
+
+def health_cell(gpu: UsedGpuReport) -> Cell:
+    """Return the health of a GPU, as its column has it."""
+    if not gpu.healthy:
+        return Cell(gpu.reason, _OUT_OF_SERVICE)
+    if gpu.cordon:
+        return Cell(f"cordoned: {gpu.cordon}", "yellow")
+    return _HEALTHY
+
+
+def gpu_problems(answer: UsageReport, *, wide: bool) -> Iterator[Cell]:
+    """Return the lines below the GPUs for what has no column."""
+    for gpu in answer.gpus:
+        if not gpu.healthy and not wide:
+            yield Cell(f"GPU {gpu.index} is out of service: {gpu.reason}", _OUT_OF_SERVICE)
+        if gpu.cordon and not wide:
+            yield Cell(f"GPU {gpu.index} is cordoned: {gpu.cordon}", "yellow")
+        for device, reason in gpu.faults.items():
+            yield Cell(f"{device} of GPU {gpu.index} is out of service: {reason}", _OUT_OF_SERVICE)

@@ -17,7 +17,7 @@ from metagpu.core.reports.schema import (
     UsedGpuReport,
 )
 from metagpu.display.encoding import encode
-from metagpu.display.health import format_enforcement
+from metagpu.display.health import format_enforcement, gpu_problems, health_cell
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import Cell, Terminal, TextTable, render
 
@@ -162,7 +162,7 @@ def devices_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     offers = [(it.resource, it.capacity) for gpu in answer.gpus for it in gpu.shares]
     shares = _sum_of_one_resource(offers)
     rows.add_sums(str(len(answer.gpus)), "", f"{memory} MiB", shares)
-    return (rows, *_problems(answer, wide=wide))
+    return (rows, *gpu_problems(answer, wide=wide))
 
 
 def processes_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
@@ -257,7 +257,7 @@ def top_screen(answer: UsageReport, cpu: Mapping[int, float], sort_by: str = "")
             _bar(gpu.utilization, 100, "%"),
             _bar(gpu.used_mib, gpu.usable_mib, " MiB"),
             _held(gpu.shares),
-            _health(gpu),
+            health_cell(gpu),
         )
 
     rows = TextTable(
@@ -325,7 +325,7 @@ def _device_more(gpu: UsedGpuReport, offer: OfferedSharesReport | None) -> Itera
     yield _percent(gpu.utilization)
     yield gpu.policy
     yield gpu.product.removeprefix("NVIDIA ")
-    yield _health(gpu)
+    yield health_cell(gpu)
 
 
 def _process(
@@ -385,29 +385,10 @@ def _notes(answer: UsageReport, *, wide: bool) -> Sequence[Cell]:
     return [Cell(note, "yellow") for note in notes]
 
 
-def _problems(answer: UsageReport, *, wide: bool) -> Iterator[Cell]:
-    """Return the lines below the GPUs for what has no column."""
-    for gpu in answer.gpus:
-        if not gpu.healthy and not wide:
-            yield Cell(f"GPU {gpu.index} is out of service: {gpu.reason}", "bold red")
-        if gpu.cordon and not wide:
-            yield Cell(f"GPU {gpu.index} is cordoned: {gpu.cordon}", "yellow")
-        for device, reason in gpu.faults.items():
-            yield Cell(f"{device} of GPU {gpu.index} is out of service: {reason}", "bold red")
-
-
 def _relative(process: ProcessReport, part: ContainerGpuReport) -> float | None:
     """Return how busy a process is, in percent of its container's part of the GPU."""
     busy: int | None = process.utilization
     return None if busy is None else busy * float(max(part.capacity, 1) / part.shares)
-
-
-def _health(gpu: UsedGpuReport) -> Cell:
-    if not gpu.healthy:
-        return Cell(gpu.reason, "bold red")
-    if gpu.cordon:
-        return Cell(f"cordoned: {gpu.cordon}", "yellow")
-    return Cell("healthy", "green")
 
 
 def _failure(gpu: UsedGpuReport) -> str:

@@ -1,6 +1,6 @@
-"""The one rule of sharing: which shares of a GPU exclude each other."""
+"""The one rule of sharing: which shares of a GPU exclude each other, and by what."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from types import MappingProxyType
 from typing import Final
@@ -16,6 +16,8 @@ from metagpu.core.model.shares import (
 from metagpu.core.model.snapshot import GpuState
 
 NONE: Final[frozenset[ShareId]] = frozenset()
+_MAX_HOLDERS: Final = 5
+"""Pods that one reason lists; `metagpu status` lists every lease."""
 
 
 def conflicts(a: Share, b: Share) -> bool:
@@ -220,6 +222,48 @@ def _unidle_devices(state: GpuState) -> set[ShareId]:
         for share, device in made.devices.items()
         if share not in state.leases and not device.idle
     }
+
+
+def orphaned_text(state: GpuState) -> str:
+    """Return which pods a GPU, or a part of it, waits for."""
+    if why := state.kubelet.unknown_leases:
+        return f"GPU {state.gpu} waits until it is known which pods hold it: {why}"
+    orphaned = orphaned_leases(state.shares, state.leases)
+    waiting = shares_to_wait(state.shares, state.leases)
+    holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
+    names = dict.fromkeys(it.share.resource or "another name" for it in orphaned)
+    what = "the GPU waits" if waiting is None else f"{len(waiting)} free shares wait"
+    if waiting is not None and len(waiting) == 1:
+        what = "1 free share waits"
+    pods = "that pod" if len(holders) == 1 else "these pods"
+    return (
+        f"GPU {state.gpu} is held by {_listed(holders)} under {', '.join(names)}, "
+        f"which is not on offer as it was granted; {what} for the end of {pods}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    given = list(names)
+    more = [f"{len(given) - _MAX_HOLDERS} more"] if len(given) > _MAX_HOLDERS else []
+    return ", ".join([*given[:_MAX_HOLDERS], *more])
+
+
+def occupied_text(state: GpuState, share: Share) -> str:
+    """Return what is on the slots of a share, apart from leases."""
+    for made in state.provisioned.values():
+        for slot in sorted(share.footprint & made.blocked.keys()):
+            return f"GPU {state.gpu}: {made.blocked[slot]}"
+    released = next(_released_on(state, share), share.id)
+    return f"GPU {state.gpu}: {released} was just released and is being checked for processes"
+
+
+def _released_on(state: GpuState, share: Share) -> Iterator[ShareId]:
+    for made in state.provisioned.values():
+        for other in state.shares:
+            device = made.devices.get(other.id)
+            unleased = device is not None and not device.idle and other.id not in state.leases
+            if unleased and not share.footprint.isdisjoint(other.footprint):
+                yield other.id
 
 
 def shares_on_faulty_devices(state: GpuState) -> frozenset[ShareId]:

@@ -4,7 +4,7 @@ Lists, the Node's amounts, Allocate, preferences, turns, taints, reports and met
 reason is a new row. `python docs/availability.py` writes the table into docs/pools.md. Pure.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
@@ -14,11 +14,12 @@ import msgspec
 
 from metagpu.core.availability.conflict import (
     NONE,
+    Conflicts,
     conflicting_shares,
     conflicts_of,
-    orphaned_leases,
+    occupied_text,
+    orphaned_text,
     shares_on_faulty_devices,
-    shares_to_wait,
 )
 from metagpu.core.model.offers import Api
 from metagpu.core.model.quantities import iso_time
@@ -37,8 +38,6 @@ CORDONED: Final = "metagpu.io/cordoned"
 SUSPENDED: Final = "metagpu.io/suspended"
 HELD: Final = "metagpu.io/held"
 """The keys of taints; the effect is NoSchedule: metagpu ends no pod."""
-_MAX_HOLDERS: Final = 5
-"""Pods that one reason lists; `metagpu status` lists every lease."""
 
 
 _IN_USE: Final = "in-use"
@@ -187,7 +186,7 @@ def waits_for(state: GpuState) -> str | None:
     """Return which pods of an earlier configuration a GPU waits for, `None` for none."""
     if not conflicts_of(state).orphaned:
         return None
-    return _orphaned_text(state)
+    return orphaned_text(state)
 
 
 def _every(state: GpuState) -> frozenset[ShareId]:
@@ -269,54 +268,8 @@ def _refuse_held_by_claim(state: GpuState, share: Share) -> RequestError:
     return ShareTaken(share.id, f"the ResourceClaim {holder} holds it")
 
 
-def _orphaned_text(state: GpuState) -> str:
-    """Return which pods a GPU, or a part of it, waits for."""
-    if why := state.kubelet.unknown_leases:
-        return f"GPU {state.gpu} waits until it is known which pods hold it: {why}"
-    orphaned = orphaned_leases(state.shares, state.leases)
-    waiting = shares_to_wait(state.shares, state.leases)
-    holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
-    names = dict.fromkeys(it.share.resource or "another name" for it in orphaned)
-    what = "the GPU waits" if waiting is None else f"{len(waiting)} free shares wait"
-    if waiting is not None and len(waiting) == 1:
-        what = "1 free share waits"
-    pods = "that pod" if len(holders) == 1 else "these pods"
-    return (
-        f"GPU {state.gpu} is held by {_listed(holders)} under {', '.join(names)}, "
-        f"which is not on offer as it was granted; {what} for the end of {pods}"
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    given = list(names)
-    more = [f"{len(given) - _MAX_HOLDERS} more"] if len(given) > _MAX_HOLDERS else []
-    return ", ".join([*given[:_MAX_HOLDERS], *more])
-
-
-def _occupied_text(state: GpuState, share: Share) -> str:
-    """Return what is on the slots of a share, apart from leases."""
-    for made in state.provisioned.values():
-        for slot in sorted(share.footprint & made.blocked.keys()):
-            return f"GPU {state.gpu}: {made.blocked[slot]}"
-    released = next(_released_on(state, share), share.id)
-    return f"GPU {state.gpu}: {released} was just released and is being checked for processes"
-
-
-def _released_on(state: GpuState, share: Share) -> Iterator[ShareId]:
-    for made in state.provisioned.values():
-        for other in state.shares:
-            device = made.devices.get(other.id)
-            unleased = device is not None and not device.idle and other.id not in state.leases
-            if unleased and not share.footprint.isdisjoint(other.footprint):
-                yield other.id
-
-
 def _staggered_text(state: GpuState, share: Share) -> str:
     return f"GPU {state.gpu}: {share.id} has just become free and is offered again in a few seconds"
-
-
-def _in_use_text(state: GpuState) -> str:
-    return f"GPU {state.gpu} is in use by {state.owner}"
 
 
 def _cleanup_text(state: GpuState) -> str:
@@ -344,7 +297,23 @@ def _held_back(state: GpuState) -> frozenset[ShareId]:
     return NONE.union(*shares).difference(state.leases, state.allocated)
 
 
-_CONFLICT: Final = ("can_conflict", "cleanup.since", "provisioned", "kubelet.unknown_leases")
+def _conflict(
+    name: str,
+    meaning: str,
+    cause: Callable[[Conflicts], frozenset[ShareId]],
+    text: Callable[[GpuState, Share], str],
+) -> Reason:
+    """Return the row of one cause of conflicts, with the sentence of its refusal."""
+    return Reason(
+        name,
+        meaning,
+        lambda state: cause(conflicts_of(state)),
+        ("can_conflict", "cleanup.since", "provisioned", "kubelet.unknown_leases"),
+        together=conflicting_shares,
+        refusal=lambda state, share: ShareTaken(share.id, text(state, share)),
+        taint=HELD,
+    )
+
 
 REASONS: Final = (
     Reason(
@@ -385,52 +354,37 @@ REASONS: Final = (
         _held_by_claims,
         refusal=_refuse_held_by_claim,
     ),
-    Reason(
+    _conflict(
         "orphaned-lease",
         "the shares that wait for a pod of an earlier configuration or another plugin, or for the "
         "kubelet, where nobody knows yet [what pods hold](leases.md#before-the-first-offer)",
-        lambda state: conflicts_of(state).orphaned,
-        _CONFLICT,
-        together=conflicting_shares,
-        refusal=lambda state, share: ShareTaken(share.id, _orphaned_text(state)),
-        taint=HELD,
+        lambda found: found.orphaned,
+        lambda state, _: orphaned_text(state),
     ),
-    Reason(
+    _conflict(
         "occupied",
         "a share on whose slots is a device that metagpu does not know, or not yet as idle",
-        lambda state: conflicts_of(state).occupied,
-        _CONFLICT,
-        together=conflicting_shares,
-        refusal=lambda state, share: ShareTaken(share.id, _occupied_text(state, share)),
-        taint=HELD,
+        lambda found: found.occupied,
+        occupied_text,
     ),
-    Reason(
+    _conflict(
         "staggered",
         "a share whose slots have just become free: one MIG profile is offered after the other",
-        lambda state: conflicts_of(state).staggered,
-        _CONFLICT,
-        together=conflicting_shares,
-        refusal=lambda state, share: ShareTaken(share.id, _staggered_text(state, share)),
-        taint=HELD,
+        lambda found: found.staggered,
+        _staggered_text,
     ),
-    Reason(
+    _conflict(
         _IN_USE,
         "the shares that conflict with a lease: of another backend, or on the same slots; in "
         "reports, also those that init containers alone hold",
-        lambda state: conflicts_of(state).in_use,
-        _CONFLICT,
-        together=conflicting_shares,
-        refusal=lambda state, share: ShareTaken(share.id, _in_use_text(state)),
-        taint=HELD,
+        lambda found: found.in_use,
+        lambda state, _: f"GPU {state.gpu} is in use by {state.owner}",
     ),
-    Reason(
+    _conflict(
         "cleanup",
         "the shares of all others while a backend cleans the GPU up, or has it for itself",
-        lambda state: conflicts_of(state).cleanup,
-        _CONFLICT,
-        together=conflicting_shares,
-        refusal=lambda state, share: ShareTaken(share.id, _cleanup_text(state)),
-        taint=HELD,
+        lambda found: found.cleanup,
+        lambda state, _: _cleanup_text(state),
     ),
     Reason(
         "out-of-turn",

@@ -34,11 +34,7 @@ class GpusFound(msgspec.Struct, frozen=True):
 
 
 class UnreadableGpusFound(msgspec.Struct, frozen=True):
-    """NVML counts these GPUs, and could not describe them since the start.
-
-    The reasons are by index, and complete: an index that is missing can be read, or is counted no
-    more.
-    """
+    """NVML counts these GPUs and never described them: all of now, by index."""
 
     reasons: Mapping[int, str]
     at: float
