@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz chaos lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -78,6 +78,9 @@ test: $(VENV)/.test $(PROGRAMS) ## run the tests (PIECE=N of the long ones)
 
 fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobody chooses, for two minutes (PIECES=30; PIECE=N)
 	$(BIN)/python -m tests.fuzz $(if $(PIECE),--piece $(PIECE)) $(if $(PIECES),--pieces $(PIECES))
+
+chaos: $(VENV)/.test ## run random schedules of pods, restarts, faults and exchanges, judged from outside (MINUTES=60; SEED=N)
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(PIECE),--piece $(PIECE))
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, docstrings and words, and the budget
 	$(BIN)/ruff check

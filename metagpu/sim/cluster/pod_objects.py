@@ -65,11 +65,8 @@ def pod_object(request: PodManifest, created: str) -> Object:
 
 def requests_of(pod: Object) -> Mapping[str, int]:
     """Return the number of devices that a Pod requests, by resource name."""
-    totals: dict[str, int] = {}
-    for container in pod["spec"].get("containers") or ():
-        for resource, count in _devices_of(container).items():
-            totals[resource] = totals.get(resource, 0) + count
-    return totals
+    admitted = kubelet_pod(pod)
+    return {it: admitted.request(it) for it in sorted(admitted.resources())}
 
 
 def _devices_of(container: Object) -> Mapping[str, int]:
@@ -99,10 +96,14 @@ def timestamp(at: float) -> str:
 def kubelet_pod(pod: Object) -> SimPod:
     """Return a Pod as its kubelet admits it."""
     metadata = pod["metadata"]
-    containers = tuple(
-        SimContainer(it["name"], _devices_of(it)) for it in pod["spec"]["containers"]
+    first, containers = (
+        tuple(
+            SimContainer(it["name"], _devices_of(it), it.get("restartPolicy") == "Always")
+            for it in pod["spec"].get(kind) or ()
+        )
+        for kind in ("initContainers", "containers")
     )
-    return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], containers)
+    return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], containers, first)
 
 
 def node_of(pod: Object) -> str:
@@ -185,7 +186,9 @@ def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
         refs[entry] = ResourceClaimRef(metadata["namespace"], name, claim["metadata"]["uid"])
         results = status["allocation"]["devices"]["results"]
         drivers[refs[entry]] = tuple(dict.fromkeys(it["driver"] for it in results))
-    containers = {it["name"]: _uses(it, refs) for it in pod["spec"]["containers"]}
+    spec = pod["spec"]
+    every = (*(spec.get("initContainers") or ()), *spec["containers"])
+    containers = {it["name"]: _uses(it, refs) for it in every}
     return PodClaims(metadata["uid"], drivers, containers)
 
 
@@ -357,8 +360,10 @@ class KubeletSync:
             await anyio.sleep(RETRY_START)
 
     async def _start_containers(self, pod: SimPod) -> None:
-        for container in pod.containers:
+        for container in pod.in_order():
             await self.kubelet.start_container(pod, container.name)
+            if container in pod.init_containers and not container.restartable:
+                self.kubelet.stop_container(pod, container.name)
 
     async def _wait_annotation(self, it: Object) -> None:
         """Wait until somebody annotates a pod, as a real kubelet waits for its next sync."""

@@ -1,0 +1,65 @@
+"""Run random schedules against real daemons, judged from outside; stop at the first with a fault.
+
+A schedule is a list of steps that is drawn from a seed (`steps`). The rig (`rig`) makes them happen
+to daemons that run as an operator starts them, beside a simulated kubelet, API server and driver.
+The account (`account`) computes from those alone who holds what, and what must be on offer.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+
+from tests.chaos.rig import chaos
+from tests.chaos.steps import Step, draw, story
+from tests.fuzz.__main__ import commits
+
+
+def faults(steps: Sequence[Step], *, verbose: bool = False) -> list[str]:
+    """Run a schedule; return what must not be."""
+
+    async def run(folder: Path) -> list[str]:
+        async with chaos(folder) as it:
+            await it.run(steps)
+            if verbose or it.account.broken:
+                print("\n".join(it.log), flush=True)  # noqa: T201 - a command line speaks so
+            if it.account.broken:
+                (Path(tempfile.gettempdir()) / "chaos-daemons.log").write_text(
+                    "\n\n=====\n".join(each.log for each in it.daemons)
+                )
+            return it.account.broken
+
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        return anyio.run(run, Path(folder))
+
+
+def main() -> int:
+    """Run schedules; return 1 after a fault."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--piece", type=int, help="in place of a seed (default: number of commits)")
+    parser.add_argument("--seed", type=int, help="of the first schedule")
+    parser.add_argument("--minutes", type=float, default=1.0, help="no schedule begins later")
+    parser.add_argument("--verbose", action="store_true")
+    logging.disable()  # grpclib's, of connections that are cut on purpose
+    asked = parser.parse_args()
+    piece = commits() if asked.piece is None else asked.piece
+    began, seed = time.monotonic(), piece * 1000 if asked.seed is None else asked.seed
+    while time.monotonic() - began < asked.minutes * 60:
+        started, steps = time.monotonic(), draw(seed)
+        found = faults(steps, verbose=asked.verbose)
+        took = time.monotonic() - started
+        print(f"seed {seed}: {took:.0f} s, {len(found)} faults", flush=True)  # noqa: T201
+        if found:
+            print(story(steps), *found, sep="\n")  # noqa: T201
+            return 1
+        seed += 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The checker: who holds what, computed from outside of metagpu.
+
+Sources: the kubelet (its lists, what it gave to which container, what was prepared of claims), the
+API server (pods, allocated claims), NVML (the driver's file of MIG instances). The checker asks
+metagpu nothing, and imports none of its rules: a share's meaning is its GPU, and its resource in
+the tables of `node`.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.chaos.node import (
+    BACKENDS,
+    CLAIMED,
+    CLAIMS,
+    MIG,
+    MIG_RESOURCES,
+    PROFILES,
+)
+
+
+class Holding(NamedTuple):
+    """A part of a GPU that a pod holds.
+
+    Attributes:
+        gpu: its index.
+        kind: the backend: two kinds exclude each other on a GPU.
+        part: what nobody else may hold: a slot, or a MIG placement.
+        amount: of the GPU, for claims of a device that several may consume.
+    """
+
+    gpu: int
+    kind: str
+    part: str
+    amount: int = 0
+
+    @property
+    def slices(self) -> range:
+        """The memory slices of a MIG placement, such as `2g.10gb@4`."""
+        profile, _, start = self.part.partition("@")
+        return range(int(start), int(start) + PROFILES[profile][0])
+
+
+@dataclass
+class Account:
+    """The holdings of all running pods, and what must be on offer beside them.
+
+    Attributes:
+        uuids: of the GPUs, in their order.
+        driver: the file in which the simulated driver keeps its MIG instances.
+        pods: what each running pod holds, by uid: it holds it until it ends, whatever a kubelet
+            that was restarted remembers.
+        names: of the pods that run.
+        cordoned: GPUs whose cordon a daemon has acknowledged.
+        lost: GPUs that are off the bus.
+        broken: what must never be, in sentences.
+    """
+
+    uuids: tuple[str, ...]
+    driver: Path
+    pods: dict[str, set[Holding]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    cordoned: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    broken: list[str] = field(default_factory=list)
+
+    # ---- what is seen -----------------------------------------------------------------------
+
+    def saw(self, running: Mapping[str, tuple[str, set[Holding]]]) -> None:
+        """Take over what the kubelet's side says: each running pod's name and holdings."""
+        for uid in self.pods.keys() - running.keys():
+            del self.pods[uid], self.names[uid]
+        for uid, (name, holdings) in running.items():
+            self.pods.setdefault(uid, set()).update(holdings)
+            self.names[uid] = name
+        for sentence in (*self._twice(), *self._destroyed()):
+            self.add(sentence)
+
+    def add(self, sentence: str) -> None:
+        """Note what must not be, once."""
+        if sentence not in self.broken:
+            self.broken.append(sentence)
+
+    def of_device(self, resource: str, device: str) -> Holding:
+        """Return what a device of a resource is a part of, by its id."""
+        uuid, _, part = device.partition("::")
+        kind = "mig" if resource in MIG_RESOURCES else BACKENDS[resource][0]
+        return Holding(self.uuids.index(uuid), kind, part or "all")
+
+    def of_result(self, claim: str, result: Mapping[str, object]) -> Holding:
+        """Return what a result of a claim's allocation is a part of."""
+        device = str(result["device"])
+        [gpu] = [n for n, it in enumerate(self.uuids) if device.startswith(it.lower())]
+        kind = device.removeprefix(self.uuids[gpu].lower()).strip("-").split("-")[0]
+        consumed = result.get("consumedCapacity")
+        amount = int(str(consumed.get("shares", 0))) if isinstance(consumed, Mapping) else 0
+        return Holding(
+            gpu, kind, f"{claim}/{result.get('shareID', '')}" if amount else device, amount
+        )
+
+    def instances(self) -> set[str]:
+        """Return the placements of the MIG instances that the driver has."""
+        try:
+            saved = json.loads(self.driver.read_text())["gpus"][self.uuids[MIG]]["instances"]
+        except (OSError, KeyError, ValueError):
+            return set()
+        sizes = {19: "1g.5gb", 14: "2g.10gb", 9: "3g.20gb", 0: "7g.40gb"}
+        return {f"{sizes[it['profile']]}@{it['start']}" for it in saved}
+
+    # ---- at every moment ---------------------------------------------------------------------
+
+    def held(self, gpu: int) -> dict[Holding, set[str]]:
+        """Return what is held of a GPU, and by whom."""
+        found = defaultdict[Holding, set[str]](set)
+        for uid, holdings in self.pods.items():
+            for it in holdings:
+                if it.gpu == gpu:
+                    found[it].add(self.names[uid])
+        return found
+
+    def _twice(self) -> Iterator[str]:
+        """Yield what two pods hold at once."""
+        for gpu in range(len(self.uuids)):
+            held = self.held(gpu)
+            for it, names in held.items():
+                if len(names) > 1:
+                    yield f"GPU {gpu}: {it.part} of {it.kind} is held by {sorted(names)}"
+            if len({it.kind for it in held}) > 1:
+                kinds = {it.kind: sorted(names) for it, names in held.items()}
+                yield f"GPU {gpu} is held in two ways: {kinds}"
+            for one, other in combinations(sorted(it for it in held if it.kind == "mig"), 2):
+                if set(one.slices) & set(other.slices):
+                    both = sorted(held[one] | held[other])
+                    yield f"GPU {gpu}: {one.part} and {other.part} overlap: {both}"
+            if sum(it.amount for it in held) > CLAIMED:
+                yield f"GPU {gpu}: claims have more than {CLAIMED} shares: {sorted(held)}"
+
+    def _destroyed(self) -> Iterator[str]:
+        """Yield MIG instances that pods use and the driver has not."""
+        there = self.instances()
+        for it, names in self.held(MIG).items():
+            if it.part not in there:
+                yield f"{sorted(names)} run with {it.part}, which the driver no longer has: {there}"
+
+    def granted(self, name: str, holdings: Collection[Holding], cordoned: Collection[int]) -> None:
+        """Judge a grant by what was known when the pod came."""
+        for it in holdings:
+            if it.gpu in cordoned:
+                self.add(f"{name} got {it.part} of GPU {it.gpu}, which was cordoned")
+
+    # ---- when all is quiet -------------------------------------------------------------------
+
+    def healthy(self, missing: Collection[str] = ()) -> dict[str, int]:
+        """Compute how many devices of each resource the kubelet must have as healthy."""
+        found = {
+            name: sum(self._healthy_shares(gpu, kind, shares) for gpu in gpus)
+            for name, (kind, gpus, shares) in BACKENDS.items()
+        }
+        found |= {name: self._healthy_placements(it) for name, it in MIG_RESOURCES.items()}
+        return {name: count for name, count in found.items() if name not in missing}
+
+    def _healthy_shares(self, gpu: int, kind: str, shares: int) -> int:
+        held = self.held(gpu)
+        ours = len([it for it in held if it.kind == kind])
+        if gpu in self.lost:
+            return 0
+        if gpu in self.cordoned:
+            return ours
+        return shares if ours == len(held) else ours
+
+    def _healthy_placements(self, profile: str) -> int:
+        if MIG in self.lost:
+            return 0
+        size, starts = PROFILES[profile]
+        held = self.held(MIG)
+        taken = {number for it in held for number in it.slices}
+        whole = len([it for it in held if it.part.partition("@")[0] == profile])
+        if MIG in self.cordoned:
+            return whole
+        return whole + sum(taken.isdisjoint(range(it, it + size)) for it in starts)
+
+    def largest_request(self, resource: str) -> int:
+        """Compute how many devices of a resource one pod can get now, of one GPU."""
+        if resource in MIG_RESOURCES:
+            profile = MIG_RESOURCES[resource]
+            own = len([it for it in self.held(MIG) if it.part.partition("@")[0] == profile])
+            usable = MIG not in self.lost | self.cordoned
+            return int(usable and self._healthy_placements(profile) > own)
+        kind, gpus, shares = BACKENDS[resource]
+        free = [
+            self._healthy_shares(gpu, kind, shares) - len(self.held(gpu))
+            for gpu in gpus
+            if gpu not in self.cordoned and all(it.kind == kind for it in self.held(gpu))
+        ]
+        return max([0, *free])
+
+    def claimable(self) -> int:
+        """Compute how many shares a claim can get now."""
+        held = self.held(CLAIMS)
+        if CLAIMS in self.lost | self.cordoned or any(it.kind != "fraction" for it in held):
+            return 0
+        return CLAIMED - sum(it.amount for it in held)

@@ -1,0 +1,611 @@
+"""The rig: daemons as processes on a simulated node, in its cluster, moved by the steps of a story.
+
+The kubelet, the API server and the scheduler run here, the daemons as an operator starts them. A
+schedule keeps to what can happen on a node: a kubelet that starts lists its pods late, or some of
+them; its checkpoint is damaged while it runs, and what a kubelet without one forgot is deleted
+before metagpu restarts (docs/leases.md: nobody could know).
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from zlib import crc32
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from metagpu.agent.standby import read_standby
+from metagpu.core.errors import MetagpuError
+from metagpu.plugins.control.client import send_request
+from metagpu.plugins.kubelet.pb import v1
+from metagpu.sim.apiserver.objects import Object
+from metagpu.sim.cluster import paths
+from metagpu.sim.cluster.single_node import SingleNodeCluster
+from metagpu.sim.kubelet import process as kubelet_process
+from metagpu.sim.kubelet.kubelet import (
+    AdmissionError,
+    ContainerRunOptions,
+    KubeletDownError,
+    SimPod,
+)
+from metagpu.sim.kubelet.pod_resources import PodResourcesV1
+from metagpu.sim.kubelet.process import CHECKPOINT
+from metagpu.sim.machine.spec import build_node
+from tests.chaos.account import Account, Holding
+from tests.chaos.node import BACKENDS, CLASSES, CONFIGURATIONS, HARDWARE, MIG, MISSING
+from tests.chaos.steps import Step
+from tests.rigs.exchange import Daemon, at
+
+PROBE_S: Final = 30.0
+"""Seconds in which a pod that fits runs, and a pod that is deleted has gone."""
+SERVED_S: Final = 90.0
+"""Seconds in which a quiet node has all on offer: what docs/leases.md lets leases last, shortened
+as `QUICK` does, on a busy machine."""
+QUICK: Final = """
+from msgspec.structs import replace
+from metagpu.agent.agent import Agent
+from metagpu.agent.timing import AgentTiming
+from metagpu.backends.mig.backend import MigBackend
+from metagpu.backends.mig.inventory import MigTiming
+
+begin, times = Agent.__init__, AgentTiming()
+kubelet = replace(times.kubelet, readiness=12.0, poll_period=2.0, contended_period=1.0)
+def quickly(self, *given, **named):
+    begin(self, *given, **{"timing": replace(times, kubelet=kubelet), **named})
+Agent.__init__ = quickly
+MigBackend.timing = MigTiming(grace=6.0, scan=2.0, poll=1.0, stagger=0.2)
+"""
+"""Python that shortens what only takes time, in every daemon: a kubelet is ready after 12 s in
+place of 60, twice as long as the longest mood of a schedule."""
+_ARGUMENTS: Final = "from metagpu.cli.metagpu import main; exit(main())"
+
+
+@dataclass
+class Chaos:
+    """A node, and what befalls it."""
+
+    folder: Path
+    cluster: SingleNodeCluster
+    account: Account
+    group: TaskGroup
+    daemons: list[Daemon] = field(default_factory=list)
+    configuration: str = "all"
+    mood: str = "well"
+    moody_until: float = 0.0
+    damaged: bool = False
+    unsure: set[int] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    number: int = 0
+    log: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    async def run(self, steps: Iterable[Step]) -> None:
+        """Make the steps, and judge the node at rest after the last one."""
+        await self._until(lambda: self._amounts(()) == self._expected(()), PROBE_S)
+        for step in steps:
+            self.note(f"> {step}")
+            await getattr(self, f"do_{step.what}")(**step.given)
+            await anyio.sleep(step.pause)
+            self.look()
+            if self.account.broken:
+                return
+        self.note("> quiet, with all pods")
+        await self.do_quiet()
+        if not self.account.broken:
+            self.note("> quiet, after the last pod")
+            for pod in list(self.cluster.api.pods()):
+                await self._end(pod)
+            await self.do_quiet()
+
+    async def do_pod(self, resource: str, size: int, shape: str) -> None:
+        """Create a pod; the scheduler binds it when it fits by the Node's amounts."""
+        half = max(1, size // 2)
+        shapes = {
+            "one": ((), (size,)),
+            "two": ((), (half, half)),
+            "init": ((("once", half),), (size,)),
+            "sidecar": ((("Always", half),), (half,)),
+        }
+        first, main = shapes[shape]
+        self._create_pod(self._name(), resource, first, main)
+
+    def _create_pod(
+        self, name: str, resource: str, first: Iterable[tuple[str, int]], main: Iterable[int]
+    ) -> None:
+        def container(name: str, count: int) -> Object:
+            counts = {resource: str(count)}
+            return {"name": name, "resources": {"limits": counts, "requests": counts}}
+
+        before = [
+            {**container(f"init-{n}", count), "restartPolicy": policy}
+            for n, (policy, count) in enumerate(first)
+        ]
+        after = [container(f"main-{n}", count) for n, count in enumerate(main)]
+        spec = {"initContainers": before, "containers": after}
+        self._put("pods", name, {"spec": spec, "status": {"phase": "Pending"}})
+
+    async def do_claim(self, kind: str, size: int) -> None:
+        """Create a ResourceClaim and its pod."""
+        name = self._name()
+        request: Object = {"deviceClassName": CLASSES[kind], "count": 1}
+        if kind == "fraction":
+            request["capacity"] = {"requests": {"shares": str(size)}}
+        devices = {"requests": [{"name": "gpu", "exactly": request}]}
+        self._put("resourceclaims", name, {"spec": {"devices": devices}, "status": {}})
+        containers = [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}]
+        used = [{"name": "gpu", "resourceClaimName": name}]
+        spec = {"resourceClaims": used, "containers": containers}
+        self._put("pods", name, {"spec": spec, "status": {"phase": "Pending"}})
+
+    def _put(self, kind: str, name: str, content: Object) -> None:
+        self.cluster.api.store.put((kind, "default", name), content)
+
+    def _name(self) -> str:
+        self.number += 1
+        return f"pod-{self.number}"
+
+    async def do_end(self, number: int) -> None:
+        """Delete a pod; its kubelet ends it when it runs."""
+        if pods := list(self.cluster.api.pods()):
+            await self._end(pods[number % len(pods)])
+
+    async def _end(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        key = ("pods", metadata["namespace"], metadata["name"])
+        self.note(f"  deletes {metadata['name']}")
+        if not pod["spec"].get("nodeName"):
+            self.cluster.api.store.delete(key)
+        else:
+            patch = {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}
+            self.cluster.api.store.merge(key, patch, status=False, manager="kubectl")
+
+    async def do_force(self, number: int) -> None:
+        """Delete a pod by force: it is gone at the API server, whatever its kubelet does."""
+        if not (pods := [it for it in self.cluster.api.pods() if not _claims(it)]):
+            return
+        metadata = pods[number % len(pods)]["metadata"]
+        self.note(f"  deletes {metadata['name']} by force")
+        self.cluster.api.store.delete(("pods", metadata["namespace"], metadata["name"]))
+        if pod := self.cluster._sync._pods.pop(metadata["uid"], None):
+            await self.cluster.kubelet.delete(pod)
+
+    async def do_kubelet_restart(self, mood: str, seconds: float) -> None:
+        """Start the kubelet again."""
+        await self._restore()
+        self._be(mood, seconds)
+        await self.cluster.restart_kubelet()
+
+    do_kubelet_up = do_kubelet_restart
+
+    async def do_kubelet_down(self) -> None:
+        """Kill the kubelet; containers go on."""
+        await self._restore()
+        await self.cluster.stop_kubelet()
+
+    async def do_forget(self) -> None:
+        """Start the kubelet without its checkpoint, beside a daemon that knows all leases."""
+        if self._server() is None or not self.cluster.kubelet.is_up:
+            return
+        await self._rest()
+        self.forgotten |= {pod.uid for pod in self.cluster.kubelet.pods}
+        self._be("well", 0)
+        await self.cluster.restart_kubelet(forget=True)
+
+    async def do_kill(self, down: float) -> None:
+        """Kill the daemon and start it again."""
+        await self._stop(signal.SIGKILL)
+        await anyio.sleep(down)
+        await self.start()
+
+    async def do_terminate(self, down: float) -> None:
+        """End the daemon in good order and start it again."""
+        await self._stop(signal.SIGTERM)
+        await anyio.sleep(down)
+        await self.start()
+
+    async def do_kill_beside_late_kubelet(self, mood: str, seconds: float) -> None:
+        """Kill the daemon, start the kubelet again, and the daemon."""
+        await self._stop(signal.SIGKILL)
+        await self.do_kubelet_restart(mood, seconds)
+        await self.start()
+
+    async def do_damage(self, how: str, mood: str, seconds: float) -> None:
+        """Damage the checkpoint of a running kubelet, and kill the daemon."""
+        if not self.cluster.kubelet.is_up or time.monotonic() < self.moody_until:
+            return
+        await self._stop(signal.SIGKILL)
+        file = self.cluster.kubelet.directory / CHECKPOINT
+        text = file.read_text() if file.exists() else ""
+        match how:
+            case "missing":
+                file.unlink(missing_ok=True)
+            case "half":
+                file.write_text(text[: len(text) // 2])
+            case _:
+                file.write_text("" if how == "empty" else "\x00{garbage")
+        self.damaged = True
+        self._be(mood, seconds)
+        await self.start()
+
+    async def _restore(self) -> None:
+        """Write the checkpoint anew, as the kubelet does after its next change."""
+        if self.damaged and (process := self.cluster.kubelet._process) is not None:
+            await process.save()
+        self.damaged = False
+
+    async def do_exchange(self, at: str = "", by: str = "KILL") -> None:
+        """Exchange the daemon by another one, one of which may get a signal on the way."""
+        old = self._server()
+        if old is None:
+            await self.start()
+            return
+        await self._delete_forgotten()
+        await self.start(_at(at, by) if at else "")  # at the last two steps, when it is ended later
+        new = self.daemons[-1]
+        if at in {"prepare", "standby"}:
+            await self._until(lambda: not new.alive, 20)
+        else:
+            await self._until(self._has_standby, 20)
+        await self._end_daemon(old, signal.SIGTERM)
+        if at in {"take", "registered"}:
+            await self._until(lambda: not new.alive, 20)
+        await self._replace_halted()
+
+    async def do_reload(self, to: str) -> None:
+        """Write a configuration and have it read."""
+        await anyio.Path(self.folder / "metagpu.yaml").write_text(CONFIGURATIONS[to])
+        if to == "wrong":
+            return
+        self.configuration = to
+
+    async def do_cordon(self, gpu: int) -> None:
+        """Cordon a GPU; it counts once the daemon has said so."""
+        if await self._ask({"command": "cordon", "gpu": str(gpu), "reason": "chaos"}):
+            self.account.cordoned.add(gpu)
+        else:
+            self.unsure.add(gpu)
+
+    async def do_uncordon(self, gpu: int) -> None:
+        """End the cordon of a GPU."""
+        self.account.cordoned.discard(gpu)
+        if not await self._ask({"command": "uncordon", "gpu": str(gpu)}):
+            self.unsure.add(gpu)
+
+    async def do_xid(self, gpu: int, code: int) -> None:
+        """Report an XID; the GPU is well again as soon as it is looked at."""
+        await self._sim({"do": "xid", "gpu": str(gpu), "code": code})
+
+    async def do_lose(self, gpu: int) -> None:
+        """Drop a GPU off the bus, until it is reset or its simulation starts again."""
+        if await self._sim({"do": "lose", "gpu": str(gpu)}):
+            self.account.lost.add(gpu)
+
+    async def do_reset(self, gpu: int) -> None:
+        """Reset a GPU."""
+        if await self._sim({"do": "reset", "gpu": str(gpu)}):
+            self.account.lost.discard(gpu)
+
+    # ---- rest --------------------------------------------------------------------------------
+
+    async def do_quiet(self) -> None:
+        """Bring everything up, wait for the amounts, and give each resource a pod that fits."""
+        await self._rest()
+        missing = MISSING[self.configuration]
+        if wrong := await self._wrong_amounts(missing):
+            self.account.add(wrong)
+            return
+        if not self._pending():
+            await self._probe(missing)
+
+    async def _rest(self) -> None:
+        """Wait until kubelet, checkpoint, daemon and GPUs are as they should be."""
+        self._be("well", 0)
+        if not self.cluster.kubelet.is_up:
+            await self.cluster.restart_kubelet()
+        await self._restore()
+        await self._replace_halted()
+        await self.do_reload(self.configuration)
+        if self._server() is None:
+            await self.start()
+        await self._delete_forgotten()
+        await self._until(self._answers, 60)
+        for gpu in list(self.account.lost):
+            await self.do_reset(gpu)
+        for gpu in list(self.unsure):
+            with anyio.move_on_after(PROBE_S):
+                while not await self._ask({"command": "uncordon", "gpu": str(gpu)}):  # noqa: ASYNC110
+                    await anyio.sleep(0.2)
+            self.unsure.discard(gpu)
+            self.account.cordoned.discard(gpu)
+        await self._until(lambda: not self._unsettled(), SERVED_S)
+
+    def _unsettled(self) -> list[str]:
+        """Return the pods that are bound and neither run nor have failed, or that shall end."""
+        return [
+            it["metadata"]["name"]
+            for it in self.cluster.api.pods()
+            if "deletionTimestamp" in it["metadata"]
+            or (it["spec"].get("nodeName") and it["status"]["phase"] == "Pending")
+        ]
+
+    def _pending(self) -> list[str]:
+        return [
+            it["metadata"]["name"]
+            for it in self.cluster.api.pods()
+            if it["status"]["phase"] == "Pending"
+        ]
+
+    def _amounts(self, missing: Iterable[str]) -> dict[str, int]:
+        self.look()
+        amounts = self.cluster.kubelet.allocatable()
+        gone = [it for it in missing if amounts.get(it)]
+        return {name: amounts.get(name, 0) for name in (*self._expected(missing), *gone)}
+
+    def _expected(self, missing: Iterable[str]) -> dict[str, int]:
+        return self.account.healthy(frozenset(missing))
+
+    async def _wrong_amounts(self, missing: Collection[str]) -> str:
+        """Wait until the kubelet's lists are right; return what is wrong with them."""
+        if await self._until(lambda: self._amounts(missing) == self._expected(missing), SERVED_S):
+            return ""
+        expected, found = self._expected(missing), self._amounts(missing)
+        wrong = [
+            f"{count} of {name}, not {expected.get(name, 'its removal')}"
+            for name, count in found.items()
+            if count != expected.get(name)
+        ]
+        return f"the kubelet has, after {SERVED_S:.0f} s of quiet, {wrong}"
+
+    async def _probe(self, missing: Collection[str]) -> None:
+        """Create a pod that fits in each pool, of another resource each time; then end them."""
+        fits = {
+            name: count
+            for name in self._expected(missing)
+            if (count := self.account.largest_request(name))
+        }
+        chosen = dict[object, str]()
+        for name in sorted(fits, key=lambda name: (crc32(name.encode()) + self.number) % 9):
+            chosen.setdefault(BACKENDS.get(name, (0, MIG))[1], name)
+        probes = {}
+        for resource in chosen.values():
+            name = self._name()
+            probes["pods", "default", name] = f"{fits[resource]} {resource}"
+            self._create_pod(name, resource, (), (fits[resource],))
+        if count := self.account.claimable():
+            await self.do_claim("fraction", count)
+            probes["pods", "default", f"pod-{self.number}"] = f"a claim for {count} shares"
+        objects = self.cluster.api.store.objects
+        await self._until(
+            lambda: all(objects[it]["status"]["phase"] != "Pending" for it in probes), PROBE_S
+        )
+        for key, what in probes.items():
+            status = objects[key]["status"]
+            if status["phase"] != "Running":
+                self.account.add(f"a pod with {what} fits and is {status}")
+            await self._end(objects[key])
+        await self._until(lambda: objects.keys().isdisjoint(probes), PROBE_S)
+        if wrong := await self._wrong_amounts(missing):
+            self.account.add(f"after pods with {list(probes.values())}: {wrong}")
+
+    # ---- the kubelet -------------------------------------------------------------------------
+
+    def _be(self, mood: str, seconds: float) -> None:
+        self.mood, self.moody_until = mood, time.monotonic() + seconds
+
+    async def list_pods(
+        self, service: PodResourcesV1, request: v1.ListPodResourcesRequest
+    ) -> v1.ListPodResourcesResponse:
+        """Answer PodResources List in the kubelet's present mood."""
+        mood = self.mood if time.monotonic() < self.moody_until else "well"
+        if mood == "late":
+            await anyio.sleep(max(0.0, self.moody_until - time.monotonic()))
+        if mood == "erring":
+            raise GRPCError(Status.UNAVAILABLE, "the kubelet is starting")
+        answer = await _list(service, request)
+        if mood in {"empty", "half"}:
+            kept = 0 if mood == "empty" else len(answer.pod_resources) // 2
+            return v1.ListPodResourcesResponse(pod_resources=answer.pod_resources[:kept])
+        return answer
+
+    async def _delete_forgotten(self) -> None:
+        """Delete the pods that a kubelet forgot, before a daemon may forget them too."""
+        for pod in list(self.cluster.api.pods()):
+            if pod["metadata"]["uid"] in self.forgotten:
+                await self._end(pod)
+        await self._until(
+            lambda: not self.forgotten & {it.uid for it in self.cluster.kubelet.pods}, 60
+        )
+        self.forgotten.clear()
+
+    async def admit(
+        self, pod: SimPod, really: Callable[[SimPod], Any]
+    ) -> Mapping[str, ContainerRunOptions]:
+        """Admit a pod as the kubelet does, and judge the grant."""
+        cordoned = frozenset(self.account.cordoned)
+        try:
+            options: Mapping[str, ContainerRunOptions] = await really(pod)
+        except AdmissionError as error:
+            self.refused[pod.name] = str(error)
+            self.note(f"  {pod.name} is refused: {error}")
+            raise
+        self.look()
+        held = self.account.pods.get(pod.uid, set())
+        self.note(f"  {pod.name} holds {sorted(f'{it.gpu}:{it.kind}:{it.part}' for it in held)}")
+        self.account.granted(pod.name, held, cordoned & self.account.cordoned)
+        return options
+
+    def look(self) -> None:
+        """Add to the account what the kubelet's side shows now."""
+        kubelet, running = self.cluster.kubelet, dict[str, tuple[str, set[Holding]]]()
+        for pod in kubelet.pods:
+            held = set[Holding]()
+            with suppress(KubeletDownError):
+                for devices in kubelet.devices(pod).values():
+                    for resource, ids in devices.items():
+                        held |= {self.account.of_device(resource, it) for it in ids}
+            running[pod.uid] = (pod.name, held)
+        objects = self.cluster.api.store.objects
+        for claim in self.cluster.claims._manager._prepared.values():
+            found = objects.get(("resourceclaims", claim.ref.namespace, claim.ref.name), {})
+            allocation = (found.get("status") or {}).get("allocation") or {
+                "devices": {"results": ()}
+            }
+            for result in allocation["devices"]["results"]:
+                for uid in claim.pods & running.keys():
+                    running[uid][1].add(self.account.of_result(claim.ref.name, result))
+        self.account.saw(running)
+
+    async def watch(self) -> None:
+        """Look at the kubelet's side all the time."""
+        while True:
+            self.look()
+            await anyio.sleep(0.05)
+
+    # ---- daemons -----------------------------------------------------------------------------
+
+    async def start(self, first: str = "") -> None:
+        """Start a daemon that takes the node as soon as it is free."""
+        places = {
+            "--config": self.folder / "metagpu.yaml",
+            "--simulate": self.folder / "node.yaml",
+            "--run-dir": self.folder,
+            "--kubelet-root": self.folder,
+            "--kubelet-dir": paths.kubelet_dir(self.folder),
+            "--pod-resources": paths.pod_resources(self.folder),
+            "--kubeconfig": paths.kubeconfig(self.folder),
+            "--dev-root": paths.host_root(self.folder),
+            "--cdi-dir": paths.cdi_dir(self.folder),
+            "--pod-dir": self.folder / "pods",
+            "--node-name": paths.NODE_NAME,
+        }
+        options = [str(part) for option in places.items() for part in option]
+        program = [sys.executable, "-c", f"{QUICK}\n{first}\n{_ARGUMENTS}", "run", "--take-over"]
+        daemon = Daemon(await anyio.open_process([*program, *options]))
+        self.group.start_soon(daemon.read)
+        self.daemons.append(daemon)
+
+    def _server(self) -> Daemon | None:
+        """Return the oldest daemon that runs."""
+        return next((it for it in self.daemons if it.process.returncode is None), None)
+
+    def _has_standby(self) -> bool:
+        standby = read_standby(self.folder)
+        return standby is not None and standby.ready
+
+    def _answers(self) -> bool:
+        return (self.folder / "metagpu.sock").exists()
+
+    async def _stop(self, number: signal.Signals) -> None:
+        await self._delete_forgotten()
+        for daemon in list(self.daemons):
+            await self._end_daemon(daemon, number)
+
+    async def _end_daemon(self, daemon: Daemon, number: signal.Signals) -> None:
+        daemon.signal(signal.SIGKILL if daemon.stopped else number)
+        if not await self._until(lambda: not daemon.alive, PROBE_S):
+            self.account.add(f"a daemon does not end within {PROBE_S:.0f} s of {number.name}")
+        daemon.signal(signal.SIGKILL)  # one that was stopped on its way, as its kubelet does
+        await daemon.process.wait()
+        self.account.lost.clear()  # the simulated GPUs end with it
+
+    async def _replace_halted(self) -> None:
+        """Start a daemon for one that ended or hangs, as a DaemonSet does."""
+        for daemon in self.daemons:
+            if daemon.stopped:
+                await self._end_daemon(daemon, signal.SIGKILL)
+        if self._server() is None:
+            await self.start()
+
+    async def _sim(self, change: Mapping[str, object]) -> bool:
+        return await self._ask({"command": "sim", "change": change})
+
+    async def _ask(self, request: Mapping[str, object]) -> bool:
+        """Ask the daemon; return whether it did so."""
+        try:
+            await to_thread.run_sync(lambda: send_request(self.folder, request, 5.0))
+        except (MetagpuError, OSError, ValueError):
+            return False
+        return True
+
+    # ---- waiting -----------------------------------------------------------------------------
+
+    async def _until(self, is_so: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something is so; return whether it is."""
+        with anyio.move_on_after(seconds):
+            while not is_so():  # noqa: ASYNC110 - of several causes
+                await anyio.sleep(0.05)
+            return True
+        return False
+
+    def note(self, line: str) -> None:
+        """Add a line to the story."""
+        self.log.append(f"{time.monotonic() - self.began:6.1f} {line}")
+
+
+def _claims(pod: Object) -> bool:
+    return bool(pod["spec"].get("resourceClaims"))
+
+
+def _at(step: str, by: str) -> str:
+    return at(step, signal.Signals[f"SIG{by}"])
+
+
+_list = PodResourcesV1.list
+
+
+@asynccontextmanager
+async def chaos(folder: Path) -> AsyncIterator[Chaos]:
+    """Run a node with its first daemon while the block lasts; no process of it is left."""
+    driver = folder / "driver.json"
+    (folder / "node.yaml").write_text(HARDWARE.format(state=driver))
+    (folder / "metagpu.yaml").write_text(CONFIGURATIONS["all"])
+    node = build_node(str(folder / "node.yaml"))
+    driver.unlink(missing_ok=True)
+    cluster = SingleNodeCluster(node, folder)
+    account = Account(tuple(str(gpu.id) for gpu in node.gpus), driver)
+    async with cluster.running(), anyio.create_task_group() as group:
+        found = Chaos(folder, cluster, account, group)
+        really = cluster.kubelet.admit
+        cluster.kubelet.admit = lambda pod: found.admit(pod, really)  # type: ignore[method-assign]
+
+        class Lister(PodResourcesV1):
+            async def list(
+                self, message: v1.ListPodResourcesRequest
+            ) -> v1.ListPodResourcesResponse:
+                return await found.list_pods(self, message)
+
+        setattr(kubelet_process, "PodResourcesV1", Lister)  # noqa: B010 - for mypy
+        await cluster.restart_kubelet()
+        group.start_soon(found.watch)
+        try:
+            await found.start()
+            yield found
+        finally:
+            setattr(kubelet_process, "PodResourcesV1", PodResourcesV1)  # noqa: B010 - for mypy
+            with anyio.CancelScope(shield=True):
+                for daemon in found.daemons:
+                    if daemon.process.returncode is None:
+                        daemon.process.kill()
+                        await daemon.process.wait()
+                await to_thread.run_sync(_end_stand_ins, folder)
+            group.cancel_scope.cancel()
+
+
+def _end_stand_ins(folder: Path) -> None:
+    """Kill the stand-ins of MPS that killed daemons left, by the folder in their environment."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and bytes(folder) in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)

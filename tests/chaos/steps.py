@@ -1,0 +1,108 @@
+"""Schedules: lists of plain steps, drawn from a seed, that read as a story."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from tests.chaos.node import (
+    CLAIMS,
+    CLASSES,
+    FRACTION,
+    MIG_RESOURCES,
+    MPS,
+    MPS_WHOLE,
+    SLICED,
+    UNITS,
+    WHOLE,
+)
+
+Value = str | int | float
+MOODS: Final = ("well", "late", "empty", "half", "erring")
+"""How PodResources answers after a start of the kubelet, for some seconds."""
+DAMAGES: Final = ("garbage", "half", "empty", "missing")
+"""What becomes of the kubelet's checkpoint while the kubelet runs."""
+STOPS: Final = ("prepare", "standby", "take", "registered", "withdraw", "released")
+"""Steps of a daemon at which it gets a signal (`tests.rigs.exchange.PLACES`)."""
+
+
+class Step(NamedTuple):
+    """One step; `pause` are the seconds after it."""
+
+    what: str
+    given: Mapping[str, Value] = {}
+    pause: float = 0.0
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name} {value}" for name, value in self.given.items())
+        wait = f"; then {self.pause} s" if self.pause else ""
+        return f"{self.what.replace('_', ' ')}{': ' if given else ''}{given}{wait}"
+
+
+_WEIGHTS: Final = {
+    "pod": 20,
+    "claim": 5,
+    "end": 8,
+    "force": 2,
+    "kubelet_restart": 5,
+    "kubelet_down": 2,
+    "kubelet_up": 3,
+    "forget": 1,
+    "kill": 3,
+    "terminate": 2,
+    "kill_beside_late_kubelet": 3,
+    "damage": 2,
+    "exchange": 2,
+    "reload": 2,
+    "cordon": 2,
+    "uncordon": 2,
+    "xid": 2,
+    "lose": 1,
+    "reset": 1,
+    "quiet": 1,
+}
+_SHARES: Final = {FRACTION: 10, WHOLE: 1, SLICED: 1, UNITS: 10, MPS_WHOLE: 1}
+
+
+def draw(seed: int, length: int = 14) -> list[Step]:
+    """Draw a schedule."""
+    chance = random.Random(seed)  # noqa: S311 - repeatable
+    kinds = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)
+    pods = ("pod", "pod", "pod")  # a node without pods proves nothing
+    return [_step(chance, it) for it in (*pods, *kinds)]
+
+
+def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
+    pick = chance.choice
+    given: Mapping[str, Value] = {}
+    if what == "pod":
+        resource = pick((*_SHARES, *_SHARES, *MIG_RESOURCES))
+        size = chance.randint(1, _SHARES.get(resource, 1))
+        shape = pick(("one", "one", "one", "two", "init", "sidecar"))
+        given = {"resource": resource, "size": size, "shape": shape}
+    elif what == "claim":
+        given = {"kind": pick(list(CLASSES)), "size": chance.randint(10, 100)}
+    elif what in {"end", "force"}:
+        given = {"number": chance.randrange(8)}
+    elif what in {"kubelet_restart", "kubelet_up", "kill_beside_late_kubelet"}:
+        given = {"mood": pick(MOODS), "seconds": pick((0.5, 1.5, 3.0, 6.0))}
+    elif what in {"kill", "terminate"}:
+        given = {"down": pick((0, 0, 0.5, 3.0))}
+    elif what == "damage":
+        mood = pick(("well", "late"))
+        given = {"how": pick(DAMAGES), "mood": mood, "seconds": pick((1.5, 4.0))}
+    elif what == "exchange" and chance.random() < 0.5:
+        given = {"at": pick(STOPS), "by": pick(("KILL", "STOP"))}
+    elif what == "reload":
+        given = {"to": pick(("all", "no slices", "wrong"))}
+    elif what in {"cordon", "uncordon"}:
+        given = {"gpu": chance.randrange(CLAIMS + 1)}
+    elif what == "xid":
+        given = {"gpu": chance.randrange(CLAIMS + 1), "code": pick((13, 31, 48, 79))}
+    elif what in {"lose", "reset"}:
+        given = {"gpu": pick((*range(MPS + 1), CLAIMS))}  # a reset ends MIG instances in use
+    return Step(what, given, pick((0, 0, 0.1, 0.5, 1.0, 2.0)))
+
+
+def story(steps: Sequence[Step]) -> str:
+    """Return a schedule as text for people."""
+    return "\n".join(f"  {number:2}. {step}" for number, step in enumerate(steps, 1))
