@@ -20,11 +20,11 @@ from tests.chaos.steps import Step, draw, story
 from tests.fuzz.__main__ import commits
 
 
-def faults(steps: Sequence[Step], *, verbose: bool = False) -> list[str]:
+def faults(steps: Sequence[Step], plant: str = "", *, verbose: bool = False) -> list[str]:
     """Run a schedule; return what must not be."""
 
     async def run(folder: Path) -> list[str]:
-        async with chaos(folder) as it:
+        async with chaos(folder, plant) as it:
             await it.run(steps)
             if verbose or it.account.broken:
                 print("\n".join(it.log), flush=True)  # noqa: T201 - a command line speaks so
@@ -44,14 +44,16 @@ def main() -> int:
     parser.add_argument("--piece", type=int, help="in place of a seed (default: number of commits)")
     parser.add_argument("--seed", type=int, help="of the first schedule")
     parser.add_argument("--minutes", type=float, default=1.0, help="no schedule begins later")
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--plant", type=Path, help="Python that every daemon runs first: a fault")
+    parser.add_argument("--verbose", action="store_true", help="print the story of each schedule")
     logging.disable()  # grpclib's, of connections that are cut on purpose
     asked = parser.parse_args()
     piece = commits() if asked.piece is None else asked.piece
     began, seed = time.monotonic(), piece * 1000 if asked.seed is None else asked.seed
+    plant = asked.plant.read_text() if asked.plant else ""
     while time.monotonic() - began < asked.minutes * 60:
         started, steps = time.monotonic(), draw(seed)
-        found = faults(steps, verbose=asked.verbose)
+        found = faults(steps, plant, verbose=asked.verbose)
         took = time.monotonic() - started
         print(f"seed {seed}: {took:.0f} s, {len(found)} faults", flush=True)  # noqa: T201
         if found:

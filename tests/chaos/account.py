@@ -7,12 +7,13 @@ the tables of `node`.
 """
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tests.chaos.node import (
     BACKENDS,
@@ -22,6 +23,9 @@ from tests.chaos.node import (
     MIG_RESOURCES,
     PROFILES,
 )
+
+NOTICED_S: Final = 3.0
+"""Seconds after which a lost GPU must be known: it is looked at five times a second."""
 
 
 class Holding(NamedTuple):
@@ -57,7 +61,7 @@ class Account:
             that was restarted remembers.
         names: of the pods that run.
         cordoned: GPUs whose cordon a daemon has acknowledged.
-        lost: GPUs that are off the bus.
+        lost: GPUs that are off the bus or ask for a reset, each with the time since when.
         broken: what must never be, in sentences.
     """
 
@@ -66,7 +70,7 @@ class Account:
     pods: dict[str, set[Holding]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     cordoned: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
+    lost: dict[int, float] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
     # ---- what is seen -----------------------------------------------------------------------
@@ -147,11 +151,17 @@ class Account:
             if it.part not in there:
                 yield f"{sorted(names)} run with {it.part}, which the driver no longer has: {there}"
 
-    def granted(self, name: str, holdings: Collection[Holding], cordoned: Collection[int]) -> None:
-        """Judge a grant by what was known when the pod came."""
+    def closed(self) -> frozenset[int]:
+        """Return the GPUs that give nothing now: cordoned, or lost for as long as is noticed."""
+        now = time.monotonic()
+        lost = {gpu for gpu, since in self.lost.items() if now - since > NOTICED_S}
+        return frozenset(self.cordoned | lost)
+
+    def granted(self, name: str, holdings: Collection[Holding], closed: Collection[int]) -> None:
+        """Judge a grant by what was closed from the pod's arrival to the answer."""
         for it in holdings:
-            if it.gpu in cordoned:
-                self.add(f"{name} got {it.part} of GPU {it.gpu}, which was cordoned")
+            if it.gpu in closed:
+                self.add(f"{name} got {it.part} of GPU {it.gpu}, which was cordoned or lost")
 
     # ---- when all is quiet -------------------------------------------------------------------
 
@@ -189,7 +199,7 @@ class Account:
         if resource in MIG_RESOURCES:
             profile = MIG_RESOURCES[resource]
             own = len([it for it in self.held(MIG) if it.part.partition("@")[0] == profile])
-            usable = MIG not in self.lost | self.cordoned
+            usable = MIG not in {*self.lost, *self.cordoned}
             return int(usable and self._healthy_placements(profile) > own)
         kind, gpus, shares = BACKENDS[resource]
         free = [
@@ -202,6 +212,6 @@ class Account:
     def claimable(self) -> int:
         """Compute how many shares a claim can get now."""
         held = self.held(CLAIMS)
-        if CLAIMS in self.lost | self.cordoned or any(it.kind != "fraction" for it in held):
+        if CLAIMS in {*self.lost, *self.cordoned} or any(it.kind != "fraction" for it in held):
             return 0
         return CLAIMED - sum(it.amount for it in held)

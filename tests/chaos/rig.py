@@ -23,7 +23,7 @@ from anyio.abc import TaskGroup
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from metagpu.agent.standby import read_standby
+from metagpu.agent.exchange import read_standby
 from metagpu.core.errors import MetagpuError
 from metagpu.plugins.control.client import send_request
 from metagpu.plugins.kubelet.pb import v1
@@ -42,7 +42,7 @@ from metagpu.sim.kubelet.process import CHECKPOINT
 from metagpu.sim.machine.spec import build_node
 from tests.chaos.account import Account, Holding
 from tests.chaos.node import BACKENDS, CLASSES, CONFIGURATIONS, HARDWARE, MIG, MISSING
-from tests.chaos.steps import Step
+from tests.chaos.steps import FATAL_XIDS, Step
 from tests.rigs.exchange import Daemon, at
 
 PROBE_S: Final = 30.0
@@ -77,6 +77,7 @@ class Chaos:
     cluster: SingleNodeCluster
     account: Account
     group: TaskGroup
+    plant: str = ""
     daemons: list[Daemon] = field(default_factory=list)
     configuration: str = "all"
     mood: str = "well"
@@ -284,18 +285,19 @@ class Chaos:
             self.unsure.add(gpu)
 
     async def do_xid(self, gpu: int, code: int) -> None:
-        """Report an XID; the GPU is well again as soon as it is looked at."""
-        await self._sim({"do": "xid", "gpu": str(gpu), "code": code})
+        """Report an XID; after one that is fatal the driver asks for a reset."""
+        if await self._sim({"do": "xid", "gpu": str(gpu), "code": code}) and code in FATAL_XIDS:
+            self.account.lost[gpu] = time.monotonic()
 
     async def do_lose(self, gpu: int) -> None:
         """Drop a GPU off the bus, until it is reset or its simulation starts again."""
         if await self._sim({"do": "lose", "gpu": str(gpu)}):
-            self.account.lost.add(gpu)
+            self.account.lost[gpu] = time.monotonic()
 
     async def do_reset(self, gpu: int) -> None:
         """Reset a GPU."""
         if await self._sim({"do": "reset", "gpu": str(gpu)}):
-            self.account.lost.discard(gpu)
+            self.account.lost.pop(gpu, None)
 
     # ---- rest --------------------------------------------------------------------------------
 
@@ -433,7 +435,7 @@ class Chaos:
         self, pod: SimPod, really: Callable[[SimPod], Any]
     ) -> Mapping[str, ContainerRunOptions]:
         """Admit a pod as the kubelet does, and judge the grant."""
-        cordoned = frozenset(self.account.cordoned)
+        closed = self.account.closed()
         try:
             options: Mapping[str, ContainerRunOptions] = await really(pod)
         except AdmissionError as error:
@@ -443,7 +445,7 @@ class Chaos:
         self.look()
         held = self.account.pods.get(pod.uid, set())
         self.note(f"  {pod.name} holds {sorted(f'{it.gpu}:{it.kind}:{it.part}' for it in held)}")
-        self.account.granted(pod.name, held, cordoned & self.account.cordoned)
+        self.account.granted(pod.name, held, closed & self.account.closed())
         return options
 
     def look(self) -> None:
@@ -491,7 +493,13 @@ class Chaos:
             "--node-name": paths.NODE_NAME,
         }
         options = [str(part) for option in places.items() for part in option]
-        program = [sys.executable, "-c", f"{QUICK}\n{first}\n{_ARGUMENTS}", "run", "--take-over"]
+        program = [
+            sys.executable,
+            "-c",
+            f"{QUICK}\n{self.plant}\n{first}\n{_ARGUMENTS}",
+            "run",
+            "--take-over",
+        ]
         daemon = Daemon(await anyio.open_process([*program, *options]))
         self.group.start_soon(daemon.read)
         self.daemons.append(daemon)
@@ -566,7 +574,7 @@ _list = PodResourcesV1.list
 
 
 @asynccontextmanager
-async def chaos(folder: Path) -> AsyncIterator[Chaos]:
+async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
     """Run a node with its first daemon while the block lasts; no process of it is left."""
     driver = folder / "driver.json"
     (folder / "node.yaml").write_text(HARDWARE.format(state=driver))
@@ -576,7 +584,7 @@ async def chaos(folder: Path) -> AsyncIterator[Chaos]:
     cluster = SingleNodeCluster(node, folder)
     account = Account(tuple(str(gpu.id) for gpu in node.gpus), driver)
     async with cluster.running(), anyio.create_task_group() as group:
-        found = Chaos(folder, cluster, account, group)
+        found = Chaos(folder, cluster, account, group, plant)
         really = cluster.kubelet.admit
         cluster.kubelet.admit = lambda pod: found.admit(pod, really)  # type: ignore[method-assign]
 

@@ -9,6 +9,7 @@ from tests.chaos.node import (
     CLASSES,
     FRACTION,
     MIG_RESOURCES,
+    MIXED,
     MPS,
     MPS_WHOLE,
     SLICED,
@@ -23,6 +24,9 @@ DAMAGES: Final = ("garbage", "half", "empty", "missing")
 """What becomes of the kubelet's checkpoint while the kubelet runs."""
 STOPS: Final = ("prepare", "standby", "take", "registered", "withdraw", "released")
 """Steps of a daemon at which it gets a signal (`tests.rigs.exchange.PLACES`)."""
+RESETTABLE: Final = (*MIXED, MPS, CLAIMS)
+"""The GPUs that have faults: a reset of the other one ends MIG instances in use."""
+FATAL_XIDS: Final = (48, 79)
 
 
 class Step(NamedTuple):
@@ -97,9 +101,9 @@ def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
     elif what in {"cordon", "uncordon"}:
         given = {"gpu": chance.randrange(CLAIMS + 1)}
     elif what == "xid":
-        given = {"gpu": chance.randrange(CLAIMS + 1), "code": pick((13, 31, 48, 79))}
+        given = {"gpu": pick(RESETTABLE), "code": pick((13, 31, *FATAL_XIDS))}
     elif what in {"lose", "reset"}:
-        given = {"gpu": pick((*range(MPS + 1), CLAIMS))}  # a reset ends MIG instances in use
+        given = {"gpu": pick(RESETTABLE)}
     return Step(what, given, pick((0, 0, 0.1, 0.5, 1.0, 2.0)))
 
 
