@@ -157,6 +157,18 @@ class Account:
         lost = {gpu for gpu, since in self.lost.items() if now - since > NOTICED_S}
         return frozenset(self.cordoned | lost)
 
+    def conflict(self, asked: Holding) -> str:
+        """Return why nobody may get a part of a GPU that no pod holds, empty for no reason."""
+        held = self.held(asked.gpu)
+        if asked in held:
+            return ""  # a container that is started again asks for what it has
+        if asked.gpu in self.closed():
+            return f"GPU {asked.gpu} is cordoned or lost"
+        for it, names in held.items():
+            if it.kind != asked.kind or (it.kind == "mig" and {*it.slices} & {*asked.slices}):
+                return f"{sorted(names)} hold {it.part} of {it.kind}"
+        return ""
+
     def granted(self, name: str, holdings: Collection[Holding], closed: Collection[int]) -> None:
         """Judge a grant by what was closed from the pod's arrival to the answer."""
         for it in holdings:

@@ -38,6 +38,7 @@ from metagpu.sim.kubelet.kubelet import (
     SimPod,
 )
 from metagpu.sim.kubelet.pod_resources import PodResourcesV1
+from metagpu.sim.kubelet.pods import DeviceError
 from metagpu.sim.kubelet.process import CHECKPOINT
 from metagpu.sim.machine.spec import build_node
 from tests.chaos.account import Account, Holding
@@ -283,6 +284,36 @@ class Chaos:
         self.account.cordoned.discard(gpu)
         if not await self._ask({"command": "uncordon", "gpu": str(gpu)}):
             self.unsure.add(gpu)
+
+    async def do_old_list(self, number: int, seconds: float) -> None:
+        """Ask for a share that nobody may get now, as a kubelet does that has an older list."""
+        with anyio.move_on_after(seconds):
+            while not self.account.broken:
+                await self._ask_by_an_old_list(number)
+                await anyio.sleep(0.1)
+
+    async def _ask_by_an_old_list(self, number: int) -> None:
+        process = self.cluster.kubelet._process
+        if process is None:
+            return
+        self.look()
+        shares = sorted(
+            (name, device) for name, devices in process.state.devices.items() for device in devices
+        )
+        taken = [it for it in shares if self.account.conflict(self.account.of_device(*it))]
+        if not taken:
+            return
+        name, device = taken[number % len(taken)]
+        endpoint = process.state.endpoints.get(name)
+        if endpoint is None or endpoint.plugin is None:
+            return
+        try:
+            await endpoint.plugin.allocate([device])
+        except DeviceError:
+            return
+        self.look()
+        if reason := self.account.conflict(self.account.of_device(name, device)):
+            self.account.add(f"{device} of {name} was granted by an older list: {reason}")
 
     async def do_xid(self, gpu: int, code: int) -> None:
         """Report an XID; after one that is fatal the driver asks for a reset."""
@@ -552,7 +583,7 @@ class Chaos:
     async def _until(self, is_so: Callable[[], bool], seconds: float) -> bool:
         """Wait until something is so; return whether it is."""
         with anyio.move_on_after(seconds):
-            while not is_so():  # noqa: ASYNC110 - of several causes
+            while not (self.account.broken or is_so()):  # noqa: ASYNC110 - of several causes
                 await anyio.sleep(0.05)
             return True
         return False

@@ -59,20 +59,27 @@ _WEIGHTS: Final = {
     "reload": 2,
     "cordon": 2,
     "uncordon": 2,
+    "old_list": 2,
     "xid": 2,
     "lose": 1,
     "reset": 1,
     "quiet": 1,
 }
+_BLINDING: Final = {"kill", "terminate", "kill_beside_late_kubelet", "damage", "exchange"}
+"""After these a daemon begins that knows nothing yet."""
 _SHARES: Final = {FRACTION: 10, WHOLE: 1, SLICED: 1, UNITS: 10, MPS_WHOLE: 1}
 
 
-def draw(seed: int, length: int = 14) -> list[Step]:
+def draw(seed: int, length: int = 10) -> list[Step]:
     """Draw a schedule."""
     chance = random.Random(seed)  # noqa: S311 - repeatable
     kinds = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)
-    pods = ("pod", "pod", "pod")  # a node without pods proves nothing
-    return [_step(chance, it) for it in (*pods, *kinds)]
+    steps = [_step(chance, "pod") for _ in range(4)]  # a node without pods proves nothing
+    for kind in kinds:
+        steps.append(_step(chance, kind))
+        if kind in _BLINDING and chance.random() < 0.7:  # pods that come at the worst moment
+            steps += [_step(chance, it) for it in ("pod", "pod", "old_list")]
+    return steps
 
 
 def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
@@ -87,8 +94,10 @@ def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
         given = {"kind": pick(list(CLASSES)), "size": chance.randint(10, 100)}
     elif what in {"end", "force"}:
         given = {"number": chance.randrange(8)}
+    elif what == "old_list":
+        given = {"number": chance.randrange(1000), "seconds": pick((0.1, 1.0, 4.0))}
     elif what in {"kubelet_restart", "kubelet_up", "kill_beside_late_kubelet"}:
-        given = {"mood": pick(MOODS), "seconds": pick((0.5, 1.5, 3.0, 6.0))}
+        given = {"mood": pick(MOODS), "seconds": pick((1.5, 3.0, 6.0))}
     elif what in {"kill", "terminate"}:
         given = {"down": pick((0, 0, 0.5, 3.0))}
     elif what == "damage":

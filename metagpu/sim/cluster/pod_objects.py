@@ -65,8 +65,9 @@ def pod_object(request: PodManifest, created: str) -> Object:
 
 def requests_of(pod: Object) -> Mapping[str, int]:
     """Return the number of devices that a Pod requests, by resource name."""
-    admitted = kubelet_pod(pod)
-    return {it: admitted.request(it) for it in sorted(admitted.resources())}
+    containers, first = _containers(pod)
+    asking = SimPod("", containers=containers, init_containers=first)
+    return {it: asking.request(it) for it in sorted(asking.resources())}
 
 
 def _devices_of(container: Object) -> Mapping[str, int]:
@@ -96,14 +97,19 @@ def timestamp(at: float) -> str:
 def kubelet_pod(pod: Object) -> SimPod:
     """Return a Pod as its kubelet admits it."""
     metadata = pod["metadata"]
-    first, containers = (
-        tuple(
-            SimContainer(it["name"], _devices_of(it), it.get("restartPolicy") == "Always")
-            for it in pod["spec"].get(kind) or ()
-        )
-        for kind in ("initContainers", "containers")
+    return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], *_containers(pod))
+
+
+def _containers(pod: Object) -> tuple[tuple[SimContainer, ...], tuple[SimContainer, ...]]:
+    """Return the containers of a Pod, and its init containers."""
+    spec = pod["spec"]
+    containers = tuple(
+        SimContainer(it["name"], _devices_of(it)) for it in spec.get("containers") or ()
     )
-    return SimPod(metadata["name"], metadata["namespace"], metadata["uid"], containers, first)
+    return containers, tuple(
+        SimContainer(it["name"], _devices_of(it), it.get("restartPolicy") == "Always")
+        for it in spec.get("initContainers") or ()
+    )
 
 
 def node_of(pod: Object) -> str:
