@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from metagpu.plugins.control.client import send_request
+from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
 
 HERE: Final = Path(__file__).parents[1]
 """The root of this source tree."""
@@ -172,6 +173,11 @@ def start(
     for name, value in {**options, **(further or {})}.items():
         command += [name, str(value)]
 
+    checkpoint = directory / "kubelet" / CHECKPOINT_FILE
+    if (
+        kubelet and not checkpoint.exists()
+    ):  # without one, nothing is granted until the kubelet writes it
+        checkpoint.write_text('{"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}}')
     beside = [sys.executable, "-m", "bench.kubelets", str(directory / "kubelet")]
     with (directory / "log").open("ab") as log:
         other = subprocess.Popen(beside, stdout=log, stderr=log) if kubelet else None
