@@ -202,6 +202,7 @@ class Agent:
             self.timing.exchange,
             context.taken,
             self._offering.ready,
+            is_open=self.cluster.shows_shares if self.cluster else lambda: False,
         )
 
     def _build_lifecycle(self) -> Lifecycle:

@@ -153,6 +153,7 @@ class Exchange:
         taken: set once this daemon has the node.
         ready: set once the daemon before this one may end; the service manager hears of it.
         over: set when it gives the node to a daemon that is ready, as it has nothing to serve.
+        is_open: whether the Node, as read last, shows shares to which the scheduler binds pods.
     """
 
     run_dir: Path
@@ -165,6 +166,7 @@ class Exchange:
     taken: anyio.Event
     ready: anyio.Event
     over: anyio.Event = field(default_factory=anyio.Event)
+    is_open: Callable[[], bool] = lambda: False
     _logged: LogOnce = field(default_factory=LogOnce)
     _unready_since: float | None = None
 
@@ -241,9 +243,9 @@ class Exchange:
     async def withdraw(self) -> None:
         """Keep new pods away, and serve those that are on their way.
 
-        The scheduler hears it by the Node's amounts, which fall to 0. Without an
-        API server nobody can tell it: the present calls are answered, and to serve longer would
-        protect no pod.
+        The scheduler hears it by the Node's amounts, which fall to 0. The kubelet may raise them
+        again, and each time the last pods are waited for anew. Without an API server nobody can
+        tell the scheduler: the present calls are answered, and longer would protect no pod.
         """
         if not self.taken.is_set():
             return
@@ -256,7 +258,9 @@ class Exchange:
             tells = snapshot.pods.listed and bool(snapshot.offers)
             while self._admits() or (tells and anyio.current_time() < quiet + timing.least):
                 await anyio.sleep(timing.poll)
-                quiet = anyio.current_time() if self._admits() else max(quiet, self._last_grant())
+                if self._admits() or (tells and self.is_open()):
+                    quiet = anyio.current_time()
+                quiet = max(quiet, self._last_grant())
         log.info(
             "node withdrawn",
             after=f"{anyio.current_time() - began:.2f}s",

@@ -23,9 +23,9 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
         report: for which it is kept from being ready, before an Event says so.
         alone: for which nobody has the node, before a daemon that is not ready takes it: one that
             has crashed is back before.
-        least: from the last pod that was admitted, or the withdrawal, to the end, where the API
-            server lists pods: the scheduler goes by the old amounts of the Node for a while, on a
-            busy machine for longer.
+        least: from the last pod that was admitted, and from the Node's amounts at 0, to the end,
+            where the API server lists pods: the scheduler goes by the old amounts for a while, on
+            a busy machine for longer. A kubelet raises them again every 10 s.
         most: the longest time from the withdrawal to the end.
     """
 

@@ -14,8 +14,11 @@ import pytest
 from metagpu.agent.exchange import Exchange, Lifecycle
 from metagpu.agent.timing import ExchangeTiming
 from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.facts import GpusFound, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.kubelet.folder_lock import FolderLock
+from tests.rigs.build import gpu, layout_of
+from tests.rigs.waiting import skip
 
 
 @dataclass
@@ -117,3 +120,36 @@ async def test_an_end_writes_over_no_note_that_is_not_read(tmp_path: Path) -> No
             await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     assert note.done == ["read", "written"]
+
+
+async def test_the_last_pods_are_waited_for_after_each_raise_of_the_amounts(tmp_path: Path) -> None:
+    """A kubelet that writes its own amounts lets pods in: the withdrawal lasts until they are 0."""
+    daemon = exchange(tmp_path, Looks([]), ExchangeTiming(poll=0.001, least=60.0, most=3600.0))
+    daemon.registry.apply(GpusFound((gpu(0),), at=0))
+    daemon.registry.apply(layout_of(gpu(0)).offer_fact)
+    daemon.registry.apply(PodsListed((), 0.0))
+    daemon.taken.set()
+    asked, shown = anyio.Event(), [True]
+
+    def is_open() -> bool:
+        asked.set()
+        return shown[0]
+
+    daemon.is_open, ended = is_open, anyio.Event()
+
+    async def withdraw() -> None:
+        await daemon.withdraw()
+        ended.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(withdraw)
+        for _ in range(3):
+            skip(61)
+            asked = anyio.Event()
+            with anyio.fail_after(30):
+                await asked.wait()
+        assert not ended.is_set()
+        shown[0] = False
+        skip(61)
+        with anyio.fail_after(30):
+            await ended.wait()

@@ -20,6 +20,7 @@ from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.connection import ClusterContext, LastingParts, NodeConnection
 from metagpu.plugins.cluster.event_recorder import PER_POD, EventReason, EventRecorder
 from metagpu.plugins.cluster.events import GpuEventFeed, NodeEvents
+from metagpu.plugins.cluster.node_object import allocatable_of, stale_allocatable
 from metagpu.plugins.cluster.node_status import DriverUpgradeFollower, NodeCordonFollower
 from metagpu.plugins.cluster.pods import (
     CompetingPod,
@@ -83,6 +84,13 @@ class Cluster:
         if Feature.CONFIG in self._context.settings.features and not follower.decided.is_set():
             return follower.problem or "the node's profile is not known yet"
         return ""
+
+    def shows_shares(self) -> bool:
+        """Return whether the Node, as read last, shows amounts above those that metagpu writes."""
+        node = self.connection.node.object if self.connection else None
+        if node is None or Feature.ALLOCATABLE not in self._context.settings.features:
+            return False
+        return bool(stale_allocatable(node, allocatable_of(self._context.registry.snapshot)))
 
     async def wait_for_choice(self) -> None:
         """Wait until the Node's labels are followed, for `choice_timeout` at most.

@@ -31,6 +31,7 @@ from metagpu.core.state.facts import (
     GpusFound,
     GpuUncordoned,
     LeasesObserved,
+    NodeWithdrawn,
     PodsListed,
     ProvisioningReported,
     RegistrationProblemFound,
@@ -172,6 +173,32 @@ async def test_an_amount_that_falls_is_written_before_all_else(tmp_path: Path) -
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
         patches = [each for each in server.requests[before:] if each.method == "PATCH"]
         assert "allocatable" in patches[0].body["status"]
+
+
+async def test_a_daemon_that_withdraws_knows_whether_the_node_shows_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amounts that the kubelet raises count as shown until they are lowered again."""
+    patch, go_on = NodePatcher.patch, anyio.Event()
+
+    async def waits(self: NodePatcher, subresource: str, body: Mapping[str, Any]) -> None:
+        await go_on.wait()
+        await patch(self, subresource, body)
+
+    monkeypatch.setattr(NodePatcher, "patch", waits)
+    server = SimApiServer()
+    server.add_node(NODE)
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
+        it.offer()
+        it.registry.apply(PodsListed((), 0.0))
+        it.registry.apply(NodeWithdrawn(hands_over=True))
+        assert not it.cluster.shows_shares()
+        for _ in range(2):
+            server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+            await becomes(it.cluster.shows_shares)
+            go_on.set()
+            await becomes(lambda: not it.cluster.shows_shares())
+            go_on = anyio.Event()
 
 
 async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
