@@ -243,9 +243,9 @@ class Exchange:
     async def withdraw(self) -> None:
         """Keep new pods away, and serve those that are on their way.
 
-        The scheduler hears it by the Node's amounts, which fall to 0. The kubelet may raise them
-        again, and each time the last pods are waited for anew. Without an API server nobody can
-        tell the scheduler: the present calls are answered, and longer would protect no pod.
+        The scheduler hears it by the Node's amounts, which fall to 0. The kubelet may raise
+        them: then the last pods are waited for once more. Without an API server nobody can tell the
+        scheduler: the present calls are answered, and to serve longer would protect no pod.
         """
         if not self.taken.is_set():
             return

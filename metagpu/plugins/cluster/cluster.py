@@ -86,7 +86,7 @@ class Cluster:
         return ""
 
     def shows_shares(self) -> bool:
-        """Return whether the Node, as read last, shows amounts above those that metagpu writes."""
+        """Return whether the Node, as read last, shows more than metagpu writes."""
         node = self.connection.node.object if self.connection else None
         if node is None or Feature.ALLOCATABLE not in self._context.settings.features:
             return False

@@ -113,9 +113,10 @@ class RegistrationWatch:
     async def _compare_numbers(self, socket: Path) -> None:
         """Compare the kubelet's healthy devices with our lists.
 
-        A list that was just sent may not have arrived: a difference counts when it is seen twice.
+        A list that was just sent may not have arrived, and a busy kubelet reads them late: a
+        difference counts when it is seen twice, and the kubelet counts the same shares both times.
         """
-        suspected: Mapping[ResourceName, str] = {}
+        suspected: Mapping[ResourceName, frozenset[str]] = {}
         while True:
             timing = self._timing
             await anyio.sleep(timing.comparison_retry if suspected else timing.comparison_period)
@@ -125,14 +126,21 @@ class RegistrationWatch:
             for resource in self._endpoints.keys() - found.keys():
                 self._differences.pop(resource, None)
                 self._retries.pop(resource, None)
-            for resource in found.keys() & suspected.keys():
-                self._differences[resource] = found[resource]
-                self._report(resource, found[resource])
-                self._register_again(resource, found[resource])
+            for resource, theirs in found.items():
+                if suspected.get(resource) != theirs:
+                    continue
+                problem = (
+                    f"the kubelet counts {len(theirs)} shares as allocatable, and metagpu lists "
+                    f"{len(self._healthy().get(resource, ()))}; another plugin may have registered "
+                    "the name"
+                )
+                self._differences[resource] = problem
+                self._report(resource, problem)
+                self._register_again(resource, problem)
             suspected = found
 
-    async def _find_differences(self, socket: Path) -> Mapping[ResourceName, str] | None:
-        """Return the resources that the kubelet counts otherwise; `None` if unknown."""
+    async def _find_differences(self, socket: Path) -> Mapping[ResourceName, frozenset[str]] | None:
+        """Return what the kubelet counts where our list differs; `None` if unknown."""
         before = self._healthy()
         try:
             answer = await call_raw(socket, _ALLOCATABLE, b"", self._timing.poll_deadline)
@@ -140,10 +148,7 @@ class RegistrationWatch:
         except (OSError, GRPCError, StreamTerminatedError, ValueError):
             return None  # the watch of leases reports a PodResources service that fails
         return {
-            resource: (
-                f"the kubelet counts {len(theirs)} shares as allocatable, and metagpu lists "
-                f"{len(ours)}; another plugin may have registered the name"
-            )
+            resource: theirs
             for resource, ours in self._healthy().items()
             if ours == before.get(resource)
             and (theirs := counted.get(resource, frozenset[str]())) != ours

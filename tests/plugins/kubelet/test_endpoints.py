@@ -9,13 +9,15 @@ from msgspec.structs import replace
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet import endpoint, messages
+from metagpu.plugins.kubelet import endpoint, endpoints, messages
 from metagpu.plugins.kubelet.directory import KubeletDirectory
 from metagpu.plugins.kubelet.endpoints import RegistrationWatch
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.kubelet.other_plugin import other_plugin
 from tests.plugins.kubelet.rig import METAGPU, Node, node
+from tests.rigs.build import gpu, layout_of
 from tests.rigs.waiting import becomes, skip
 
 if TYPE_CHECKING:
@@ -78,11 +80,42 @@ class Again:
         self.times += 1
 
 
+async def test_a_kubelet_that_reads_lists_late_is_not_registered_with_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each registration refuses pods: a difference counts once the kubelet's shares stay."""
+    counted = [{"a"}, {"b"}, {"c"}, {"c"}]
+    resource, registered, at = ResourceName(METAGPU), Again(), list[int]()
+    served = cast("dict[ResourceName, Endpoint]", {resource: registered})
+    registry, stats = Registry(), KubeletCallStats()
+    registry.apply(GpusFound((gpu(0),), at=0))
+    registry.apply(layout_of(gpu(0)).offer_fact)
+    stats.of_resource(resource).listed = True
+    watch = RegistrationWatch(registry, stats, served, tmp_path, QUICK)
+
+    async def ask(*_: object) -> bytes:
+        at.append(registered.times)
+        if not counted:
+            await anyio.sleep_forever()
+        return b""
+
+    def read(_: bytes) -> dict[str, frozenset[str]]:
+        return {METAGPU: frozenset(counted.pop(0))}
+
+    monkeypatch.setattr(endpoints, "call_raw", ask)
+    monkeypatch.setattr(endpoints, "decode_allocatable_response", read)
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch._compare_numbers, tmp_path)
+        await becomes(lambda: len(at) == 5)
+        group.cancel_scope.cancel()
+    assert at == [0, 0, 0, 0, 1]
+
+
 async def test_plugins_that_both_register_again_do_so_ever_more_seldom() -> None:
     """A difference that comes back at each comparison is registered for later and later."""
     resource, registered = ResourceName(METAGPU), Again()
-    endpoints = cast("dict[ResourceName, Endpoint]", {resource: registered})
-    watch = RegistrationWatch(Registry(), KubeletCallStats(), endpoints, None)
+    served = cast("dict[ResourceName, Endpoint]", {resource: registered})
+    watch = RegistrationWatch(Registry(), KubeletCallStats(), served, None)
     times = []
 
     for _ in range(16):
