@@ -90,7 +90,7 @@ class MonitorFile:
         """
         if not self.wanted or self._path is None:
             return
-        named = {str(it.id): nodes for it in gpus if (nodes := injection.monitor_nodes(it))}
+        named = {str(gpu.id): nodes for gpu in gpus if (nodes := injection.monitor_nodes(gpu))}
         self.names = frozenset(map(GpuId, named))
         if not named:
             self._path.unlink(missing_ok=True)

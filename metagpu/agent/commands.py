@@ -124,7 +124,9 @@ class AgentCommands:
             **asdict(explained),
             leases=leases,
             enforcement=self.usage_service.enforcement_report,
-            lease_differences=[it.report() for it in self.usage_service.lease_differences],
+            lease_differences=[
+                difference.report() for difference in self.usage_service.lease_differences
+            ],
             mixed_requests=self.usage_service.mixed_requests,
             lost_devices=self.usage_service.lost_devices,
             configuration=self.config_loader.report(),

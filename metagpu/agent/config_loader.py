@@ -193,7 +193,7 @@ class ConfigLoader:
             formats=list(self.loaded.formats),
             profiles=list(self.loaded.profiles),
             notes=[str(note) for note in self.loaded.notes],
-            device_list_strategy=[str(it) for it in self.loaded.config.root.strategies],
+            device_list_strategy=[str(strategy) for strategy in self.loaded.config.root.strategies],
             error=self.error,
             reason=self.reason,
             effect=self.effect if self.error else None,

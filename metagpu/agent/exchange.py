@@ -271,9 +271,11 @@ class Exchange:
     def _last_grant(self) -> float:
         """Return the time of the last lease that began: its pod may be admitted already."""
         leases = (
-            it for state in self.registry.snapshot.gpus.values() for it in state.leases.values()
+            lease
+            for state in self.registry.snapshot.gpus.values()
+            for lease in state.leases.values()
         )
-        return max((it.since for it in leases), default=0.0)
+        return max((lease.since for lease in leases), default=0.0)
 
     def _admits(self) -> bool:
         """Return whether pods that need this daemon are on their way."""

@@ -89,7 +89,7 @@ class _Guards(Mapping[str, MemoryGuard]):
 
 async def running_holders(host: Host, holders: Collection[Holder]) -> Collection[Holder]:
     """Return those of some holders whose containers are seen to run."""
-    return {it.holder for it in await host.cgroups(holders) if it.populated}
+    return {cgroup.holder for cgroup in await host.cgroups(holders) if cgroup.populated}
 
 
 def build_usage_service(context: NodeContext, running: RunningHolders) -> UsageService:

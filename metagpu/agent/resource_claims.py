@@ -110,9 +110,11 @@ class ResourceClaims:
     @property
     def _wanted(self) -> bool:
         snapshot = self.context.registry.snapshot
-        leases = (it for state in snapshot.gpus.values() for it in state.leases.values())
+        leases = (lease for state in snapshot.gpus.values() for lease in state.leases.values())
         prepared = self._serving is not None and bool(self._serving.preparer.states.prepared)
-        self._held = self._held or prepared or any(it.resource_claim is not None for it in leases)
+        self._held = (
+            self._held or prepared or any(lease.resource_claim is not None for lease in leases)
+        )
         return bool(snapshot.offers_of(Api.DRA)) or (self._held and bool(snapshot.offers))
 
     def _may_have_claims(self) -> bool:

@@ -55,11 +55,11 @@ class Report:
     @property
     def complete(self) -> bool:
         """True if nothing stays."""
-        return all(it.result is not Result.STAYS for it in self.removals)
+        return all(removal.result is not Result.STAYS for removal in self.removals)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        return {"leftovers": [it.to_dict() for it in self.removals], "notes": self.notes}
+        return {"leftovers": [removal.to_dict() for removal in self.removals], "notes": self.notes}
 
 
 @dataclass
@@ -132,7 +132,10 @@ class Uninstall:
                 report.notes.append(f"the GPUs cannot be read, and stay as they are: {error}")
             holders = await self._learn_holders(report)
             snapshot = agent.registry.snapshot
-            assignments = [(it.gpu, it.backend) for it in agent.layout.backend_assignments]
+            assignments = [
+                (assignment.gpu, assignment.backend)
+                for assignment in agent.layout.backend_assignments
+            ]
             run_dir, daemons = self.paths.run_dir.absolute(), agent.context.daemons
             yield AbandonedNode(run_dir, daemons, agent.driver, snapshot, assignments, holders)
 

@@ -76,4 +76,4 @@ def _claimed(device: Mapping[str, Any]) -> str:
 
 def _taints(device: Mapping[str, Any]) -> str:
     taints: Sequence[Mapping[str, str]] = device.get("taints", ())
-    return ", ".join(it["key"].rpartition("/")[2] for it in taints)
+    return ", ".join(taint["key"].rpartition("/")[2] for taint in taints)

@@ -19,7 +19,7 @@ def show_removals(removals: Sequence[Removal], notes: Sequence[str], *, wanted: 
 
 
 def _summary(removals: Sequence[Removal], *, wanted: bool) -> str:
-    counted = Counter(it.result for it in removals)
+    counted = Counter(removal.result for removal in removals)
     if not removals:
         return ""
     if not wanted:

@@ -30,8 +30,8 @@ def sort_items(items: Sequence[Item], field: str) -> Sequence[Item]:
 
 def _sorted(items: Sequence[Item], field: str) -> Sequence[Item]:
     inside = [
-        {name: _sorted(value, field) if _is_rows(value) else value for name, value in it.items()}
-        for it in items
+        {name: _sorted(value, field) if _is_rows(value) else value for name, value in item.items()}
+        for item in items
     ]
     return sorted(inside, key=lambda it: _key(it, field))
 

@@ -88,7 +88,7 @@ def show_explanation(explained: Explanation, *, topology: bool = False) -> None:
         *reasons(explained.gpus),
         *_mixed_gpus(explained.gpus),
         *_unused_pools(explained.unused_pools),
-        *(Cell(it.text) for it in explained.remarks),
+        *(Cell(remark.text) for remark in explained.remarks),
         *(_topology(explained) if topology else ()),
     )
 
@@ -136,7 +136,7 @@ def _status_parts(status: StatusReport) -> Sequence[Part]:
         *_turns(status.gpus),
         leases_table(status.leases),
         *map(Cell, format_enforcement(status.enforcement)),
-        *(Cell(it.text) for it in status.remarks),
+        *(Cell(remark.text) for remark in status.remarks),
     )
 
 
@@ -168,8 +168,8 @@ def show_plan(plan: Plan) -> None:
 
 def _unreadable_gpus(report: Explanation) -> Iterable[Cell]:
     return (
-        Cell(f"not in service, as it cannot be read: {it.reason}", "bold red")
-        for it in report.unreadable_gpus
+        Cell(f"not in service, as it cannot be read: {gpu.reason}", "bold red")
+        for gpu in report.unreadable_gpus
     )
 
 
@@ -180,7 +180,7 @@ def _competing_plugins(sockets: Mapping[str, str]) -> Iterable[str]:
 def _of_holders(
     problems: Sequence[LostDevicesReport | LeaseDifferenceReport | MixedRequestReport],
 ) -> Iterable[str]:
-    return (f"{it.holder.partition(' ')[0]}: {it.reason}" for it in problems)
+    return (f"{problem.holder.partition(' ')[0]}: {problem.reason}" for problem in problems)
 
 
 def cluster_problems(cluster: ClusterReport | None) -> Iterable[str]:
@@ -338,7 +338,7 @@ def leases_table(leases: Sequence[LeaseReport]) -> TextTable:
         claim = f"ResourceClaim {lease.resource_claim}" if lease.resource_claim else ""
         unnamed = claim or "not listed by the kubelet yet"
         rows.add(
-            [Cell(it) for it in lease.holders or [unnamed]],
+            [Cell(holder) for holder in lease.holders or [unnamed]],
             lease.resource,
             str(lease.shares),
             str(lease.gpu),

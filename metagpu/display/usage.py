@@ -159,7 +159,7 @@ def devices_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
             )
 
     memory = sum(gpu.memory_mib or 0 for gpu in answer.gpus)
-    offers = [(it.resource, it.capacity) for gpu in answer.gpus for it in gpu.shares]
+    offers = [(share.resource, share.capacity) for gpu in answer.gpus for share in gpu.shares]
     shares = _sum_of_one_resource(offers)
     rows.add_sums(str(len(answer.gpus)), "", f"{memory} MiB", shares)
     return (rows, *gpu_problems(answer, wide=wide))

@@ -145,7 +145,7 @@ def fallback_choice(size: int, candidates: Sequence[GpuCandidate]) -> list[Share
 def _on_one_gpu(
     size: int, candidates: Sequence[GpuCandidate], policy: PlacementPolicy
 ) -> list[Share] | None:
-    bound = [it for it in candidates if it.required]
+    bound = [candidate for candidate in candidates if candidate.required]
     if len(bound) > 1:
         return None
 
@@ -167,13 +167,13 @@ def _combinations(
 ) -> Iterator[list[tuple[GpuCandidate, int]]]:
     """Yield combinations of whole GPUs and at most one part, the better ones first."""
     for part in (None, *sorted(candidates, key=_rank(policy))):
-        others = [it for it in candidates if it is not part]
+        others = [candidate for candidate in candidates if candidate is not part]
         others.sort(key=lambda it: (-it.total, it.gpu.index))
-        bound = [it for it in others if it.required]
+        bound = [other for other in others if other.required]
         if any(not it.idle for it in bound):
             continue  # this GPU would be a second part
 
-        sums = _sums([it for it in others if it.idle and not it.required])
+        sums = _sums([other for other in others if other.idle and not other.required])
         missing = size - sum(it.total for it in bound)
         for count in _part_sizes(part):
             if (wholes := sums.get(missing - count)) is not None:
@@ -203,11 +203,13 @@ def _part_sizes(candidate: GpuCandidate | None) -> range:
 
 def _numa_groups(candidates: Sequence[GpuCandidate]) -> Iterator[Sequence[GpuCandidate]]:
     """Yield the GPUs of each NUMA node that holds all required shares, then all GPUs."""
-    required_on = {it.gpu.numa_node for it in candidates if it.required}
+    required_on = {candidate.gpu.numa_node for candidate in candidates if candidate.required}
 
-    for node in sorted({it.gpu.numa_node for it in candidates if it.gpu.numa_node is not None}):
+    for node in sorted(
+        {candidate.gpu.numa_node for candidate in candidates if candidate.gpu.numa_node is not None}
+    ):
         if required_on <= {node}:
-            yield [it for it in candidates if it.gpu.numa_node == node]
+            yield [candidate for candidate in candidates if candidate.gpu.numa_node == node]
     yield candidates
 
 

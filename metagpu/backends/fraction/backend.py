@@ -132,7 +132,9 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         """
         candidates = candidates_of(self.resource, available, required, snapshot)
         open_candidates = [
-            it for it in candidates if it.required or open_to(snapshot.gpus[it.gpu.id], self.name)
+            candidate
+            for candidate in candidates
+            if candidate.required or open_to(snapshot.gpus[candidate.gpu.id], self.name)
         ]
         largest = max(map(len, snapshot.offers[self.resource].by_gpu.values()), default=0)
         return choose_shares_or_fallback(

@@ -142,11 +142,11 @@ class MigBackend(
 
         One resource name is for instances of one size: with several, none is offered.
         """
-        finished = [it for it in instances if len(it.compute_instances) == 1]
+        finished = [instance for instance in instances if len(instance.compute_instances) == 1]
         slots = sorted(slot_of_instance(gpu.mig_profiles, it) for it in finished)
         if (
             isinstance(self._options.resource, str)
-            and len({it.partition("@")[0] for it in slots}) > 1
+            and len({slot.partition("@")[0] for slot in slots}) > 1
         ):
             slots = []
         options = replace(self._options, existing=tuple(slots))

@@ -147,7 +147,7 @@ class InstanceInventory:
         reported = set[str]()
         if not self.scanned:  # reported by this agent, under an earlier configuration
             before = state.provisioned.get(self.backend, ProvisionedState())
-            reported = {it.device for it in before.devices.values()}
+            reported = {device.device for device in before.devices.values()}
             self.unsettled |= before.pending
         self.present = {slot_of_instance(state.gpu.mig_profiles, it): it for it in listed}
 

@@ -57,7 +57,9 @@ def mps_devices(inventory: InstanceInventory, state: GpuState) -> list[MigDevice
         for slot in inventory.present.keys() - inventory.changing
         if inventory.is_owned(slot) or slot in inventory.unclaimed
     }
-    return [it for it in mig_devices(inventory) if it.slot in ours & (of_pods | of_layout)]
+    return [
+        device for device in mig_devices(inventory) if device.slot in ours & (of_pods | of_layout)
+    ]
 
 
 class DaemonObserver(Protocol):
@@ -91,7 +93,9 @@ class _MigDaemonHost(NamedTuple):
 
     async def processes(self) -> Sequence[GpuProcess]:
         number = self.device.instance
-        return [it for it in await self.context.processes() if it.gpu_instance == number]
+        return [
+            process for process in await self.context.processes() if process.gpu_instance == number
+        ]
 
 
 @dataclass(eq=False, slots=True)

@@ -144,11 +144,11 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     def sharing_by_profile(self, gpu: Gpu) -> Mapping[str, InstanceSharing]:
         """Return the sharing of instances on a GPU, by profile."""
         return {
-            it.name: share_by_mps(self.mps, it, gpu)
-            if self.mps is not None and self.uses_mps(it.name)
-            else share_by_time_slicing(self.replicas_of(it.name), it.memory)
-            for it in gpu.mig_profiles
-            if it.name in self.profile_names
+            profile.name: share_by_mps(self.mps, profile, gpu)
+            if self.mps is not None and self.uses_mps(profile.name)
+            else share_by_time_slicing(self.replicas_of(profile.name), profile.memory)
+            for profile in gpu.mig_profiles
+            if profile.name in self.profile_names
         }
 
     def _check_profiles(self) -> None:

@@ -325,7 +325,11 @@ def _defrag_moves(
 ) -> defaultdict[GpuId, list[DefragMove]]:
     """Find the cheapest move for each profile that fits nowhere, by the GPU it frees."""
     found = defaultdict[GpuId, list[DefragMove]](list)
-    profiles = {profile.name: profile for it in occupancies for profile in it.geometry.profiles}
+    profiles = {
+        profile.name: profile
+        for occupancy in occupancies
+        for profile in occupancy.geometry.profiles
+    }
 
     for profile in sorted(profiles.values(), key=_size, reverse=True):
         for move in find_moves(profile.name, occupancies)[:1]:

@@ -173,7 +173,9 @@ class MigGeometry:
         if known is None:
             granted = refused = 0.0
             for chance, gain, masks in self._requests:
-                rests = [self.future_requests(occupied | it) for it in masks if not it & occupied]
+                rests = [
+                    self.future_requests(occupied | mask) for mask in masks if not mask & occupied
+                ]
                 if rests:
                     granted += chance * (gain + _LATER * max(rests))
                 else:

@@ -420,7 +420,7 @@ class InstanceProvisioner:
             await mig.destroy(gpu, number)
         except DriverError:
             with suppress(DriverError):
-                if number not in {it.number for it in await mig.instances(gpu)}:
+                if number not in {instance.number for instance in await mig.instances(gpu)}:
                     return
             raise
 

@@ -313,7 +313,9 @@ class MpsBackend(
         """Choose units of one GPU that takes another client; others come last."""
         candidates = candidates_of(self.resource, available, required, snapshot)
         open_candidates = [
-            it for it in candidates if it.required or self._takes_more(snapshot.gpus[it.gpu.id])
+            candidate
+            for candidate in candidates
+            if candidate.required or self._takes_more(snapshot.gpus[candidate.gpu.id])
         ]
         return choose_shares_or_fallback(
             size, open_candidates, candidates, self.options.placement, largest=size
@@ -395,7 +397,7 @@ class MpsBackend(
     def _count_clients(self, state: GpuState, ids: Iterable[ShareId]) -> int:
         """Count the containers that hold these shares, as far as the shares are of MPS."""
         leases = [state.leases[share_id] for share_id in ids]
-        return count_containers(it for it in leases if it.share.backend == self.name)
+        return count_containers(lease for lease in leases if lease.share.backend == self.name)
 
 
 def _format_counts(by_index: Mapping[int, int]) -> str:

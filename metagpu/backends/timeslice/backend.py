@@ -219,7 +219,11 @@ class TimesliceBackend(
         The kubelet may not have received yet that another backend owns a GPU.
         """
         candidates = candidates_of(self.resource, available, required, snapshot)
-        last = {it.gpu.id for it in candidates if not open_to(snapshot.gpus[it.gpu.id], self.name)}
+        last = {
+            candidate.gpu.id
+            for candidate in candidates
+            if not open_to(snapshot.gpus[candidate.gpu.id], self.name)
+        }
         return choose_replicas(size, candidates, self.options.allocation_policy, last)
 
     def check(self, shares: Sequence[Share], snapshot: Snapshot) -> None:
@@ -343,7 +347,7 @@ def _asked_length(state: GpuState) -> str:
     A newer metagpu may have prepared the claim, with a length that is unknown here.
     """
     leases = state.leases.values()
-    asked = (it.settings for it in leases if it.share.backend == TimesliceBackend.name)
+    asked = (lease.settings for lease in leases if lease.share.backend == TimesliceBackend.name)
     return next(filter(None, asked), "")
 
 

@@ -78,7 +78,7 @@ def shares_to_wait(
     if not orphaned:
         return frozenset()
     kinds = {(it.backend, it.resource, it.replica) for it in orphaned}
-    parts = [it for it in shares if (it.backend, it.resource, it.replica) in kinds]
+    parts = [share for share in shares if (share.backend, share.resource, share.replica) in kinds]
     part = parts[0].memory if parts else 0
     countable = all(it.interchangeable for it in (*parts, *orphaned)) and part > 0
     if len(kinds) > 1 or not countable or any(it.memory != part for it in parts):

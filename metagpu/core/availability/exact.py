@@ -56,7 +56,7 @@ def free_part(state: GpuState, offer: Offer) -> FreePart:
     gpu, shares, full = state.gpu.id, offer.ids[state.gpu.id], False
     if (most := offer.rule.max_containers.get(gpu)) is not None:
         backend = offer.by_gpu[gpu][0].backend
-        leases = (it for it in state.leases.values() if it.share.backend == backend)
+        leases = (lease for lease in state.leases.values() if lease.share.backend == backend)
         full = count_containers(leases) >= most
     part = FreePart(gpu, len(shares), available.count_free(shares), full)
     available.parts[resource] = offer, part

@@ -89,7 +89,7 @@ class AbandonedNode(msgspec.Struct, frozen=True):
             return "the kubelet does not say which pods hold shares"
         if not self.holders:
             return ""
-        first, *others = sorted({f"{it.namespace}/{it.pod}" for it in self.holders})
+        first, *others = sorted({f"{holder.namespace}/{holder.pod}" for holder in self.holders})
         return f"used by pod {first}" + (f" and {len(others)} others" if others else "")
 
 

@@ -112,7 +112,7 @@ def shared_device(device: Device, state: GpuState, sharing: ClaimSharing) -> Dev
     Raises:
         SharingUnavailable: the GPU's pool does not have the backend.
     """
-    shares = tuple(it for it in state.shares if it.backend == sharing.backend)
+    shares = tuple(share for share in state.shares if share.backend == sharing.backend)
     if shares:
         first = shares[0]
         return replace(device, backend=first.backend, resource=first.resource, shares=shares)

@@ -93,7 +93,7 @@ def _parts(device: Device, gpu: Gpu) -> Mapping[str, str]:
     """Return the engines and memory slices of a MIG device, under NVIDIA's names."""
     name, _, start = slot_of(device.shares[0].id).rpartition("@")
     profile = next(it for it in gpu.mig_profiles if it.name == name)
-    place = next(it for it in profile.placements if it.start == int(start))
+    place = next(placement for placement in profile.placements if placement.start == int(start))
     engines = profile.engines
     amounts = {
         "multiprocessors": profile.multiprocessors,
@@ -182,7 +182,7 @@ def gpu_slices(
     state = snapshot.gpus[gpu]
     devices = devices_of(state)
     if plain:
-        devices = tuple(it for it in devices if it.type == WHOLE_TYPE)
+        devices = tuple(device for device in devices if device.type == WHOLE_TYPE)
     if not devices:
         return ()
     contents = _contents(snapshot, state, devices, pcie_root)
@@ -224,7 +224,7 @@ def _contents(
 
 
 def _counters(devices: Sequence[Device]) -> tuple[str, ...]:
-    slots = {slot for it in devices if it.type == MIG_TYPE for slot in _slots(it)}
+    slots = {slot for device in devices if device.type == MIG_TYPE for slot in _slots(device)}
     return tuple(sorted(slots)) or (_OWNER,)
 
 
@@ -295,7 +295,7 @@ def _is_full(device: Device, snapshot: Snapshot, state: GpuState) -> bool:
     """Return whether the GPU serves as many containers of a backend as it can."""
     offer = snapshot.offers.get(device.resource)
     most = offer.rule.max_containers.get(device.gpu) if offer is not None else None
-    leases = (it for it in state.leases.values() if it.share.backend == device.backend)
+    leases = (lease for lease in state.leases.values() if lease.share.backend == device.backend)
     return most is not None and count_containers(leases) >= most
 
 
@@ -307,7 +307,7 @@ def _taints(device: Device, state: GpuState, *, held: bool) -> list[Mapping[str,
     found = {
         row.taint: values.get(row.taint, "")
         for row, shares in availability_of(state).found
-        if row.taint not in ("", HELD) and all(it.id in shares for it in device.shares)
+        if row.taint not in ("", HELD) and all(share.id in shares for share in device.shares)
     }
     if held:
         found[HELD] = state.owner or ""

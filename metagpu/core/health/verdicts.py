@@ -96,7 +96,7 @@ class FaultNote(msgspec.Struct, frozen=True):
         """Return the note of these GPUs alone, or of all `but` these."""
 
         def chosen(entries: tuple[NotedT, ...]) -> tuple[NotedT, ...]:
-            return tuple(it for it in entries if (it.gpu in gpus) is not but)
+            return tuple(entry for entry in entries if (entry.gpu in gpus) is not but)
 
         return FaultNote(chosen(self.faults), chosen(self.devices), chosen(self.cordons))
 
@@ -113,13 +113,15 @@ class FaultNote(msgspec.Struct, frozen=True):
 
         A fault that needs proof is more than a fault of the same GPU that needs none.
         """
-        faults = {(it.gpu, proof) for it in known.faults for proof in {False, it.needs_proof}}
-        devices = {(it.gpu, it.device) for it in known.devices}
-        cordons = {(it.gpu, it.reason) for it in known.cordons}
+        faults = {
+            (fault.gpu, proof) for fault in known.faults for proof in {False, fault.needs_proof}
+        }
+        devices = {(device.gpu, device.device) for device in known.devices}
+        cordons = {(cordon.gpu, cordon.reason) for cordon in known.cordons}
         return FaultNote(
-            tuple(it for it in self.faults if (it.gpu, it.needs_proof) not in faults),
-            tuple(it for it in self.devices if (it.gpu, it.device) not in devices),
-            tuple(it for it in self.cordons if (it.gpu, it.reason) not in cordons),
+            tuple(fault for fault in self.faults if (fault.gpu, fault.needs_proof) not in faults),
+            tuple(device for device in self.devices if (device.gpu, device.device) not in devices),
+            tuple(cordon for cordon in self.cordons if (cordon.gpu, cordon.reason) not in cordons),
         )
 
 
@@ -425,7 +427,9 @@ class MigHealth:
 
 def _devices(state: GpuState, reference: MigInstanceRef) -> Sequence[str]:
     """Return the MIG devices of an instance that backends have reported, each once."""
-    provisioned = (it for backend in state.provisioned.values() for it in backend.devices.values())
+    provisioned = (
+        device for backend in state.provisioned.values() for device in backend.devices.values()
+    )
     found = (
         it.device
         for it in provisioned

@@ -81,7 +81,7 @@ class _RunContext(msgspec.Struct, frozen=True):
 
     @property
     def leased(self) -> bool:
-        return any(it.share.backend == self.backend for it in self.state.leases.values())
+        return any(lease.share.backend == self.backend for lease in self.state.leases.values())
 
     @property
     def cleanup_due_since(self) -> float | None:
@@ -200,12 +200,14 @@ class BackendRunner:
         self._registry.apply(fact)
 
     def _in_force(self, run: _Run) -> bool:
-        return any(_same(run.assignment, it) for it in self._assignments)
+        return any(_same(run.assignment, assignment) for assignment in self._assignments)
 
     def _has_successor(self, run: _Run) -> bool:
         """Return whether the layout has this backend on this GPU, with any options."""
         key = run.assignment.gpu.id, run.backend
-        return any((it.gpu.id, it.backend.name) == key for it in self._assignments)
+        return any(
+            (assignment.gpu.id, assignment.backend.name) == key for assignment in self._assignments
+        )
 
     def _continues(self, run: _Run) -> bool:
         """Return whether a run goes on: it is in force, or its GPU needs cleanup."""

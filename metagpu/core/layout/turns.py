@@ -81,7 +81,7 @@ class TurnSchedule:
 
         A GPU that no pod can have keeps its turn.
         """
-        idle = [it for it in gpus if it.owner is None and it.backends]
+        idle = [gpu for gpu in gpus if gpu.owner is None and gpu.backends]
         self._advance(idle, now)
         self.next_at = self.phase_ends if idle else float("inf")
         wanted, following = _offering(idle, self.phase), _offering(idle, self.phase + 1)
@@ -192,13 +192,13 @@ class TurnRunner:
                         await self._changed.wait()
         finally:
             gpus = self._registry.snapshot.gpus.values()
-            self._registry.apply(TurnsChanged({it.gpu.id: None for it in gpus}))
+            self._registry.apply(TurnsChanged({gpu.gpu.id: None for gpu in gpus}))
 
     def update(self) -> float:
         """Apply the present turns; return the seconds until the next change of a turn."""
         now = self._clock()
         self._registry.apply(TurnsChanged(self._turns(now)))
-        waits = (it.seconds_to_next(now) for it in self._schedules.values())
+        waits = (schedule.seconds_to_next(now) for schedule in self._schedules.values())
         return min(waits, default=float("inf"))
 
     def _turns(self, now: float) -> Mapping[GpuId, OfferTurn | None]:
@@ -208,7 +208,7 @@ class TurnRunner:
         self._schedules = {}
         for pool in self._pools():
             states = [snapshot.gpus[gpu] for gpu in pool if gpu in snapshot.gpus]
-            shared = [candidate_of(it) for it in states if len(it.backends) > 1]
+            shared = [candidate_of(state) for state in states if len(state.backends) > 1]
             if shared:
                 key = tuple(it.gpu for it in shared)
                 self._schedules[key] = known.get(key) or TurnSchedule(self._timing)

@@ -129,8 +129,8 @@ def choose_roots(options: RootOptions, seen: Mapping[str, FolderContents]) -> Dr
     host = driver if driver.host == "/" else _host_root(driver, seen)
     nodes = _dev_candidates(options, (driver, host))
     dev = next(
-        (it for it in nodes if seen[it.here].has_devices),
-        next((it for it in nodes if seen[it.here].exists), nodes[-1]),
+        (node for node in nodes if seen[node.here].has_devices),
+        next((node for node in nodes if seen[node.here].exists), nodes[-1]),
     )
     reason = "as the options say" if said else _reason(driver)
     return DriverRoots(driver, dev, host, seen[driver.here].library, reason)
@@ -158,7 +158,7 @@ def _host_candidates() -> Sequence[Folder]:
 
 
 def _host_root(driver: Folder, seen: Mapping[str, FolderContents]) -> Folder:
-    mounted = (it for it in _host_candidates() if it.here != driver.here)
+    mounted = (candidate for candidate in _host_candidates() if candidate.here != driver.here)
     return next((it for it in mounted if seen[it.here].is_root), Folder("/", "/"))
 
 

@@ -75,16 +75,20 @@ class GpuPreference(msgspec.Struct, frozen=True):
             return f"which {USE_UUID} does not name"
         if gpu.id in self.nouse_uuids:
             return f"which {NOUSE_UUID} names"
-        if self.use_types and not any(it in model for it in self.use_types):
+        if self.use_types and not any(kind in model for kind in self.use_types):
             return f"whose model {gpu.name} {USE_TYPE} does not name"
-        if any(it in model for it in self.nouse_types):
+        if any(kind in model for kind in self.nouse_types):
             return f"whose model {gpu.name} {NOUSE_TYPE} names"
         return ""
 
 
 def gpu_annotations(annotations: Mapping[str, str]) -> Mapping[str, str]:
     """Return a pod's annotations about its GPUs, cut to the length that is read."""
-    names = [it for it in annotations if it in _KEYS or it.startswith(PARTS_PREFIX)]
+    names = [
+        annotation
+        for annotation in annotations
+        if annotation in _KEYS or annotation.startswith(PARTS_PREFIX)
+    ]
     if not names:
         return {}
     names.sort(key=lambda it: (it not in _KEYS, it))
@@ -109,8 +113,8 @@ def parse_preference(annotations: Mapping[str, str], container: str) -> GpuPrefe
     return GpuPreference(
         _words(annotations.get(USE_UUID)),
         _words(annotations.get(NOUSE_UUID)),
-        tuple(it.replace(" ", "-").upper() for it in _words(annotations.get(USE_TYPE))),
-        tuple(it.replace(" ", "-").upper() for it in _words(annotations.get(NOUSE_TYPE))),
+        tuple(word.replace(" ", "-").upper() for word in _words(annotations.get(USE_TYPE))),
+        tuple(word.replace(" ", "-").upper() for word in _words(annotations.get(NOUSE_TYPE))),
         None if policy is None else _policy(policy, problems),
         None if parts is None else _parts(parts, container, problems),
         tuple(problems),
@@ -171,7 +175,9 @@ def _shares(count: int) -> str:
 
 def _words(value: str | None) -> tuple[str, ...]:
     words = tuple(filter(None, map(str.strip, (value or "").split(","))))
-    return tuple(it for it in words if not it.endswith(_CUT))  # part of a word is another word
+    return tuple(
+        word for word in words if not word.endswith(_CUT)
+    )  # part of a word is another word
 
 
 def _policy(value: str, problems: list[str]) -> GpuPolicy | None:

@@ -52,12 +52,14 @@ class ClaimDevice(msgspec.Struct, frozen=True):
         cls, claim: str, gpu: GpuId, backend: str, shares: Iterable[ShareId], settings: str = ""
     ) -> "ClaimDevice":
         """Return the device of a claim that holds these shares of a GPU."""
-        return cls(claim, gpu, backend, tuple(it.partition("::")[2] for it in shares), settings)
+        return cls(
+            claim, gpu, backend, tuple(share.partition("::")[2] for share in shares), settings
+        )
 
     @property
     def share_ids(self) -> tuple[ShareId, ...]:
         """The ids of the shares."""
-        return tuple(ShareId(f"{self.gpu}::{it}" if it else self.gpu) for it in self.slots)
+        return tuple(ShareId(f"{self.gpu}::{slot}" if slot else self.gpu) for slot in self.slots)
 
     @property
     def ranges(self) -> tuple[str, ...]:

@@ -172,7 +172,9 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
             for provisioned in self.provisioned.values()
             if share in provisioned.devices
         )
-        return next((self.mig_faults[it] for it in devices if it in self.mig_faults), None)
+        return next(
+            (self.mig_faults[device] for device in devices if device in self.mig_faults), None
+        )
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -63,8 +63,8 @@ def check_offer(status: StatusReport) -> Finding:
 def check_health(status: StatusReport) -> Finding:
     """Check that every GPU is in service."""
     gpus = status.gpus
-    out = [f"GPU {it.index}: {_returning(it)}{it.reason}" for it in gpus if not it.healthy]
-    out += [f"cannot be read: {it.reason}" for it in status.unreadable_gpus]
+    out = [f"GPU {gpu.index}: {_returning(gpu)}{gpu.reason}" for gpu in gpus if not gpu.healthy]
+    out += [f"cannot be read: {gpu.reason}" for gpu in status.unreadable_gpus]
     if out:
         fix = "see docs/health.md; `metagpu acknowledge` brings a repaired GPU back"
         return ERROR, "; ".join(out), fix
@@ -163,7 +163,11 @@ def check_leases(status: StatusReport) -> Finding:
     if not differences:
         return OK, "no container uses a GPU without a lease, or holds a lease and does not run"
     fix = "look at these pods with `kubectl describe pod`; docs/doctor.md has the causes of each"
-    return WARNING, "; ".join(f"{it.holder}: {it.reason}" for it in differences), fix
+    return (
+        WARNING,
+        "; ".join(f"{difference.holder}: {difference.reason}" for difference in differences),
+        fix,
+    )
 
 
 def check_configuration(status: StatusReport) -> Finding:

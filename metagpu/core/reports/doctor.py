@@ -295,9 +295,9 @@ def _cdi(facts: NodeFacts) -> Finding:
 def _mps(facts: NodeFacts) -> Finding:
     gpus = facts.status.gpus if facts.status else []
     suspended = [
-        f"GPU {it.index}: {it.suspended['mps'].reason}" for it in gpus if "mps" in it.suspended
+        f"GPU {gpu.index}: {gpu.suspended['mps'].reason}" for gpu in gpus if "mps" in gpu.suspended
     ]
-    suspended += [f"GPU {it.index}: {reason}" for it in gpus for reason in it.paused]
+    suspended += [f"GPU {gpu.index}: {reason}" for gpu in gpus for reason in gpu.paused]
     if suspended:
         fix = "the reason says what to do; see docs/backends/mps.md, When something breaks"
         return ERROR, f"no shares through MPS: {'; '.join(suspended)}", fix

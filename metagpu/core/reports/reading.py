@@ -74,7 +74,7 @@ def plain_report(report: ReportPart) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any field of a report
     if isinstance(value, ReportPart):
-        shown = (it for it in _fields(type(value)) if _is_shown(value, it))
+        shown = (field for field in _fields(type(value)) if _is_shown(value, field))
         return {it.encode_name: _plain(getattr(value, it.name)) for it in shown}
     if isinstance(value, list):
         return list(map(_plain, value))

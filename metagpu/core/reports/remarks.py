@@ -84,7 +84,7 @@ def best_move(
     holders = [part.holder for part in held]
     movable = [part for part in held if holders.count(part.holder) == 1]
     now = largest_request(rule, free)
-    better = [it for it in _moves(rule, free, movable) if it.largest > now]
+    better = [move for move in _moves(rule, free, movable) if move.largest > now]
     room = {part.gpu: part.free for part in free}
     return min(better, key=lambda it: (-it.largest, it.part.shares, room[it.target]), default=None)
 
@@ -168,13 +168,13 @@ def capacity_report(capacity: FreeCapacity) -> FreeCapacityReport:
         slices=capacity.slices,
         moves=[
             MoveReport(
-                profile=it.profile,
-                freed_slot=it.freed_slot,
-                holder=str(it.holder) if it.holder else None,
-                from_slot=it.slot,
-                to_slot=it.target_slot,
-                to_gpu=it.target_gpu.index,
+                profile=move.profile,
+                freed_slot=move.freed_slot,
+                holder=str(move.holder) if move.holder else None,
+                from_slot=move.slot,
+                to_slot=move.target_slot,
+                to_gpu=move.target_gpu.index,
             )
-            for it in capacity.moves
+            for move in capacity.moves
         ],
     )

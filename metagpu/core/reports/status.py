@@ -124,7 +124,7 @@ def lease_reports(snapshot: Snapshot) -> list[LeaseReport]:
                 part=_part(snapshot.gpus[gpu].gpu, shares, capacity[gpu]),
                 holder=str(holder) if holder else None,
                 resource_claim=str(claim) if claim else None,
-                sharers=[str(it) for it in sharers],
+                sharers=[str(sharer) for sharer in sharers],
                 pod_uid=known.uid if known else None,
                 pod_owner=known.owner if known else None,
                 pod_phase=known.phase if known else None,
@@ -166,7 +166,7 @@ def _offer_report(snapshot: Snapshot, offer: Offer) -> OfferReport:
 def _free_devices(snapshot: Snapshot, offer: Offer) -> int:
     """Return the devices of DRA that a pod could still get a part of."""
     return sum(
-        any(it.id not in taken for it in device.shares)
+        any(share.id not in taken for share in device.shares)
         for gpu in offer.by_gpu
         for state in (snapshot.gpus[gpu],)
         for taken in (availability_of(state).refused | state.leases.keys(),)

@@ -124,7 +124,7 @@ class KubeletCallStats(msgspec.Struct):
     @property
     def in_flight(self) -> int:
         """The calls of the kubelet that are not answered yet."""
-        return sum(it.in_flight for it in self.resources.values())
+        return sum(resource.in_flight for resource in self.resources.values())
 
     def record_kubelet(self, kubelet: object) -> None:
         """Record the kubelet that accepted a resource; `None` if it is unknown."""

@@ -187,7 +187,7 @@ def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
 def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
     devices = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
     changed = [
-        it for it in snapshot.gpus.values() if it.kubelet.mig_devices_of_other_plugins != devices
+        gpu for gpu in snapshot.gpus.values() if gpu.kubelet.mig_devices_of_other_plugins != devices
     ]
     if not changed:
         return snapshot

@@ -140,8 +140,8 @@ def _earlier_leases(snapshot: Snapshot, fact: EarlierLeases) -> tuple[Snapshot, 
     if fact.unknown == snapshot.unknown_leases:
         return snapshot, ()
     states = [
-        replace(it, kubelet=replace(it.kubelet, unknown_leases=fact.unknown))
-        for it in snapshot.gpus.values()
+        replace(gpu, kubelet=replace(gpu.kubelet, unknown_leases=fact.unknown))
+        for gpu in snapshot.gpus.values()
     ]
     return with_states(replace(snapshot, unknown_leases=fact.unknown), states), (fact,)
 
@@ -280,7 +280,7 @@ def _with_known_shares(
 
 def _api_of(shares: Iterable[Share], fact: SharesOffered) -> Api:
     """Return the API of a GPU: that of its pool, and so of any of its shares."""
-    apis = (fact.apis.get(it.resource, Api.DEVICE_PLUGIN) for it in shares)
+    apis = (fact.apis.get(share.resource, Api.DEVICE_PLUGIN) for share in shares)
     return next(apis, Api.DEVICE_PLUGIN)
 
 

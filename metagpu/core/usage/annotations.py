@@ -65,7 +65,11 @@ class _RejectedError(Exception):
 
 def memory_annotations(annotations: Mapping[str, str]) -> Mapping[str, str]:
     """Return a pod's annotations about GPU memory, cut to the length that is read."""
-    names = sorted(it for it in annotations if it == POLICY or it.startswith(LIMIT_PREFIX))
+    names = sorted(
+        annotation
+        for annotation in annotations
+        if annotation == POLICY or annotation.startswith(LIMIT_PREFIX)
+    )
     # The policy's annotation sorts last: it is never among those left out.
     kept = {name: str(annotations[name]) for name in names[-MAX_ANNOTATIONS:]}
     return {

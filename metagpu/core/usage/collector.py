@@ -227,7 +227,7 @@ class UsageCollector:
     def _list(self, gpu: GpuId, processes: Sequence[GpuProcess]) -> _Listing:
         """Note since when the driver lists each pid, in the host's ticks."""
         now, before = self._host.clock(), self._listed.get(gpu, {})
-        self._listed[gpu] = {it.pid: before.get(it.pid, now) for it in processes}
+        self._listed[gpu] = {process.pid: before.get(process.pid, now) for process in processes}
         return _Listing(processes, self._listed[gpu])
 
     def _log_unknown(self, gpu: GpuId, names: Mapping[Container, Holder]) -> None:

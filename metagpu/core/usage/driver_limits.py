@@ -246,7 +246,9 @@ class DriverLimits:
 
     def _guarded(self, shares: Sequence[Share]) -> Sequence[Share]:
         backends = {share.backend for share in shares}
-        ours = {it for it in backends if self._guards.get(it) is MemoryGuard.ENFORCER}
+        ours = {
+            backend for backend in backends if self._guards.get(backend) is MemoryGuard.ENFORCER
+        }
         return shares if ours == backends else [it for it in shares if it.backend in ours]
 
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:

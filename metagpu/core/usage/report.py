@@ -116,7 +116,7 @@ def pod_report(
 
 def _with_own_pids(part: ContainerGpuReport) -> ContainerGpuReport:
     """Return a part with the pids of the container's namespace, never the host's."""
-    own = [replace(it, pid=it.container_pid) for it in part.known_processes]
+    own = [replace(process, pid=process.container_pid) for process in part.known_processes]
     return replace(part, processes=own)
 
 
@@ -127,7 +127,7 @@ def without_processes(report: UsageReport) -> UsageReport:
         containers=[
             replace(
                 container,
-                gpus=[replace(it, processes=len(it.known_processes)) for it in container.gpus],
+                gpus=[replace(gpu, processes=len(gpu.known_processes)) for gpu in container.gpus],
             )
             for container in report.containers
         ],
@@ -208,7 +208,11 @@ def _gpu_report_for_pod(
     names = {it.device for it in devices}
     details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
     faults = {device: reason for device, reason in details.faults.items() if device in names}
-    ends = [it.start + it.size for profile in state.gpu.mig_profiles for it in profile.placements]
+    ends = [
+        placement.start + placement.size
+        for profile in state.gpu.mig_profiles
+        for placement in profile.placements
+    ]
     slices = max(ends, default=0) if devices else 0
     return replace(details, cordon=None, faults=faults, devices=devices, slices=slices)
 

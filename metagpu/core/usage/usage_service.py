@@ -112,7 +112,7 @@ class UsageService:
     @property
     def difference_counts(self) -> Mapping[LeaseDifferenceKind, int]:
         """The number of containers with a difference, those with lost MIG devices too."""
-        found = Counter(it.kind for it in self.lease_differences)
+        found = Counter(difference.kind for difference in self.lease_differences)
         found[LeaseDifferenceKind.LEASE_WITHOUT_DEVICE] = len(self.lost_devices)
         return {kind: found[kind] for kind in LeaseDifferenceKind}
 

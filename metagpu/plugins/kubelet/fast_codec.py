@@ -416,8 +416,10 @@ def _node(container_path: str, host_path: str, permissions: str) -> bytes:
 def _grant(grant: Grant) -> bytes:
     parts = [_map(_FIELD_1, grant.envs)]
 
-    parts += [_mount(it.container_path, it.host_path, it.read_only) for it in grant.mounts]
-    parts += [_node(it.container_path, it.host_path, it.permissions) for it in grant.nodes]
+    parts += [
+        _mount(mount.container_path, mount.host_path, mount.read_only) for mount in grant.mounts
+    ]
+    parts += [_node(node.container_path, node.host_path, node.permissions) for node in grant.nodes]
     parts.append(_map(_FIELD_4, grant.annotations))
     parts += [encode_field(_FIELD_5, encode_text(_FIELD_1, name)) for name in grant.cdi_names]
     return b"".join(parts)

@@ -97,7 +97,7 @@ def holders_by_request(of_claims: Holders, snapshot: Snapshot, requests_of: Requ
     for (uid, share), holders in of_claims.items():
         own = holders
         if (request := requests[uid].get(share)) and (name := names.get(uid)):
-            pods = ((it, snapshot.pods.find(it, None)) for it in holders)
+            pods = ((holder, snapshot.pods.find(holder, None)) for holder in holders)
             own = tuple(it for it, pod in pods if _names(pod, it.container, name, request))
         found[uid, share] = own or holders
     return found
@@ -359,7 +359,7 @@ class LeaseFollower:
     def _log_unconfirmed(self) -> None:
         """Warn of pods that the kubelet lists without the shares that they hold."""
         holders = unconfirmed_holders(self._registry.snapshot) if self._readiness.ready else ()
-        pods = ", ".join(sorted({f"{it.namespace}/{it.pod}" for it in holders}))
+        pods = ", ".join(sorted({f"{holder.namespace}/{holder.pod}" for holder in holders}))
         if not pods:
             self._failures.clear("forgotten")
         elif self._failures.is_new("forgotten", pods):
@@ -422,8 +422,8 @@ def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
 def _has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
     """Return whether a pod that has ended holds shares: its lease ends soon."""
     return any(
-        it.holder is not None and pods.has_ended(it.holder, it.since)
-        for it in state.leases.values()
+        lease.holder is not None and pods.has_ended(lease.holder, lease.since)
+        for lease in state.leases.values()
     )
 
 

@@ -166,7 +166,7 @@ class _Choice:
         resource = self._backend_resource()
         offer = self._snapshot.offers.get(resource) if resource else None
         gpus = [self._snapshot.gpus[it].gpu for it in offer.by_gpu] if offer else []
-        if not [it for it in gpus if not self._preference.misfit(it)]:
+        if not [gpu for gpu in gpus if not self._preference.misfit(gpu)]:
             return (
                 f"no GPU of this node that offers {resource} is one of them; choose nodes by a "
                 "nodeSelector, such as the label nvidia.com/gpu.product"

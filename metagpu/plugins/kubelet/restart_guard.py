@@ -251,7 +251,9 @@ class KubeletReadiness(msgspec.Struct):
         """
         pods = snapshot.pods
         return any(pods.may_have_ended(uid, at) for uid, at in self._first_named.items()) or any(
-            pods.may_have_ended(it.holder, it.since) for it in _leases(snapshot) if it.holder
+            pods.may_have_ended(lease.holder, lease.since)
+            for lease in _leases(snapshot)
+            if lease.holder
         )
 
     def _stopped(self, running: Collection[Holder], snapshot: Snapshot) -> frozenset[Holder]:
@@ -262,16 +264,18 @@ class KubeletReadiness(msgspec.Struct):
         unconfirmed = unconfirmed_holders(snapshot)
         self._ran = (self._ran | frozenset(running)) & unconfirmed
         ended = {
-            it.holder
-            for it in _leases(snapshot)
-            if it.holder in unconfirmed and _has_ended(it, snapshot)
+            lease.holder
+            for lease in _leases(snapshot)
+            if lease.holder in unconfirmed and _has_ended(lease, snapshot)
         }
         return (self._ran - frozenset(running)) | ended
 
 
 def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
     """Return the holders of leases that the present kubelet may not know."""
-    return frozenset(it.holder for it in _leases(snapshot) if it.holder and it.unconfirmed)
+    return frozenset(
+        lease.holder for lease in _leases(snapshot) if lease.holder and lease.unconfirmed
+    )
 
 
 def _confirms(allocated: AllocatedIds | None, kubelet: tuple[int, int, int] | None) -> bool:
@@ -282,7 +286,7 @@ def _confirms(allocated: AllocatedIds | None, kubelet: tuple[int, int, int] | No
 def _leases(snapshot: Snapshot) -> Iterator[Lease]:
     """Yield the leases of the device plugin API: the kubelet's list ends no others."""
     for state in snapshot.gpus.values():
-        yield from (it for it in state.leases.values() if it.resource_claim is None)
+        yield from (lease for lease in state.leases.values() if lease.resource_claim is None)
 
 
 def _has_ended(lease: Lease, snapshot: Snapshot) -> bool:
