@@ -23,9 +23,11 @@ from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.profiles import (
     LAST_GOOD,
     NOTHING_OFFERED,
+    OPTION_FIRST,
     ClusterChoice,
     ConfigOutcome,
     ConfigStatus,
+    has_profile,
 )
 from metagpu.core.errors import InternalError
 from metagpu.core.reports.schema import ConfigurationReport
@@ -169,7 +171,26 @@ class ConfigLoader:
         pools = self.loaded.config.root.pools
         missing = [*filter(None, (pool.reason for pool in pools)), *self._misfits]
         reason = "; ".join(dict.fromkeys(missing))
+        if self.error is None and (ignored := self._ignored_label(lays_mig=lays_mig)):
+            return ConfigOutcome(ignored, lays_mig, effect=OPTION_FIRST)
         return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "", self.effect)
+
+    def _ignored_label(self, *, lays_mig: bool) -> str:
+        """Return which label has no effect, and the option before it; empty for none."""
+        source, choice = self._source, self._source.cluster
+        if choice.profile and not has_profile(self.loaded.profiles, choice.profile):
+            instead = ", ".join(self.loaded.profiles) or "a file without profiles"
+            return (
+                f"the label {choice.label}={choice.profile} has no effect: "
+                f"{source.profile_choice.option} has precedence; in force: {instead}"
+            )
+        layout = source.effective_context.mig_config
+        if lays_mig and choice.mig_config and choice.mig_config != layout:
+            return (
+                f"the label nvidia.com/mig.config={choice.mig_config} has no effect: "
+                f"--mig-config has precedence; in force: {layout}"
+            )
+        return ""
 
     @property
     def effect(self) -> str:

@@ -151,7 +151,7 @@ async def test_directory_of_profiles_needs_no_config_map(tmp_path: Path) -> None
 
 
 async def test_flag_is_stronger_than_the_label(tmp_path: Path) -> None:
-    """A label does not change a profile that a flag of the node chooses."""
+    """A label does not change a profile that a flag of the node chooses, and an Event says so."""
     server = SimApiServer()
     server.add_node(NODE, {"metagpu.io/config": "ten"})
     server.configure(*PLACE, {"ten": QUICK, "five": FIVE})
@@ -165,6 +165,35 @@ async def test_flag_is_stronger_than_the_label(tmp_path: Path) -> None:
         ) as it,
     ):
         await it.until(10, 10)
+        await server.until(lambda: rejections(server) != [])
+        assert rejections(server) == [
+            "the label metagpu.io/config=ten has no effect: --profile has precedence; in force: "
+            "five; the configuration of the option stays"
+        ]
+        server.label(NODE, {"metagpu.io/config": "five"})
+        await server.until(lambda: "ConfigApplied" in [each["reason"] for each in server.events()])
+
+
+@pytest.mark.parametrize("asked", ["balanced", "no-such"])
+async def test_mig_config_option_is_stronger_than_the_label(tmp_path: Path, asked: str) -> None:
+    """A layout that an option keeps out of force is answered with failed, and by an Event."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": asked})
+    server.configure(*PLACE, {"default": LAYOUTS})
+    source = ConfigSource(context=ConversionContext(mig_config="all-disabled"))
+    state = "nvidia.com/mig.config.state"
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, source=source, cluster_settings=joined(server, tmp_path)),
+    ):
+        await server.until(lambda: server.labels(NODE).get(state) == "failed")
+        await server.until(lambda: rejections(server) != [])
+        assert rejections(server)[0].startswith(
+            f"the label nvidia.com/mig.config={asked} has no effect: --mig-config has precedence"
+        )
+        server.label(NODE, {"nvidia.com/mig.config": "all-disabled"})
+        await server.until(lambda: server.labels(NODE).get(state) == "success")
 
 
 async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> None:

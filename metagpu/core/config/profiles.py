@@ -113,6 +113,9 @@ LAST_GOOD: Final = "the last good configuration stays"
 NOTHING_OFFERED: Final = "nothing is offered until it is corrected"
 """The effect of a rejected configuration, where none is in force."""
 
+OPTION_FIRST: Final = "the configuration of the option stays"
+"""The effect of a label that an option of this node has precedence over."""
+
 
 class ConfigOutcome(msgspec.Struct, frozen=True):
     """The outcome of a choice that the cluster made.
