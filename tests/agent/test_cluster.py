@@ -234,8 +234,32 @@ async def test_a_gpu_that_leaves_mig_mode_is_pending(
         # It is pending before metagpu has asked for the other mode too: a reset is in vain then.
         await becomes(lambda: not it.node.gpus[0].mig.pending)
         it.node.reset_gpu(it.node.gpus[0])
+        await it.agent.health.survey()
         await server.until(lambda: server.labels(NODE).get(state) == "success")
         assert not it.node.gpus[0].mig.enabled
+
+
+async def test_a_gpu_that_is_not_on_offer_yet_is_pending(tmp_path: Path) -> None:
+    """The way back from MIG is a success once the whole GPU is on offer, and not before."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-disabled"})
+    server.configure(*PLACE, {"default": LAYOUTS})
+    node = await a_node(tmp_path, "{model: h100-80gb, mig: true}")
+
+    def has_succeeded() -> bool:
+        return server.labels(NODE).get("nvidia.com/mig.config.state") == "success"
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+    ):
+        await it.until(0, 0, "nvidia.com/gpu")
+        await becomes(lambda: not it.node.gpus[0].mig.enabled)
+        await becomes(lambda: "after the next check" in str(it.state(0).suspended))
+        assert not has_succeeded()
+        await it.agent.health.survey()
+        await it.until(1, 1, "nvidia.com/gpu")
+        await server.until(has_succeeded)
 
 
 async def test_a_layout_that_single_cannot_name_has_failed(tmp_path: Path) -> None:

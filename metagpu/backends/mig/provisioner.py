@@ -155,7 +155,7 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
         return False
 
     async def ensure(self) -> Blocker | None:
-        """Disable MIG if possible; return why it is on, `None` if it is off.
+        """Disable MIG if possible; return why it is on, `None` once the GPU is known without it.
 
         Raises:
             DriverError: if NVML cannot report the mode.
@@ -164,7 +164,8 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
         mode = await context.mig.mode(gpu.id)
 
         if mode is None or not (mode.enabled or mode.pending):
-            return None
+            # By the facts of the last check it is on: no other backend offers the GPU yet.
+            return Blocker(_LEFT) if gpu.mig_enabled else None
         if not mode.pending:
             return _reset(gpu, "it is switched off")
         if use := await self._use():
@@ -191,7 +192,7 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
 
         if not mode.enabled:
             log.info("mig mode disabled", gpu=str(gpu))
-            return None
+            return Blocker(_LEFT)
         if mode.pending:
             return Blocker(f"MIG mode is on and cannot be disabled: {mode.reason}")
         return _reset(gpu, f"it was switched off, but {mode.reason}")
@@ -209,6 +210,7 @@ async def _use(context: GpuContext, *, any_backend: bool = False) -> str:
 
 
 LEAVING: Final = "MIG mode is on; metagpu turns it off once the GPU is unused"
+_LEFT: Final = "MIG mode is off now; other backends offer the GPU after the next check of all GPUs"
 _NO_MIG: Final = "the GPU does not support MIG"
 
 
