@@ -166,10 +166,8 @@ async def test_flag_is_stronger_than_the_label(tmp_path: Path) -> None:
     ):
         await it.until(10, 10)
         await server.until(lambda: rejections(server) != [])
-        assert rejections(server) == [
-            "the label metagpu.io/config=ten has no effect: --profile has precedence; in force: "
-            "five; the configuration of the option stays"
-        ]
+        note = "the label metagpu.io/config=ten has no effect: --profile has precedence; in force: "
+        assert rejections(server) == [f"{note}five; the configuration of the option stays"]
         server.label(NODE, {"metagpu.io/config": "five"})
         await server.until(lambda: "ConfigApplied" in [each["reason"] for each in server.events()])
 
