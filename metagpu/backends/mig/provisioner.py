@@ -155,7 +155,7 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
         return False
 
     async def ensure(self) -> Blocker | None:
-        """Disable MIG if possible; return why it is on, `None` once the GPU is known without it.
+        """Disable MIG if possible; return a blocker until the GPU is known without it.
 
         Raises:
             DriverError: if NVML cannot report the mode.
