@@ -26,7 +26,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
         least: from the last pod that was admitted, and from the Node's amounts at 0, to the end,
             where the API server lists pods: the scheduler goes by the old amounts for a while, on
             a busy machine for longer. A kubelet raises them again every 10 s.
-        most: the longest time from the withdrawal to the end.
+        most: the longest time from the withdrawal to the end; a busy kubelet admits after seconds.
     """
 
     poll: float = 0.02
@@ -34,7 +34,7 @@ class ExchangeTiming(msgspec.Struct, frozen=True):
     report: float = 3.0
     alone: float = 5.0
     least: float = 1.0
-    most: float = 5.0
+    most: float = 15.0
 
 
 class AgentTiming(msgspec.Struct, frozen=True):

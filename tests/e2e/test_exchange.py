@@ -26,6 +26,8 @@ pytestmark = pytest.mark.daemon("pod")
 PER_SECOND = 5
 SOON_S = 120.0
 SHARES = 4
+PERIOD = "10s"
+"""The period in which a kubelet raises the Node's amounts by default; each raise lets pods in."""
 
 
 def arriving(number: int) -> Document:
@@ -77,12 +79,13 @@ def test_few_pods_are_refused_over_exchanges(cluster: Cluster, exchanges: int, p
     before = cluster.incarnations()
 
     done = 0
-    with arrivals(cluster, pods) as thread:
-        while done < exchanges or thread.is_alive():
-            cluster.daemon.exchange()
-            done += 1
-
-    refused = await_ended(cluster, pods, exchanges=exchanges)
+    with cluster.node.configured_kubelet({"nodeStatusUpdateFrequency": PERIOD}):
+        cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+        with arrivals(cluster, pods) as thread:
+            while done < exchanges or thread.is_alive():
+                cluster.daemon.exchange()
+                done += 1
+        refused = await_ended(cluster, pods, exchanges=exchanges)
     assert cluster.incarnations() == before
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
     assert cluster.inspect_container("holds") == held
@@ -173,9 +176,9 @@ def assert_old_one_serves(cluster: Cluster, daemon: PodDaemon) -> None:
 
 
 REFUSED: Final = "Failed UnexpectedAdmissionError"
-MOST_REFUSED: Final = 3
-"""Pods that one exchange may refuse: the scheduler binds them before it sees that the Node has no
-shares left. A plain restart refuses twice as many at this pace."""
+MOST_REFUSED: Final = 1
+"""Pods that one exchange may refuse: the kubelet may raise the amounts in the last moment, or
+admit too late on a busy machine. A plain restart refuses five times as many at this pace."""
 
 
 def await_ended(cluster: Cluster, count: int, *, exchanges: int = 0) -> int:
