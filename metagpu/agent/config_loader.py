@@ -1,5 +1,6 @@
 """The configuration, read from its source and applied when the source changes."""
 
+import ctypes
 from hashlib import sha256
 from time import time
 from typing import Final
@@ -75,6 +76,12 @@ def read_initial(
         return InitialConfig(nothing, None, error)
 
 
+def _return_memory() -> None:
+    """Return freed memory to the system, which only glibc keeps for itself. Blocks."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class ConfigLoader:
     """The reader of a source, which applies each change; an error changes nothing.
 
@@ -141,6 +148,8 @@ class ConfigLoader:
                 await self._layout_manager.apply(loaded.config)
                 self._content = content
             except ConfigError as error:
+                # The traceback's frames hold what was built, until the next full collection.
+                error.__traceback__ = None
                 known, self._content = self.error, None
                 self._count_rejected(str(error), error.reason)
                 if self.error == known and not again:
@@ -159,6 +168,7 @@ class ConfigLoader:
                 return self.error
             self._take(loaded)
             self._count_accepted()
+            await to_thread.run_sync(_return_memory)
             log.info("configuration applied", config=loaded.config.file)
             return None
 

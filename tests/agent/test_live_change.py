@@ -123,11 +123,11 @@ async def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path) -> N
     """A configuration that is too large for the GPUs is refused like a wrong one."""
     async with agent_at_work(tmp_path) as it:
         await it.until(20, 20)
-        await write_config(it, QUICK.replace("10}", "100000}"))
+        await write_config(it, QUICK.replace("10}", "60000}"))
         await it.agent.config_loader.reload(again=False)
 
         error = (await configuration(it))["error"]
-        assert "would have 100000 shares or more; the kubelet takes" in error
+        assert "would have 120000 shares or more; the kubelet takes" in error
         assert it.agent.config.root.pools[0].name == "all"
         assert len(it.agent.layout.shares) == 20
 

@@ -133,7 +133,7 @@ def test_an_unknown_key_is_a_note() -> None:
         ),
         (
             ONE.replace("8", "0"),
-            "f.yaml: 4: deviceSharing[0].metagpusPerGpu: metagpusPerGpu is 0; allowed: 1 to 100000",
+            "f.yaml: 4: deviceSharing[0].metagpusPerGpu: metagpusPerGpu is 0; allowed: 1 to 70000",
         ),
         (
             ONE.replace("8", "many"),

@@ -194,7 +194,7 @@ def test_unsupported_keys_have_one_note() -> None:
             "nodeA",
             (
                 "f.yaml: 4: nodeconfig[0].devicesplitcount: devicesplitcount is 0; allowed: 1 to "
-                "100000"
+                "70000"
             ),
         ),
         (

@@ -276,7 +276,7 @@ def test_a_name_that_no_gpu_has() -> None:
             SLICES.replace("4", "0"),
             (
                 "f.yaml: 6: sharing.timeSlicing.resources[0].replicas: replicas is 0; allowed: 1 "
-                "to 100000"
+                "to 70000"
             ),
         ),
         (

@@ -94,7 +94,7 @@ def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
     member.await_event(
         "ConfigRejected",
         "ConfigMap kube-system/metagpu: bad: 5: pools[0].backends[0]",
-        "sharesPerGpu is 0; allowed: 1 to 100000; the last good configuration stays",
+        "sharesPerGpu is 0; allowed: 1 to 70000; the last good configuration stays",
     )
     member.label("nobodys")
     unknown = (

@@ -23,7 +23,7 @@ from metagpu.core.model.shares import Share, by_gpu
 from metagpu.core.model.snapshot import Snapshot
 
 DEFAULT_SHARES: Final = 100
-_MAX_SHARES: Final = 100_000
+_MAX_SHARES: Final = 70_000
 """Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
 _ENV_LIMIT: Final = 120_000
 """Bytes. Linux refuses an environment string of 128 KiB (MAX_ARG_STRLEN), and so the container."""
@@ -93,7 +93,7 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         if gpu.mig_enabled or total is None:
             return ()  # CUDA sees MIG instances only, and there may be none
         unit, count = self.options.memory_unit, self.options.shares_per_gpu
-        number_of = min(total // unit, _MAX_SHARES) if unit else count or DEFAULT_SHARES
+        number_of = min(total // unit, _MAX_SHARES + 1) if unit else count or DEFAULT_SHARES
         memory = unit or total // number_of
 
         # Two digits at least and never more than needed: an id outlives a change of count.

@@ -112,7 +112,7 @@ def _number(share: Share) -> int:
     return share.number
 
 
-_MAX_REPLICAS: Final = 100_000
+_MAX_REPLICAS: Final = 70_000
 """Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
 
 log = structlog.get_logger()

@@ -123,8 +123,8 @@ def test_the_resource_can_be_renamed() -> None:
     ("options", "problem"),
     [
         ("resource: a.b/c", "replicas"),
-        ("replicas: 0", "replicas is 0; allowed: 1 to 100000"),
-        ("replicas: 100001", "replicas is 100001; allowed: 1 to 100000"),
+        ("replicas: 0", "replicas is 0; allowed: 1 to 70000"),
+        ("replicas: 70001", "replicas is 70001; allowed: 1 to 70000"),
         ("replicas: 2, allocationPolicy: spread", "distributed"),
         ("replicas: 2, timeSlice: endless", "medium"),
         ("replicas: 2, timeslice: long", "did you mean timeSlice"),

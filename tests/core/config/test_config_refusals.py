@@ -271,10 +271,10 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 backend(f"{{backend: fraction, sharesPerGpu: {count}}}"),
                 (
                     f"5: pools[0].backends[0].sharesPerGpu: sharesPerGpu is {count}; allowed: 1 "
-                    "to 100000"
+                    "to 70000"
                 ),
             )
-            for count in (0, -1, 100001)
+            for count in (0, -1, 70001)
         ),
         (
             backend("{backend: fraction, memoryUnit: 1023Ki}"),

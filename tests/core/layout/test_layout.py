@@ -57,16 +57,18 @@ class _CountedFraction(FractionBackend):
         return super().shares(gpu)
 
 
-@pytest.mark.parametrize("size", ["sharesPerGpu: 100000", "memoryUnit: 1Mi"])
-def test_too_many_shares_are_refused_before_they_are_made(size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "count", "made"), [("sharesPerGpu: 70000", 140000, 2), ("memoryUnit: 1Mi", 70001, 1)]
+)
+def test_too_many_shares_are_refused_before_they_are_made(size: str, count: int, made: int) -> None:
     """The first GPU that makes a list too long ends the work: the other GPUs' are not made."""
     _CountedFraction.made = 0
     large = [gpu(n, memory_mib=300_000) for n in range(8)]
     read = parse(pool(size), "f", {"fraction": _CountedFraction})
 
-    with pytest.raises(ConfigError, match=r"would have 100000 shares or more; the kubelet takes a"):
+    with pytest.raises(ConfigError, match=f"would have {count} shares or more; the kubelet"):
         build_layout(read, large, Injection())
-    assert _CountedFraction.made == 1
+    assert _CountedFraction.made == made
 
 
 def test_the_shares_of_all_resources_are_limited() -> None:
