@@ -88,7 +88,9 @@ def resource_obstacles(
     gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
     ever = _largest_ever(offers[resource], [gpu.shares[resource].capacity for gpu in gpus])
     if largest > ever:
-        reason = f"one request of {resource} gets {ever} at most here, and {largest} are requested"
+        at_most = f"one request of {resource} gets {ever} at most here"
+        empty = [it.text for it in report.remarks if it.text.startswith(f"{resource} has ")]
+        reason = f"{'; '.join(empty) or at_most}, and {largest} are requested"
         yield Obstacle.TOO_LARGE, reason, f"request at most {ever} in one container"
     elif total > free or not _fits_together(counts, offers[resource], gpus, resource):
         closed = _closed_gpu(resource, largest, max(0, total - free), gpus)

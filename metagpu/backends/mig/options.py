@@ -281,9 +281,9 @@ def no_shares_reason(options: MigOptions, gpu: Gpu) -> str:
 
 
 def _profiles_problem(options: MigOptions, gpu: Gpu) -> str:
-    has = ", ".join(profile.name for profile in gpu.mig_profiles)
-    wanted = ", ".join(options.profile_names)
-    return f"it has none of the MIG profiles {wanted}; it has {has}"
+    has = [profile.name for profile in gpu.mig_profiles]
+    missing = ", ".join(it for it in options.profile_names if it not in has)
+    return f"it has none of the MIG profiles {missing}; it has {', '.join(has)}"
 
 
 def layout_problem(options: MigOptions, unplaceable: UnplaceableLayout) -> str:

@@ -179,6 +179,9 @@ def check_configuration(status: StatusReport) -> Finding:
     if misfits := configuration.misfits:
         fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"
         return WARNING, f"GPUs can have nothing of their pool: {'; '.join(misfits)}", fix
+    if empty := [it.text for it in status.remarks if it.reason == "resource_empty"]:
+        fix = "correct the name of the profile or layout, or give the pool GPUs that have it"
+        return WARNING, "; ".join(empty), fix
     return OK, "the configuration is in force"
 
 

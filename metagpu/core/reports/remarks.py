@@ -8,6 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.availability.exact import FreePart, free_parts, held_back_of, largest_request
+from metagpu.core.contracts.capabilities import no_shares_reason
+from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_reports import FreeCapacity
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
@@ -19,6 +21,7 @@ from metagpu.core.reports.schema import FreeCapacityReport, MoveReport, RemarkRe
 class RemarkReason(StrEnum):
     """The kind of a remark, which no release changes; its text is for people.
 
+    - resource_empty: no GPU of its pool has a share of a resource.
     - shares_held_back: free shares are held back, as no request could take them too.
     - move_for_request: after the move of a pod a larger request would fit.
     - instances_closed: a GPU grants no MIG instances now, whatever is free.
@@ -27,6 +30,7 @@ class RemarkReason(StrEnum):
     - move_for_instance: after the move of a pod a MIG instance would fit that fits nowhere now.
     """
 
+    RESOURCE_EMPTY = "resource_empty"
     SHARES_HELD_BACK = "shares_held_back"
     MOVE_FOR_REQUEST = "move_for_request"
     INSTANCES_CLOSED = "instances_closed"
@@ -99,6 +103,23 @@ def _moves(
             change = {part.gpu: part.shares, target.gpu: -part.shares}
             after = [replace(it, free=it.free + change.get(it.gpu, 0)) for it in free]
             yield PartMove(part, target.gpu, largest_request(rule, after))
+
+
+def describe_empty(snapshot: Snapshot, layout: Layout) -> Iterator[Remark]:
+    """Yield the resources of which no GPU has a share, with the reasons."""
+    for resource, offer in snapshot.offers.items():
+        reasons: dict[str, list[int]] = {}
+        for each in layout.backend_assignments if not offer.shares else ():
+            if resource in each.backend.resources:
+                reason = no_shares_reason(each.backend, each.gpu)
+                reasons.setdefault(reason, []).append(each.gpu.index)
+        if reasons:
+            parts = [
+                f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(map(str, gpus))}: {reason}"
+                for reason, gpus in reasons.items()
+            ]
+            text = f"{resource} has the amount 0, as no GPU provides it; {'; '.join(parts)}"
+            yield Remark(RemarkReason.RESOURCE_EMPTY, text)
 
 
 def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:

@@ -36,7 +36,12 @@ from metagpu.core.model.snapshot import (
     Offer,
     Snapshot,
 )
-from metagpu.core.reports.remarks import capacity_report, describe_capacity, describe_held_back
+from metagpu.core.reports.remarks import (
+    capacity_report,
+    describe_capacity,
+    describe_empty,
+    describe_held_back,
+)
 from metagpu.core.reports.schema import (
     DeviceTypeReport,
     DriverRootsReport,
@@ -93,7 +98,12 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> Explanation:
         },
         devices=_devices_report(snapshot),
         remarks=[
-            it.report() for it in (*describe_held_back(snapshot), *describe_capacity(capacities))
+            it.report()
+            for it in (
+                *describe_empty(snapshot, layout),
+                *describe_held_back(snapshot),
+                *describe_capacity(capacities),
+            )
         ],
         competing_plugins={str(it): by for it, by in snapshot.competing_plugins.items()},
         registration_problems={str(it): why for it, why in snapshot.registration_problems.items()},

@@ -26,7 +26,9 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, ProvisionedState, ShareId
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.reports.diagnosis import CheckResult, check_configuration
 from metagpu.core.reports.reading import plain_report
+from metagpu.core.reports.schema import StatusReport
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import (
     GpuCordoned,
@@ -36,9 +38,13 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesClaimed,
 )
+from metagpu.kubectl.judgement import judge
+from metagpu.kubectl.obstacles import ClusterNode
+from metagpu.kubectl.pods import PodDemand, Request
 from tests.backends.mig.gpus import mig_gpu
 from tests.backends.mig.tables import A100_40, GEOMETRIES, only
 from tests.rigs.build import after, gpu, layout_of
+from tests.rigs.reported import complete
 
 PLAIN: Final = only(A100_40, "1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
 
@@ -474,6 +480,29 @@ def test_a_fixed_layout_has_no_capacity_lines() -> None:
     pool = "{name: a, backends: [{backend: mig, layout: {1g.5gb: 7}}]}"
     fixed = layout_of(A, text=f"version: metagpu/v1\npools: [{pool}]")
     assert fixed.free_capacity(after(GpusFound((A,), at=0), fixed.offer_fact)) == []
+
+
+def test_a_profile_that_no_gpu_has_is_a_remark() -> None:
+    """An amount of 0 has its reason in the report, in the doctor's finding, and in `why`."""
+    text = """
+version: metagpu/v1
+pools: [{name: a, backends: [{backend: mig, profiles: [1g.5gb, 7g.39gb], enableMig: true}]}]
+"""
+    layout = layout_of(A, B, text=text)
+    explained = explain_report(after(GpusFound((A, B), at=0), layout.offer_fact), layout)
+    remark, *_ = explained.remarks
+    assert remark.reason == "resource_empty"
+    assert remark.text.startswith(
+        "nvidia.com/mig-7g.39gb has the amount 0, as no GPU provides it; GPUs 0, 1: it has none of "
+        "the MIG profiles 7g.39gb; it has 1g.5gb"
+    )
+
+    reported = plain_report(explained)
+    reported["configuration"] = {"error": None, "misfits": []}
+    status = complete(reported, StatusReport)
+    assert check_configuration(status)[:2] == (CheckResult.WARNING, remark.text)
+    demand = PodDemand("default", "p", (Request("main", "nvidia.com/mig-7g.39gb", 1),))
+    assert judge(demand, ClusterNode("n", report=status)).reason.startswith(remark.text)
 
 
 def test_free_capacity_is_reported_in_numbers() -> None:
