@@ -108,8 +108,8 @@ def _why(commands: Any) -> None:  # noqa: ANN401 - as above
     it.add_argument(
         "pod",
         metavar="POD",
-        type=_name,
-        help="a pod; also a ReplicaSet, Job or StatefulSet whose pods are refused",
+        type=_pod_or_controller,
+        help="a pod, or KIND/NAME of its controller, such as job/train or deployment/web",
     )
     _add_namespace(it)
     add_output(it)
@@ -349,6 +349,12 @@ def _name(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text!r} is not a name; one has a-z 0-9 - and dots, alphanumeric at both ends"
     )
+
+
+def _pod_or_controller(text: str) -> str:
+    """Read the name of a pod, or kind and name of a controller."""
+    kind, slash, name = text.rpartition("/")
+    return f"{_name(kind)}/{_name(name)}" if slash else _name(text)
 
 
 def _namespace(text: str) -> str:

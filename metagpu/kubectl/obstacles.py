@@ -85,6 +85,7 @@ def resource_obstacles(
 
     counts = [it.count for it in demand.requests if it.resource == resource]
     largest, total, free = max(counts), sum(counts), offers[resource].free
+    held = sum(it.shares for it in report.leases if it.resource == resource)
     gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
     ever = _largest_ever(offers[resource], [gpu.shares[resource].capacity for gpu in gpus])
     if largest > ever:
@@ -99,8 +100,13 @@ def resource_obstacles(
         else:
             scarce = _too_few if total > free else _fragmented
             yield closed or scarce(resource, largest, gpus, report)
-    elif (counted := node.allocatable.get(resource)) is not None and counted < total:
+    elif (counted := node.allocatable.get(resource)) is not None and counted - held < total:
         reason = f"{free} of {resource} are free, but the Node counts {counted} in all"
+        if held:
+            reason += f", and pods hold {held}"
+            fix = f"wait for the end of pods, or request at most {max(0, counted - held)}"
+            yield Obstacle.NODE_AMOUNT, reason, fix
+            return
         fix = "wait until the kubelet has updated its Node, about 10 s; then run mgctl doctor there"
         yield Obstacle.NODE_AMOUNT, reason, fix
 

@@ -60,13 +60,44 @@ async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
     Raises:
         MetagpuError: there is no such pod, nor a controller whose pods are refused.
     """
-    pod = await viewer.get(f"/api/v1/namespaces/{namespace}/pods/{args.pod}")
+    kind, slash, name = args.pod.rpartition("/")
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    if slash and kind not in ("po", "pod", "pods"):
+        pod = _pod_of(kind, name, await viewer.items(path))
+    else:
+        pod = await viewer.get(f"{path}/{name}")
     if pod is None:
-        answer = await _refused_controller(viewer, namespace, args.pod)
+        answer = await _refused_controller(viewer, namespace, name)
     else:
         answer = await _answer_on(viewer, pod)
     _print([answer], args.output)
     return int(bool(answer.fix) or answer.reason is PodReason.FITS_NOWHERE)
+
+
+_SHORT: Final = {
+    "deploy": "deployment",
+    "sts": "statefulset",
+    "rs": "replicaset",
+    "ds": "daemonset",
+}
+"""Kubectl's short names of controllers."""
+
+
+def _pod_of(kind: str, name: str, pods: Iterable[Object]) -> Object | None:
+    """Return a pod of a controller, one that waits before others; `None` without any."""
+    wanted = _SHORT.get(kind.lower(), kind.lower().removesuffix("s")), name
+    owned = []
+    for pod in pods:
+        metadata = pod["metadata"]
+        template = (metadata.get("labels") or {}).get("pod-template-hash")
+        for it in metadata.get("ownerReferences") or ():
+            owners = {(it["kind"].lower(), it["name"])}
+            if it["kind"] == "ReplicaSet" and template:
+                owners.add(("deployment", it["name"].removesuffix(f"-{template}")))
+            if wanted in owners:
+                owned.append(pod)
+    phases = [(it.get("status") or {}).get("phase") for it in owned]
+    return owned[phases.index("Pending") if "Pending" in phases else 0] if owned else None
 
 
 async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -> int:

@@ -218,6 +218,13 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         Obstacle.NODE_AMOUNT,
         "the Node counts 10 in all",
     ),
+    (
+        "other pods have the Node's amount",
+        demand(30),
+        node(gpu(0, 60), allocatable={SHARES: 80}),
+        Obstacle.NODE_AMOUNT,
+        "the Node counts 80 in all, and pods hold 60",
+    ),
     ("a cordoned node", demand(1), node(gpu(0, 0), unschedulable=True), Obstacle.NODE_CORDONED, ""),
     ("a taint", demand(1), node(gpu(0, 0), taints=(TAINT,)), Obstacle.TAINT, "team=a:NoSchedule"),
     (

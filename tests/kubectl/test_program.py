@@ -190,6 +190,25 @@ async def test_why_a_pod_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert (status, "request at most 20" in out) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("asked", "owner"),
+    [("job/train", ("Job", "train")), ("deploy/web", ("ReplicaSet", "web-5d8f"))],
+)
+async def test_why_a_controllers_pod_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, owner: tuple[str, str]
+) -> None:
+    """`why` answers about the pod of a controller that is named by kind and name."""
+    async with cluster(tmp_path, capsys) as it:
+        it.add_pod("other", 1, "nvidia.com/gpu")
+        pod = it.scene.server.store.get_object(("pods", "default", "other"))
+        owners = [{"kind": owner[0], "name": owner[1], "controller": True}]
+        labels = {"pod-template-hash": "5d8f"}
+        metadata = {"labels": labels, "ownerReferences": owners}
+        it.scene.server.store.put(("pods", "default", "other"), {**pod, "metadata": metadata})
+        status, out, _ = await it.run("why", asked)
+        assert (status, "default/other" in out) == (1, True)
+
+
 async def test_why_a_pod_with_resource_claims_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
