@@ -37,6 +37,9 @@ _KEPT: Final = 60.0
 """Seconds that an unused connection stays open; Kubernetes' own servers close it after 90."""
 _BUFFER: Final = 2**21
 """Bytes; a line of a watch, which is an object, has twice as many at most."""
+TOKEN_AGE: Final = 300.0
+"""Seconds after which a pod's token is read again: the API server counts requests with one whose
+renewal, in the same file, is more than minutes old."""
 REQUEST_TIMEOUT: Final = 10.0
 """Seconds for a request and its answer."""
 RETRY_AFTER_LIMIT: Final = 300.0
@@ -183,6 +186,7 @@ class KubeClient:
         self._kubeconfig = kubeconfig
         self._run_command = run_command
         self._api: ApiConnection | None = None
+        self._opened_at = 0.0
         self._users = Counter[ApiConnection]()
         self._host = ""
         self._opening = anyio.Lock()
@@ -332,6 +336,8 @@ class KubeClient:
 
         Otherwise each of these requests would wait in turn for a program that hangs.
         """
+        if self._kubeconfig is None and anyio.current_time() >= self._opened_at + TOKEN_AGE:
+            await self._give_up()
         if self._api is not None:
             return self._api  # even a free lock lets every other task run first
         before = self._attempts
@@ -349,6 +355,13 @@ class KubeClient:
                     self._attempts += 1
             return self._api
 
+    async def _give_up(self) -> None:
+        """Give the present session up; a request that uses it ends first."""
+        api, self._api = self._api, None
+        if api is not None and not self._users[api]:
+            del self._users[api]
+            await api.close()
+
     def _discard(self, api: ApiConnection) -> None:
         """Discard a session, so that the next request loads the credentials again."""
         if self._api is api:
@@ -365,7 +378,7 @@ class KubeClient:
         except (ConfigException, OSError, ValueError, yaml.YAMLError) as error:
             source = self._kubeconfig or "the pod's service account"
             raise ClusterError(f"no credentials in {source}: {_line(error)}") from error
-        self._host = api.host
+        self._host, self._opened_at = api.host, anyio.current_time()
         return api
 
     def _unreachable(self, error: Exception) -> ClusterError:

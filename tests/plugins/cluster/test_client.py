@@ -15,10 +15,18 @@ from anyio.abc import SocketAttribute, SocketStream
 
 from metagpu.core.errors import ClusterError
 from metagpu.host.programs import run_command
-from metagpu.plugins.cluster.client import RETRY_AFTER_LIMIT, tls_context
-from metagpu.plugins.cluster.credentials import load_credentials
+from metagpu.plugins.cluster import client as client_module
+from metagpu.plugins.cluster.client import (
+    RETRY_AFTER_LIMIT,
+    TOKEN_AGE,
+    open_client,
+    tls_context,
+)
+from metagpu.plugins.cluster.credentials import Configuration, load_credentials
+from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import client_of, open_client_at
+from tests.rigs.waiting import skip
 from tests.webhook.rig import Authority
 
 NODES = "/api/v1/nodes"
@@ -35,6 +43,27 @@ async def test_token_that_was_renewed_is_read_again(tmp_path: Path) -> None:
 
     assert answer["items"] == []
     assert len(server.requests) == 3
+
+
+async def test_a_pods_token_is_read_again_before_it_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that Kubernetes has renewed is used without a refusal of the old one."""
+    server = SimApiServer()
+
+    async def load(_: None, *others: Any) -> Configuration:  # noqa: ANN401 - as of the function
+        return await load_credentials(tmp_path / "kubeconfig", *others)
+
+    monkeypatch.setattr(client_module, "load_credentials", load)
+    async with server.running(), open_client(None, run_command, ClusterTiming()) as client:
+        server.kubeconfig(tmp_path)
+        await client.call("GET", NODES)
+        server.token = "second"  # noqa: S105 - it guards nothing
+        server.kubeconfig(tmp_path)
+        skip(TOKEN_AGE)
+        await client.call("GET", NODES)
+
+    assert len(server.requests) == 2
 
 
 async def test_a_watch_outlives_the_session_that_another_request_gives_up(tmp_path: Path) -> None:
