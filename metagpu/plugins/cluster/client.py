@@ -356,7 +356,7 @@ class KubeClient:
             return self._api
 
     async def _give_up(self) -> None:
-        """Give the present session up; a request that uses it ends first."""
+        """Close the present session, after the requests that use it."""
         api, self._api = self._api, None
         if api is not None and not self._users[api]:
             del self._users[api]
