@@ -15,7 +15,9 @@ from pathlib import Path
 
 import anyio
 
+from tests.chaos.kept import KEPT
 from tests.chaos.rig import chaos
+from tests.chaos.shrink import shrink
 from tests.chaos.steps import Step, draw, story
 from tests.fuzz.__main__ import commits
 
@@ -42,25 +44,37 @@ def main() -> int:
     """Run schedules; return 1 after a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--piece", type=int, help="in place of a seed (default: number of commits)")
-    parser.add_argument("--seed", type=int, help="of the first schedule")
+    parser.add_argument("--seed", type=int, help="of the first schedule; kept ones are left out")
     parser.add_argument("--minutes", type=float, default=1.0, help="no schedule begins later")
     parser.add_argument("--plant", type=Path, help="Python that every daemon runs first: a fault")
+    parser.add_argument("--shrink", action="store_true", help="leave out steps")
     parser.add_argument("--verbose", action="store_true", help="print the story of each schedule")
     logging.disable()  # grpclib's, of connections that are cut on purpose
     asked = parser.parse_args()
     piece = commits() if asked.piece is None else asked.piece
     began, seed = time.monotonic(), piece * 1000 if asked.seed is None else asked.seed
     plant = asked.plant.read_text() if asked.plant else ""
+    for name, steps in KEPT.items() if asked.seed is None else ():
+        if not _passes(name, steps, asked, plant):
+            return 1
     while time.monotonic() - began < asked.minutes * 60:
-        started, steps = time.monotonic(), draw(seed)
-        found = faults(steps, plant, verbose=asked.verbose)
-        took = time.monotonic() - started
-        print(f"seed {seed}: {took:.0f} s, {len(found)} faults", flush=True)  # noqa: T201
-        if found:
-            print(story(steps), *found, sep="\n")  # noqa: T201
+        if not _passes(f"seed {seed}", draw(seed), asked, plant):
             return 1
         seed += 1
     return 0
+
+
+def _passes(name: str, steps: Sequence[Step], asked: argparse.Namespace, plant: str) -> bool:
+    """Run a schedule and print the outcome; return whether there is no fault."""
+    began = time.monotonic()
+    found = faults(steps, plant, verbose=asked.verbose)
+    took = time.monotonic() - began
+    print(f"{name}: {took:.0f} s, {len(found)} faults", flush=True)  # noqa: T201
+    if found and asked.shrink:
+        steps = shrink(steps, lambda shorter: bool(faults(shorter, plant)))
+    if found:
+        print(story(steps), *found, sep="\n")  # noqa: T201
+    return not found
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ from tests.rigs.exchange import Daemon, at
 
 PROBE_S: Final = 30.0
 """Seconds in which a pod that fits runs, and a pod that is deleted has gone."""
+LONGEST_BLINDNESS_S: Final = 15.0
+"""Seconds for which a kubelet with an older list asks beside one that lists pods late."""
 SERVED_S: Final = 90.0
 """Seconds in which a quiet node has all on offer: what docs/leases.md lets leases last, shortened
 as `QUICK` does, on a busy machine."""
@@ -82,7 +84,8 @@ class Chaos:
     daemons: list[Daemon] = field(default_factory=list)
     configuration: str = "all"
     mood: str = "well"
-    moody_until: float = 0.0
+    mood_lasts: float = 0.0
+    mood_ends: float | None = None
     damaged: bool = False
     unsure: set[int] = field(default_factory=set)
     forgotten: set[str] = field(default_factory=set)
@@ -225,7 +228,7 @@ class Chaos:
 
     async def do_damage(self, how: str, mood: str, seconds: float) -> None:
         """Damage the checkpoint of a running kubelet, and kill the daemon."""
-        if not self.cluster.kubelet.is_up or time.monotonic() < self.moody_until:
+        if not self.cluster.kubelet.is_up or self._is_moody():
             return
         await self._stop(signal.SIGKILL)
         file = self.cluster.kubelet.directory / CHECKPOINT
@@ -287,8 +290,9 @@ class Chaos:
 
     async def do_old_list(self, number: int, seconds: float) -> None:
         """Ask for a share that nobody may get now, as a kubelet does that has an older list."""
-        with anyio.move_on_after(seconds):
-            while not self.account.broken:
+        ends = time.monotonic() + seconds
+        with anyio.move_on_after(LONGEST_BLINDNESS_S):
+            while not self.account.broken and (self._is_moody() or time.monotonic() < ends):
                 await self._ask_by_an_old_list(number)
                 await anyio.sleep(0.1)
 
@@ -435,15 +439,21 @@ class Chaos:
     # ---- the kubelet -------------------------------------------------------------------------
 
     def _be(self, mood: str, seconds: float) -> None:
-        self.mood, self.moody_until = mood, time.monotonic() + seconds
+        """Set the kubelet's mood, for some seconds from the first question on."""
+        self.mood, self.mood_lasts, self.mood_ends = mood, seconds, None
+
+    def _is_moody(self) -> bool:
+        return self.mood != "well" and (self.mood_ends is None or time.monotonic() < self.mood_ends)
 
     async def list_pods(
         self, service: PodResourcesV1, request: v1.ListPodResourcesRequest
     ) -> v1.ListPodResourcesResponse:
         """Answer PodResources List in the kubelet's present mood."""
-        mood = self.mood if time.monotonic() < self.moody_until else "well"
+        if self.mood_ends is None:
+            self.mood_ends = time.monotonic() + self.mood_lasts
+        mood = self.mood if self._is_moody() else "well"
         if mood == "late":
-            await anyio.sleep(max(0.0, self.moody_until - time.monotonic()))
+            await anyio.sleep(max(0.0, self.mood_ends - time.monotonic()))
         if mood == "erring":
             raise GRPCError(Status.UNAVAILABLE, "the kubelet is starting")
         answer = await _list(service, request)

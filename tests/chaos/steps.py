@@ -47,17 +47,17 @@ _WEIGHTS: Final = {
     "claim": 5,
     "end": 8,
     "force": 2,
-    "kubelet_restart": 5,
+    "kubelet_restart": 6,
     "kubelet_down": 2,
     "kubelet_up": 3,
     "forget": 1,
     "kill": 3,
     "terminate": 2,
-    "kill_beside_late_kubelet": 3,
+    "kill_beside_late_kubelet": 8,
     "damage": 2,
     "exchange": 2,
-    "reload": 2,
-    "cordon": 2,
+    "reload": 3,
+    "cordon": 4,
     "uncordon": 2,
     "old_list": 2,
     "xid": 2,
@@ -65,20 +65,23 @@ _WEIGHTS: Final = {
     "reset": 1,
     "quiet": 1,
 }
-_BLINDING: Final = {"kill", "terminate", "kill_beside_late_kubelet", "damage", "exchange"}
-"""After these a daemon begins that knows nothing yet."""
+_CRITICAL: Final = (
+    *("kill", "terminate", "kill_beside_late_kubelet", "damage", "exchange"),
+    *("kubelet_restart", "kubelet_up", "cordon", "lose"),
+)
+"""After these is the moment for pods, and for a kubelet with an older list."""
 _SHARES: Final = {FRACTION: 10, WHOLE: 1, SLICED: 1, UNITS: 10, MPS_WHOLE: 1}
 
 
-def draw(seed: int, length: int = 10) -> list[Step]:
+def draw(seed: int, length: int = 9) -> list[Step]:
     """Draw a schedule."""
     chance = random.Random(seed)  # noqa: S311 - repeatable
     kinds = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)
     steps = [_step(chance, "pod") for _ in range(4)]  # a node without pods proves nothing
     for kind in kinds:
         steps.append(_step(chance, kind))
-        if kind in _BLINDING and chance.random() < 0.7:  # pods that come at the worst moment
-            steps += [_step(chance, it) for it in ("pod", "pod", "old_list")]
+        if kind in _CRITICAL:
+            steps += [_step(chance, it) for it in ("pod", "old_list")]
     return steps
 
 
