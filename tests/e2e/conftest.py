@@ -8,9 +8,8 @@ import pytest
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
 from tests.e2e.rig.host_daemon import HostDaemon
-from tests.e2e.rig.node import Node
+from tests.e2e.rig.node import Node, running_node
 from tests.e2e.rig.pod_daemon import PodDaemon
-from tests.e2e.rig.tools import Tools
 from tests.e2e.rig.traces import traces
 
 HERE = Path(__file__).parent
@@ -48,7 +47,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 @pytest.fixture(scope="session")
 def node() -> Iterator[Node]:
     """Start a Kubernetes node with the namespace of the tests."""
-    with Node(Tools.cached()) as node:
+    with running_node() as node:
         node.kubectl.create_namespace(NAMESPACE)
         _nodes.append(node)
         yield node

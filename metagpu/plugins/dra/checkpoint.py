@@ -118,7 +118,8 @@ def read_checkpoint(kubelet_root: Path, driver: str) -> ClaimCheckpoint | None:
     for claim in claims:
         ref = ResourceClaimRef(claim.namespace, claim.claim_name, claim.claim_uid)
         by_driver = {
-            name: tuple(map(_prepared, state.devices or ()))
+            # A kubelet that has started adds the devices of its next call to those of the first.
+            name: tuple(dict.fromkeys(map(_prepared, state.devices or ())))
             for name, state in (claim.driver_state or {}).items()
         }
         if own := by_driver.get(driver):

@@ -47,7 +47,8 @@ def parse_leases(data: bytes, asked: float) -> LeasesObserved:
                 for device in map(ShareId, ids):
                     holders[device] = holder
                     resources[device] = ResourceName(resource)
-            for name in container.cdi_names:
+            # After a restart the kubelet may list a device twice (kubelet.md §6).
+            for name in dict.fromkeys(container.cdi_names):
                 if (of_claim := parse_claim_device(name)) is not None:
                     for share_id in of_claim.share_ids:
                         of_claims[of_claim.claim, share_id].append(holder)

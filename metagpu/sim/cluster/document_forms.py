@@ -136,6 +136,7 @@ class _PodClaimsForm(_Form, frozen=True):
 
 class _PodForm(_PodClaimsForm, frozen=True, kw_only=True):
     containers: Annotated[list[_ContainerForm], msgspec.Meta(min_length=1)]
+    init_containers: list[_ContainerForm] | None = None
 
 
 class _MetadataForm(_Form, frozen=True):

@@ -89,6 +89,11 @@ def remaining_time(pod: Object, now: float) -> float | None:
     return None if math.isinf(seconds) else max(0.0, started + seconds - now)
 
 
+def seconds_of_grace(pod: Object, now: float) -> float:
+    """Return the seconds until the kubelet kills the containers of a deleted Pod."""
+    return datetime.fromisoformat(pod["metadata"]["deletionTimestamp"]).timestamp() - now
+
+
 def timestamp(at: float) -> str:
     """Return a Unix time as Kubernetes writes it."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -324,7 +329,9 @@ class KubeletSync:
         for it in bound:
             uid = it["metadata"]["uid"]
             if "deletionTimestamp" in it["metadata"]:
-                if await self._end(it):
+                if (left := seconds_of_grace(it, time.time())) > 0:
+                    self._ends[uid] = now + left
+                elif await self._end(it):
                     self.api.store.delete(key_of(it))
             elif self._ends.get(uid, now + 1) <= now:
                 if await self._end(it):
@@ -409,7 +416,8 @@ class KubeletSync:
         it = self.api.store.objects.get(("pods", pod.namespace, pod.name))
         if it is None or it["metadata"]["uid"] != pod.uid:
             return  # it was deleted while the plugin answered
-        self._set(it, rejected(error.reason, error.message))
+        ended = phase("Succeeded")  # simulated containers end without an error at SIGTERM
+        self._set(it, ended if error.has_run else rejected(error.reason, error.message))
         self.record(it, error.reason, error.message)
 
     def _set(self, it: Object, status: Patch) -> None:

@@ -1,7 +1,8 @@
 """The DRA manager of the simulated kubelet: drivers and prepared claims.
 
-Drivers are found by their sockets, as the real kubelet finds them. Prepared claims outlive the
-kubelet in its checkpoint, and are never prepared again. Not simulated: ResourceSlices that are
+Drivers are found by their sockets, as the real kubelet finds them. Claims are in the checkpoint
+before their drivers are called; a kubelet that has started calls them again for the next pod of a
+claim. Not simulated: ResourceSlices that are
 deleted 30 s after their driver's end, and the health stream.
 """
 
@@ -79,14 +80,16 @@ class ClaimManager:
         self._endpoints: dict[Path, tuple[str, str, object]] = {}
         self._prepared: dict[str, _PreparedClaim] = {}
         self._pods: dict[str, PodClaims] = {}
+        self._settled: set[str] = set()
         self._locks: dict[str, anyio.Lock] = {}
         self._read_checkpoint()
 
     # ---- drivers ---------------------------------------------------------------------------
 
     def forget_drivers(self) -> None:
-        """Forget the registered drivers, as a kubelet that starts has none."""
+        """Forget drivers and finished calls, as a kubelet that starts does."""
         self._endpoints.clear()
+        self._settled.clear()
 
     async def run(self) -> None:
         """Register the drivers whose sockets are there, until cancelled."""
@@ -131,23 +134,28 @@ class ClaimManager:
         self._pods[pod.uid] = pod
 
     async def prepare(self, pod: PodClaims) -> None:
-        """Prepare the claims of a pod that are not prepared yet.
+        """Prepare the claims of a pod that this process of the kubelet has not prepared.
+
+        The devices of a second answer are added to those of the first, as the kubelet adds them.
 
         Raises:
             ClaimPrepareError: a driver refuses, or is not there.
         """
         self._pods[pod.uid] = pod
         for ref, drivers in pod.drivers.items():
+            known = self._prepared.setdefault(
+                ref.uid, _PreparedClaim(ref, set(), {driver: [] for driver in drivers})
+            )
+            known.pods.add(pod.uid)
+        await self._save()
+        for ref in pod.drivers:
             async with self._locks.setdefault(ref.uid, anyio.Lock()):
-                known = self._prepared.get(ref.uid)
-                if known is None:
-                    known = _PreparedClaim(ref, set(), {})
-                for driver in drivers:
-                    if driver not in known.drivers:
-                        known.drivers[driver] = await self._prepare_by(driver, ref)
-                self._prepared[ref.uid] = known
-                known.pods.add(pod.uid)
-                await self._save()
+                known = self._prepared[ref.uid]
+                if ref.uid not in self._settled:
+                    for driver, devices in known.drivers.items():
+                        devices.extend(await self._prepare_by(driver, ref))
+                    self._settled.add(ref.uid)
+                    await self._save()
 
     async def _prepare_by(self, driver: str, ref: ResourceClaimRef) -> list[dict[str, Any]]:
         request = dra.NodePrepareResourcesRequest(claims=[_claim(ref)])
@@ -172,6 +180,7 @@ class ClaimManager:
                 if claim.pods == {uid}:
                     await self._unprepare(claim)
                     del self._prepared[claim.ref.uid]
+                    self._settled.discard(claim.ref.uid)
                 claim.pods.discard(uid)
                 await self._save()
         self._pods.pop(uid, None)
@@ -193,7 +202,8 @@ class ClaimManager:
 
     def is_prepared(self, uid: str) -> bool:
         """Return whether a claim is prepared."""
-        return uid in self._prepared
+        claim = self._prepared.get(uid)
+        return claim is not None and any(claim.drivers.values())
 
     def dynamic_resources(self, uid: str, container: str) -> list[v1.DynamicResource]:
         """Return what PodResources lists of a container's claims."""

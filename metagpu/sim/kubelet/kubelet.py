@@ -101,7 +101,7 @@ class SimKubelet:
     def resume(self, pod: SimPod) -> None:
         """Count a pod as admitted and its containers as running, before the first start."""
         self._pods[pod.uid] = pod
-        self._started |= {(pod.uid, container.name) for container in pod.in_order()}
+        self._started |= {(pod.uid, container.name) for container in pod.listed()}
 
     # ---- lifetimes -------------------------------------------------------------------------
 
@@ -303,6 +303,7 @@ class SimKubelet:
             try:
                 await self._admit(process, pod)
             except AdmissionError as error:
+                error.has_run = any(uid == pod.uid for uid, _ in self._started)
                 lost[pod.uid] = error
                 await self.delete(pod)
         process.state.ready = True

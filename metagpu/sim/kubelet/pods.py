@@ -105,12 +105,16 @@ def merge_responses(responses: list[v1beta1.ContainerAllocateResponse]) -> Conta
 
 
 class AdmissionError(Exception):
-    """Raised when a pod is Failed with a reason and message; no controller retries it."""
+    """Raised when a pod is refused for a reason; no controller retries it.
+
+    Containers of a pod that ran are ended (`has_run`), and its phase is that of their exits.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message
+        self.has_run = False
 
 
 class ContainerStartError(Exception):

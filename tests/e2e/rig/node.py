@@ -34,6 +34,23 @@ KEEP_LOGS = "METAGPU_E2E_LOGS"
 """Environment variable: a folder that gets a copy of all logs when the node stops."""
 
 
+_running: list["Node"] = []
+
+
+@contextmanager
+def running_node() -> Iterator["Node"]:
+    """Start the node of this process; yield the one that runs if there is one."""
+    if _running:
+        yield _running[0]
+        return
+    with Node(Tools.cached()) as node:
+        _running.append(node)
+        try:
+            yield node
+        finally:
+            _running.clear()
+
+
 class Node:
     """A one-node cluster on loopback. There is at most one on a machine."""
 

@@ -661,6 +661,17 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNod
         assert node.leased(kept) == []
 
 
+async def test_devices_that_the_checkpoint_has_twice_are_one(node: DraNode) -> None:
+    """A restarted kubelet adds a second answer to the first; the third answer has each once."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 5, "b"))
+    async with node.running():
+        before = (await node.prepare(kept))[kept.uid]
+    node.write_checkpoint({kept: [*before.devices, *before.devices]})
+    node.dra = node.new_dra()
+    async with node.running():
+        assert (await node.prepare(kept))[kept.uid] == before
+
+
 async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_driver(
     node: DraNode,
 ) -> None:

@@ -111,7 +111,7 @@ async def test_grant_wakes_the_reader(tmp_path: Path) -> None:
 
 
 def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
-    """A claim that two pods share names both; devices of other drivers name nobody."""
+    """A claim that two pods share names both; a device counts once, and one of others not."""
     name = f"metagpu.io/claim=uid-1.{gpu(0).id}.fraction.m00-m01"
     listed = v1.ListPodResourcesResponse(
         pod_resources=[
@@ -133,7 +133,8 @@ def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
                                             for it in ("metagpu.io/gpu=GPU-0", name, "a.io/b=c")
                                         ],
                                     )
-                                ],
+                                ]
+                                * 2,  # as after a restart of the kubelet
                             )
                         ],
                     )

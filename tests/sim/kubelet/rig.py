@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -61,6 +62,12 @@ def dice(seed: int) -> random.Random:
     return random.Random(seed)  # noqa: S311  chance, not secrets
 
 
+class Door(Protocol):
+    """A kubelet at which plugins register."""
+
+    socket: Path
+
+
 class FakePlugin(v1beta1.DevicePluginBase):
     """A plugin that does as the test wants; `refusal`, when set, is its answer."""
 
@@ -82,12 +89,14 @@ class FakePlugin(v1beta1.DevicePluginBase):
         self.refusal: Exception | None = None
         self.list_refusal: Exception | None = None
         self.options_asked = 0
+        self.calls: list[str] = []
         self.questions: list[v1beta1.ContainerPreferredAllocationRequest] = []
         self.allocations: list[list[str]] = []
         self.pre_started: list[list[str]] = []
         self.before_answer: Callable[[], Awaitable[None]] | None = None
         self.answers = 1
         self.padding = ""
+        self.is_bare = False
         self.streams: list[asyncio.Queue[list[v1beta1.Device] | None]] = []
         self.cancelled = anyio.Event()
         self._prefer = prefer
@@ -113,6 +122,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
         message: v1beta1.Empty,  # noqa: ARG002
     ) -> v1beta1.DevicePluginOptions:
         """Return the options."""
+        self.calls.append("get_device_plugin_options")
         self.options_asked += 1
         self._refuse()
         return self.options
@@ -122,6 +132,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
         message: v1beta1.Empty,  # noqa: ARG002
     ) -> AsyncIterator[v1beta1.ListAndWatchResponse]:
         """Send the current list, then every list that `send` is given."""
+        self.calls.append("list_and_watch")
         if self.list_refusal is not None:
             raise self.list_refusal
         queue: asyncio.Queue[list[v1beta1.Device] | None] = asyncio.Queue()
@@ -140,6 +151,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
         self, message: v1beta1.PreferredAllocationRequest
     ) -> v1beta1.PreferredAllocationResponse:
         """Return the answer that the test wants."""
+        self.calls.append("get_preferred_allocation")
         self._refuse()
         (question,) = message.container_requests
         self.questions.append(question)
@@ -149,6 +161,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
 
     async def allocate(self, message: v1beta1.AllocateRequest) -> v1beta1.AllocateResponse:
         """Return an environment variable of its own and one that every plugin gives."""
+        self.calls.append("allocate")
         (request,) = message.container_requests
         self.allocations.append(request.devices_ids)
         if self.before_answer is not None:
@@ -165,6 +178,8 @@ class FakePlugin(v1beta1.DevicePluginBase):
             devices=[v1beta1.DeviceSpec(container_path=f"/dev/{variable}", permissions="rw")],
             cdi_devices=[v1beta1.CdiDevice(name="example.com/all=all")],
         )
+        if self.is_bare:  # a real container starts with it
+            answer = v1beta1.ContainerAllocateResponse(envs={"GPU": answer.envs[variable]})
         return v1beta1.AllocateResponse(container_responses=[answer] * self.answers)
 
     async def pre_start_container(
@@ -202,7 +217,7 @@ class FakePlugin(v1beta1.DevicePluginBase):
             yield door
 
     async def register(
-        self, kubelet: SimKubelet, *, version: str = "v1beta1", resource: str | None = None
+        self, kubelet: Door, *, version: str = "v1beta1", resource: str | None = None
     ) -> None:
         """Call Register once."""
         async with Channel(path=str(kubelet.socket)) as channel:

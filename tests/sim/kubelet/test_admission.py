@@ -5,35 +5,11 @@ from pathlib import Path
 
 import anyio
 import pytest
-from grpclib.const import Status
-from grpclib.exceptions import GRPCError
 
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimContainer, SimKubelet, SimPod
-from tests.sim.kubelet.rig import GPU, NIC, FakePlugin, device, devices, dice, pod, wrapped
+from tests.sim.kubelet.rig import GPU, NIC, FakePlugin, devices, dice, pod
 
 UNEXPECTED = "UnexpectedAdmissionError"
-
-
-async def test_a_pod_gets_what_it_asks_for(tmp_path: Path) -> None:
-    """One Allocate has one container request, and its answer is the container's (case 28)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    one = pod("one", ("main", 1))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        options = await kubelet.admit(one)
-        assert plugin.allocations == [["a"]]
-        assert options["main"].envs["GPU"] == "a"
-        assert kubelet.devices(one) == {"main": {GPU: {"a"}}}
-        assert kubelet.pods == (one,)
-
-
-async def test_containers_are_served_in_order_and_never_share(tmp_path: Path) -> None:
-    """Each container has one call per resource; held devices still count as allocatable."""
-    plugin = FakePlugin(GPU, devices("a b c"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        await kubelet.admit(pod("p", ("one", 2), ("two", 1)))
-        assert [len(ids) for ids in plugin.allocations] == [2, 1]
-        assert {i for ids in plugin.allocations for i in ids} == {"a", "b", "c"}
-        assert kubelet.allocatable() == {GPU: 3}
 
 
 async def test_ids_come_in_random_order(tmp_path: Path) -> None:
@@ -64,41 +40,6 @@ async def test_answers_of_several_resources_are_merged_first_wins(tmp_path: Path
     assert options.cdi_devices == ("example.com/all=all",)
 
 
-async def test_too_many_are_refused_and_the_rest_still_fits(tmp_path: Path) -> None:
-    """A refusal has the kubelet's exact text (cases 30, 31)."""
-    plugin = FakePlugin(GPU, devices("a b"))
-    big = pod("big", ("main", 2))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        await kubelet.admit(pod("one", ("main", 1)))
-        with pytest.raises(AdmissionError) as caught:
-            await kubelet.admit(big)
-        assert kubelet.failed[big.uid] is caught.value
-        await kubelet.admit(pod("two", ("main", 1)))
-    assert caught.value.reason == UNEXPECTED
-    assert caught.value.message == wrapped(
-        f"requested number of devices unavailable for {GPU}. Requested: 2, Available: 1"
-    )
-
-
-async def test_no_healthy_device_is_another_error(tmp_path: Path) -> None:
-    """Without a healthy device the pod fails, also with a limit of 0 (case 31, §1.4)."""
-    plugin = FakePlugin(GPU, [device("a", health="Unhealthy")])
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        for count in (1, 0):
-            with pytest.raises(AdmissionError) as caught:
-                await kubelet.admit(pod(f"p{count}", ("main", count)))
-            assert caught.value.message == wrapped(
-                f"no healthy devices present; cannot allocate unhealthy devices {GPU}"
-            )
-
-
-async def test_an_unknown_resource_is_admitted_without_devices(tmp_path: Path) -> None:
-    """Between Register and the first list a pod is admitted without devices (§1.4)."""
-    async with SimKubelet(tmp_path).running() as kubelet:
-        options = await kubelet.admit(pod("p", ("main", 1)))
-        assert dict(options["main"].envs) == {}
-
-
 async def test_a_container_without_devices_is_allocated_late(tmp_path: Path) -> None:
     """A container gets devices at its start once the resource has a plugin (§1.5)."""
     plugin = FakePlugin(GPU, devices("a"))
@@ -108,20 +49,6 @@ async def test_a_container_without_devices_is_allocated_late(tmp_path: Path) -> 
         async with plugin.registered(kubelet):
             options = await kubelet.start_container(early, "main")
             assert options.envs["GPU"] == "a"
-
-
-async def test_a_plugins_refusal_is_what_the_pod_shows(tmp_path: Path) -> None:
-    """Status code and text reach the pod, and the devices are free again."""
-    plugin = FakePlugin(GPU, devices("a"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        plugin.refusal = GRPCError(Status.FAILED_PRECONDITION, "out of luck")
-        with pytest.raises(AdmissionError) as caught:
-            await kubelet.admit(pod("one", ("main", 1)))
-        plugin.refusal = None
-        await kubelet.admit(pod("two", ("main", 1)))
-    assert caught.value.message == wrapped(
-        "rpc error: code = FailedPrecondition desc = out of luck"
-    )
 
 
 async def test_an_answer_without_a_resource_fails_the_pod_and_leaks_its_devices(
@@ -156,25 +83,6 @@ async def test_devices_of_a_deleted_pod_are_free_for_the_next(tmp_path: Path) ->
         assert kubelet.devices(second) == {"main": {GPU: {"a"}}}
 
 
-async def test_init_devices_are_handed_on(tmp_path: Path) -> None:
-    """Devices go i1 -> i2 -> sidecar, which keeps one; apps share the rest (cases 34, 35, 43)."""
-    plugin = FakePlugin(GPU, devices("a b c d e"))
-    init = (
-        SimContainer("i1", {GPU: 2}),
-        SimContainer("i2", {GPU: 1}),
-        SimContainer("side", {GPU: 1}, restartable=True),
-    )
-    one = pod("p", ("m1", 2), ("m2", 2), init=init)
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        await kubelet.admit(one)
-        held = {name: ids[GPU] for name, ids in kubelet.devices(one).items()}
-    assert held["i2"] < held["i1"]
-    assert held["side"] < held["i1"]
-    assert held["i1"] - held["side"] < held["m1"]
-    assert held["side"] | held["m1"] | held["m2"] == set("abcde")
-    assert len(plugin.allocations) == 5
-
-
 async def test_admissions_wait_for_each_other(tmp_path: Path) -> None:
     """A slow Allocate holds up every other pod of the node (rule 6)."""
     plugin = FakePlugin(GPU, devices("a b"))
@@ -196,23 +104,6 @@ async def test_admissions_wait_for_each_other(tmp_path: Path) -> None:
         assert len(plugin.allocations) == 1
         go.set()
     assert len(plugin.allocations) == 2
-
-
-async def test_a_stream_that_ends_during_allocate_fails_the_pod(tmp_path: Path) -> None:
-    """A stream that ends meanwhile is an error, not a hang (case 44)."""
-    plugin = FakePlugin(GPU, devices("a"))
-
-    async def hang_up() -> None:
-        plugin.hang_up()
-        await anyio.sleep_forever()
-
-    plugin.before_answer = hang_up
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        with pytest.raises(AdmissionError) as caught:
-            await kubelet.admit(pod("p", ("main", 1)))
-    assert caught.value.message == wrapped(
-        "rpc error: code = Canceled desc = grpc: the client connection is closing"
-    )
 
 
 async def test_a_plugin_that_dies_during_allocate_fails_the_pod(tmp_path: Path) -> None:

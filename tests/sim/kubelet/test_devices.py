@@ -10,31 +10,12 @@ from metagpu.sim.kubelet.kubelet import AdmissionError, ContainerStartError, Sim
 from tests.sim.kubelet.rig import GPU, NIC, Clock, FakePlugin, device, devices, pod
 
 
-async def test_health_moves_allocatable_and_leaves_capacity(tmp_path: Path) -> None:
-    """A device becomes unhealthy and healthy again (cases 12, 13)."""
-    plugin = FakePlugin(GPU, devices("a b"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        plugin.send(device("a", health="Unhealthy"), device("b"))
-        await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 1)
-        assert kubelet.capacity() == {GPU: 2}
-        plugin.send(device("a"), device("b"))
-        await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 2)
-
-
 @pytest.mark.parametrize("health", ["healthy", "", "Unknown"])
 async def test_only_one_word_is_healthy(tmp_path: Path, health: str) -> None:
     """Any other string counts as unhealthy (§1.1)."""
     plugin = FakePlugin(GPU, [device("a", health=health)])
     async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
         assert (kubelet.capacity(), kubelet.allocatable()) == ({GPU: 1}, {GPU: 0})
-
-
-async def test_a_removed_device_is_forgotten(tmp_path: Path) -> None:
-    """A list replaces all earlier devices (case 15)."""
-    plugin = FakePlugin(GPU, devices("a b c"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        plugin.send(device("a"))
-        await kubelet.wait_for(lambda: kubelet.capacity()[GPU] == 1)
 
 
 async def test_resources_have_their_own_numbers(tmp_path: Path) -> None:
@@ -55,16 +36,6 @@ async def test_a_repeated_id_lands_in_both_sets(tmp_path: Path) -> None:
         assert (kubelet.capacity(), kubelet.allocatable()) == ({GPU: 2}, {GPU: 1})
 
 
-async def test_an_empty_list_makes_the_resource_known(tmp_path: Path) -> None:
-    """The resource is 0/0; a later device needs no new registration (case 26)."""
-    plugin = FakePlugin(GPU, [])
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        assert kubelet.capacity() == {GPU: 0}
-        plugin.send(device("a"))
-        await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 1)
-        assert kubelet.registrations[GPU] == 1
-
-
 async def test_a_list_that_fails_at_once_leaves_a_resource_of_nothing(tmp_path: Path) -> None:
     """The resource is 0/0, and the kubelet does not try again (case 17)."""
     plugin = FakePlugin(GPU, devices("a"))
@@ -76,18 +47,6 @@ async def test_a_list_that_fails_at_once_leaves_a_resource_of_nothing(tmp_path: 
         assert kubelet.open_streams[GPU] == 0
 
 
-async def test_the_end_of_the_stream_makes_all_unhealthy(tmp_path: Path) -> None:
-    """Allocatable is 0, capacity stays, no retry (cases 18, 19)."""
-    plugin = FakePlugin(GPU, devices("a b"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        plugin.hang_up()
-        await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 0)
-        assert kubelet.capacity() == {GPU: 2}
-        assert (kubelet.open_streams[GPU], plugin.streams) == (0, [])
-        with pytest.raises(AdmissionError, match="no healthy devices present"):
-            await kubelet.admit(pod("p", ("main", 1)))
-
-
 async def test_the_death_of_the_plugin_ends_the_stream(tmp_path: Path) -> None:
     """A killed process ends its stream without a goodbye (case 19)."""
     plugin = FakePlugin(GPU, devices("a"))
@@ -95,21 +54,6 @@ async def test_the_death_of_the_plugin_ends_the_stream(tmp_path: Path) -> None:
         async with plugin.registered(kubelet):
             pass
         await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 0)
-
-
-async def test_a_registration_within_the_grace_period_leaves_no_trace(tmp_path: Path) -> None:
-    """The end of a stream is the signal to register again (§1.4, case 10)."""
-    clock = Clock()
-    first, second = FakePlugin(GPU, devices("a")), FakePlugin(GPU, devices("a"))
-    async with SimKubelet(tmp_path, clock=clock).running() as kubelet:
-        async with first.registered(kubelet, "1.sock"):
-            pass
-        await kubelet.wait_for(lambda: kubelet.allocatable()[GPU] == 0)
-        clock.now += 299
-        async with second.registered(kubelet, "2.sock"):
-            clock.now += 299
-            await kubelet.tick()
-            assert kubelet.allocatable() == {GPU: 1}
 
 
 async def test_after_the_grace_period_a_tick_sets_the_capacity_to_zero(tmp_path: Path) -> None:

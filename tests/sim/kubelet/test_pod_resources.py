@@ -109,23 +109,6 @@ async def test_only_healthy_devices_are_allocatable(tmp_path: Path) -> None:
     assert sorted(entries_of(one.containers)["main"]) == [(["a"], []), (["c"], [])]
 
 
-async def test_get_finds_a_pod_by_name_and_namespace(tmp_path: Path) -> None:
-    """A missing pod is UNKNOWN, with the kubelet's text (§4)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    async with node(tmp_path, plugin) as (kubelet, channel):
-        await kubelet.admit(pod("p", ("main", 1)))
-        stub = v1.PodResourcesListerStub(channel)
-        found = await stub.get(v1.GetPodResourcesRequest(pod_name="p", pod_namespace="default"))
-        with pytest.raises(GRPCError) as caught:
-            await stub.get(v1.GetPodResourcesRequest(pod_name="p", pod_namespace="other"))
-    assert found.pod_resources is not None
-    assert entries_of(found.pod_resources.containers) == {"main": [(["a"], [])]}
-    assert (caught.value.status, caught.value.message) == (
-        Status.UNKNOWN,
-        "pod p in namespace other not found",
-    )
-
-
 async def test_more_than_ten_at_once_are_throttled(tmp_path: Path) -> None:
     """The limit is 100 a second, bursts of 10, for all methods together (case 65)."""
     clock = Clock()
@@ -144,15 +127,3 @@ async def test_more_than_ten_at_once_are_throttled(tmp_path: Path) -> None:
         Status.RESOURCE_EXHAUSTED,
         "rejected by rate limit",
     )
-
-
-async def test_after_a_restart_list_is_right_and_allocatable_is_empty(tmp_path: Path) -> None:
-    """The checkpoint knows holders, but only plugins know devices (§4)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    async with node(tmp_path, plugin) as (kubelet, channel):
-        await kubelet.admit(pod("p", ("main", 1)))
-        await kubelet.restart()
-        stub = v1.PodResourcesListerStub(channel)
-        (one,) = (await stub.list()).pod_resources
-        assert entries_of(one.containers) == {"main": [(["a"], [])]}
-        assert (await stub.get_allocatable_resources()).devices == []

@@ -6,61 +6,16 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import anyio
 import pytest
-from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.protocol import Stream
 from grpclib.server import Handler
 
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.registration import is_extended_resource
-from tests.rigs.waiting import skip
-from tests.sim.kubelet.rig import GPU, FakePlugin, devices, dials, pod
+from tests.sim.kubelet.rig import GPU, FakePlugin, devices, pod
 
 Headers = list[tuple[str, str]]
-
-
-async def test_a_plugin_is_asked_for_options_once_and_then_for_one_list(tmp_path: Path) -> None:
-    """Register succeeds, options are read once, one list (case 1)."""
-    plugin = FakePlugin(GPU, devices("a b"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        assert kubelet.capacity() == kubelet.allocatable() == {GPU: 2}
-        assert (plugin.options_asked, len(plugin.streams)) == (1, 1)
-        assert (kubelet.registrations[GPU], kubelet.lists[GPU]) == (1, 1)
-        assert kubelet.open_streams[GPU] == 1
-
-
-async def test_options_are_asked_before_register_is_answered(tmp_path: Path) -> None:
-    """The plugin has to serve while its own Register call is in flight (§1.2)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.serving(tmp_path):
-        await plugin.register(kubelet)
-        assert plugin.options_asked == 1
-
-
-async def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
-    """The refusal has the kubelet's very text (case 2)."""
-    plugin = FakePlugin(GPU, [])
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.serving(tmp_path):
-        with pytest.raises(GRPCError) as caught:
-            await plugin.register(kubelet, version="v1alpha")
-    assert caught.value.status is Status.UNKNOWN
-    assert caught.value.message == (
-        'requested API version "v1alpha" is not supported by kubelet. '
-        'Supported version is ["v1beta1"]'
-    )
-
-
-async def test_an_invalid_resource_name_is_refused(tmp_path: Path) -> None:
-    """The kubelet does not even dial the plugin (case 3)."""
-    plugin = FakePlugin(GPU, [])
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.serving(tmp_path):
-        with pytest.raises(GRPCError) as caught:
-            await plugin.register(kubelet, resource="foo")
-        assert kubelet.refusals == ['the ResourceName "foo" is invalid']
-    assert caught.value.status is Status.UNKNOWN
-    assert plugin.options_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -117,20 +72,6 @@ async def test_a_listener_that_says_nothing_is_no_listener(tmp_path: Path) -> No
                 await plugin.register(kubelet)
 
 
-async def test_failing_options_fail_the_registration(tmp_path: Path) -> None:
-    """ListAndWatch is never called, the resource is unknown (case 5)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    plugin.refusal = GRPCError(Status.INTERNAL, "not today")
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.serving(tmp_path):
-        with pytest.raises(GRPCError) as caught:
-            await plugin.register(kubelet)
-        assert kubelet.capacity() == {}
-        assert kubelet.registrations[GPU] == 0
-    assert caught.value.message == (
-        "failed to get device plugin options: rpc error: code = Internal desc = not today"
-    )
-
-
 @pytest.mark.parametrize("endpoint", ["sub/p.sock", "../beside.sock", "/absolute.sock"])
 async def test_the_endpoint_is_joined_below_the_directory(tmp_path: Path, endpoint: str) -> None:
     """Sub-directories and ".." work; an absolute path lands below the directory (§1.2)."""
@@ -172,33 +113,6 @@ async def test_the_kubelet_says_localhost_and_sets_no_deadline(
     assert not any("grpc-timeout" in call for call in calls)
 
 
-async def test_the_newest_registration_wins_without_orphans(tmp_path: Path) -> None:
-    """Another socket with other devices replaces the whole list (case 6)."""
-    old, new = FakePlugin(GPU, devices("a b")), FakePlugin(GPU, devices("b"))
-    async with (
-        SimKubelet(tmp_path).running() as kubelet,
-        old.registered(kubelet, "old.sock"),
-        new.registered(kubelet, "new.sock"),
-    ):
-        assert kubelet.capacity() == kubelet.allocatable() == {GPU: 1}
-        assert kubelet.open_streams[GPU] == 2
-
-
-async def test_the_end_of_the_old_stream_disconnects_the_new_client(tmp_path: Path) -> None:
-    """A daemon must never provoke this hazard of v1.36 (§1.4, case 8)."""
-    old, new = FakePlugin(GPU, devices("a b")), FakePlugin(GPU, devices("a b"))
-    async with (
-        SimKubelet(tmp_path).running() as kubelet,
-        old.registered(kubelet, "old.sock"),
-        new.registered(kubelet, "new.sock"),
-    ):
-        old.hang_up()
-        await new.cancelled.wait()
-        await kubelet.wait_for(lambda: kubelet.open_streams[GPU] == 0)
-        assert kubelet.allocatable() == {GPU: 0}
-        assert kubelet.capacity() == {GPU: 2}
-
-
 async def test_one_socket_registered_twice_ends_both_streams(tmp_path: Path) -> None:
     """The same hazard exists without a second socket (§1.4)."""
     plugin = FakePlugin(GPU, devices("a"))
@@ -223,30 +137,6 @@ async def test_a_fixed_kubelet_keeps_the_new_client(tmp_path: Path) -> None:
         await kubelet.wait_for(lambda: kubelet.open_streams[GPU] == 1)
         assert kubelet.allocatable() == {GPU: 2}
         assert len(new.streams) == 1
-
-
-async def test_after_a_failed_registration_the_end_of_the_good_plugin_is_lost(
-    tmp_path: Path,
-) -> None:
-    """Allocatable stays stale for ever (the other hazard of §1.4)."""
-    good, bad = FakePlugin(GPU, devices("a b")), FakePlugin(GPU, [])
-    bad.endpoint = "nobody.sock"
-
-    async def fails() -> None:
-        with pytest.raises(GRPCError):
-            await bad.register(kubelet)
-
-    async with (
-        SimKubelet(tmp_path).running() as kubelet,
-        good.registered(kubelet),
-    ):
-        async with anyio.create_task_group() as group:
-            group.start_soon(fails)
-            await dials(kubelet, 2)
-            skip(10)
-        good.hang_up()
-        await kubelet.wait_for(lambda: kubelet.open_streams[GPU] == 0)
-        assert kubelet.allocatable() == {GPU: 2}
 
 
 async def test_a_plugin_may_serve_a_hundred_resources_at_once(tmp_path: Path) -> None:

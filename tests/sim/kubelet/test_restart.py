@@ -10,7 +10,7 @@ import pytest
 from grpclib.client import Channel
 
 from metagpu.plugins.kubelet.pb import v1beta1
-from metagpu.sim.kubelet.kubelet import AdmissionError, KubeletDownError, SimContainer, SimKubelet
+from metagpu.sim.kubelet.kubelet import AdmissionError, KubeletDownError, SimKubelet
 from metagpu.sim.kubelet.transport import AbortableServer
 from tests.sim.kubelet.rig import GPU, Clock, FakePlugin, device, devices, pod
 
@@ -68,28 +68,6 @@ async def test_a_death_during_admission_fails_no_pod(tmp_path: Path) -> None:
         assert (kubelet.failed, kubelet.pods) == ({}, ())
 
 
-async def test_a_restart_creates_the_socket_again(tmp_path: Path) -> None:
-    """Plugins' sockets are gone, kubelet.sock is another file (case 60)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        before = kubelet.socket.stat().st_ctime_ns
-        await kubelet.restart()
-        assert kubelet.socket.stat().st_ctime_ns > before
-        assert not (tmp_path / "p.sock").exists()
-        async with plugin.registered(kubelet):
-            assert kubelet.allocatable() == {GPU: 1}
-
-
-async def test_after_a_restart_the_resource_is_known_and_empty(tmp_path: Path) -> None:
-    """The resource is 0/0, and a pod is refused, not started without devices (case 58)."""
-    plugin = FakePlugin(GPU, devices("a b"))
-    async with SimKubelet(tmp_path).running() as kubelet, plugin.registered(kubelet):
-        await kubelet.restart()
-        assert (kubelet.capacity(), kubelet.allocatable()) == ({GPU: 0}, {GPU: 0})
-        with pytest.raises(AdmissionError, match="no healthy devices present"):
-            await kubelet.admit(pod("p", ("main", 1)))
-
-
 async def test_a_second_object_reads_the_checkpoint(tmp_path: Path) -> None:
     """The checkpoint is all that a process leaves to the next."""
     plugin = FakePlugin(GPU, devices("a"))
@@ -110,19 +88,6 @@ async def test_a_stopped_endpoint_of_the_checkpoint_expires_too(tmp_path: Path) 
         await kubelet.tick()
         with pytest.raises(AdmissionError, match="OutOf"):
             await kubelet.admit(pod("p", ("main", 1)))
-
-
-async def test_a_running_container_survives_a_restart_unchecked(tmp_path: Path) -> None:
-    """With the plugin gone, the pod keeps its device (case 51)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    one = pod("p", ("main", 1))
-    async with SimKubelet(tmp_path).running() as kubelet:
-        async with plugin.registered(kubelet):
-            await kubelet.admit(one)
-            await kubelet.start_container(one, "main")
-        await kubelet.restart()
-        assert await kubelet.readmit() == {}
-        assert kubelet.devices(one) == {"main": {GPU: {"a"}}}
 
 
 async def test_a_container_that_does_not_run_needs_the_plugin(tmp_path: Path) -> None:
@@ -169,20 +134,6 @@ async def test_a_pod_is_lost_when_its_device_came_back_unhealthy(tmp_path: Path)
     assert "previously allocated devices are no longer healthy" in lost[one.uid].message
 
 
-async def test_a_finished_init_container_can_lose_its_pod(tmp_path: Path) -> None:
-    """The init device is checked although the app container runs (#138446, §2)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    one = pod("p", ("main", 0), init=[SimContainer("init", {GPU: 1})])
-    async with SimKubelet(tmp_path).running() as kubelet:
-        async with plugin.registered(kubelet):
-            await kubelet.admit(one)
-            await kubelet.start_container(one, "init")
-            kubelet.stop_container(one, "init")
-            await kubelet.start_container(one, "main")
-        await kubelet.restart()
-        assert one.uid in await kubelet.readmit()
-
-
 async def test_a_new_pod_waits_for_the_old_ones(tmp_path: Path) -> None:
     """The first admission after a restart readmits the running pods first."""
     plugin = FakePlugin(GPU, devices("a b"))
@@ -194,20 +145,6 @@ async def test_a_new_pod_waits_for_the_old_ones(tmp_path: Path) -> None:
         with pytest.raises(AdmissionError):
             await kubelet.admit(pod("new", ("main", 1)))
         assert old.uid in kubelet.failed
-
-
-async def test_a_pod_deleted_while_the_kubelet_is_down_frees_its_device(tmp_path: Path) -> None:
-    """The device is free after the restart (case 55)."""
-    plugin = FakePlugin(GPU, devices("a"))
-    old = pod("old", ("main", 1))
-    async with SimKubelet(tmp_path).running() as kubelet:
-        async with plugin.registered(kubelet):
-            await kubelet.admit(old)
-        await kubelet.crash()
-        await kubelet.delete(old)
-        await kubelet.restart()
-        async with plugin.registered(kubelet):
-            await kubelet.admit(pod("new", ("main", 1)))
 
 
 async def test_prestart_is_skipped_before_the_plugin_is_back(tmp_path: Path) -> None:
