@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz chaos lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz soak chaos lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
