@@ -8,7 +8,7 @@ import pytest
 from metagpu.sim.cluster.claim_manifest import claim_with_pod
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.document_forms import check_document
-from metagpu.sim.cluster.pod_objects import remaining_time, requests_of
+from metagpu.sim.cluster.pod_objects import kubelet_pod, remaining_time, requests_of
 from metagpu.sim.machine.gpu import SimError
 
 GPU = "gpu.metagpu.io"
@@ -101,3 +101,19 @@ def test_pods_of_files_need_no_form_of_ours() -> None:
     it = {**pod(command=["sleep", "1h"], resources={"requests": requests}), "status": {}}
     assert requests_of(it) == {"x.y/z": 2}
     assert remaining_time(it, 0) is None
+
+
+def test_init_containers_count_as_the_scheduler_counts_them() -> None:
+    """An ordinary one counts while it runs, and a sidecar as long as the pod."""
+
+    def asking(count: int, **more: str) -> Mapping[str, Any]:
+        return {"name": f"c{count}", "resources": {"requests": {"x.y/z": str(count)}}, **more}
+
+    spec = {
+        "initContainers": [asking(2, restartPolicy="Always"), asking(7)],
+        "containers": [asking(4)],
+    }
+    metadata = {"name": "a", "namespace": "default", "uid": "u"}
+    it = {"metadata": metadata, "spec": spec, "status": {}}
+    assert requests_of(it) == {"x.y/z": 9}
+    assert [each.restartable for each in kubelet_pod(it).init_containers] == [True, False]
