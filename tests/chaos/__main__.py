@@ -52,11 +52,12 @@ def main() -> int:
     logging.disable()  # grpclib's, of connections that are cut on purpose
     asked = parser.parse_args()
     piece = commits() if asked.piece is None else asked.piece
-    began, seed = time.monotonic(), piece * 1000 if asked.seed is None else asked.seed
+    seed = piece * 1000 if asked.seed is None else asked.seed
     plant = asked.plant.read_text() if asked.plant else ""
     for name, steps in KEPT.items() if asked.seed is None else ():
         if not _passes(name, steps, asked, plant):
             return 1
+    began = time.monotonic()
     while time.monotonic() - began < asked.minutes * 60:
         if not _passes(f"seed {seed}", draw(seed), asked, plant):
             return 1
