@@ -310,7 +310,7 @@ async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None
         refused = (await it.prepare(whole))[whole.uid].error
         assert "is in use by mps" in refused
         await it.unprepare(part)
-        assert it.scene.state(0).cleaning
+        assert it.scene.state(0).cleanup.since
         await it.prepared(whole)
         await it.unprepare(whole)
         await it.prepared(slices)

@@ -192,6 +192,7 @@ def test_pods_outlive_the_daemon(tmp_path: Path) -> None:
         node.sim("pod end next")
         node.sim("pod end train")
         until(lambda: "default/train (main)" not in node.status())
+        until(lambda: node.allocatable()[METAGPU] == 100)
         assert "Running" in node.sim(f"pod add next {METAGPU}=60")
 
 

@@ -67,7 +67,7 @@ class OfferStagger:
         mine = [share for share in state.shares if share.backend == backend]
         leases = state.leases
         unavailable = unavailable_shares(
-            state.shares, leases, state.cleaning, {**state.provisioned, backend: provisioned}
+            state.shares, leases, state.cleanup.since, {**state.provisioned, backend: provisioned}
         )
         free = {share.id: share for share in mine if share.id not in leases.keys() | unavailable}
         released = {share for share, device in provisioned.devices.items() if device.reusable}

@@ -138,7 +138,7 @@ class _GpuOwner:
         return state.owner == self._context.backend
 
     def _needs_cleanup(self, state: GpuState) -> bool:
-        return self._context.backend in state.cleaning
+        return self._context.backend in state.cleanup.since
 
     async def _make_exclusive(self) -> None:
         """Keep programs that are no MPS clients off the GPU, and save the previous mode."""

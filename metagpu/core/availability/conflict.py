@@ -156,9 +156,9 @@ def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
 def _find_conflicting(state: GpuState) -> frozenset[ShareId]:
     if state.kubelet.unknown_leases:  # of any configuration, also of other shares than these
         return frozenset(share.id for share in state.shares if share.id not in state.leases)
-    if not (state.can_conflict or state.cleaning or state.provisioned):
+    if not (state.can_conflict or state.cleanup.since or state.provisioned):
         return NONE
-    return unavailable_shares(state.shares, state.leases, state.cleaning, state.provisioned)
+    return unavailable_shares(state.shares, state.leases, state.cleanup.since, state.provisioned)
 
 
 def with_same_conflicts(before: GpuState, after: GpuState) -> GpuState:

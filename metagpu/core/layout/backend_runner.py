@@ -85,7 +85,7 @@ class _RunContext(msgspec.Struct, frozen=True):
 
     @property
     def cleanup_due_since(self) -> float | None:
-        return self.state.cleaning.get(self.backend)
+        return self.state.cleanup.since.get(self.backend)
 
     @property
     def hands_over(self) -> bool:

@@ -130,14 +130,9 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
 
     def used_by(self, backend: str) -> bool:
         """Return whether a backend has leases of this GPU, or cleans it up after them."""
-        return backend in self.cleaning or any(
+        return backend in self.cleanup.since or any(
             lease.share.backend == backend for lease in self.leases.values()
         )
-
-    @property
-    def cleaning(self) -> Mapping[str, float]:
-        """The backends that clean the GPU up now, and since when."""
-        return self.cleanup.since
 
     @cached_property
     def backends(self) -> tuple[str, ...]:

@@ -160,11 +160,11 @@ def _resumed(state: GpuState, backend: str) -> GpuState:
 
 
 def _cleaned(state: GpuState, fact: CleanupFinished | BackendDetached) -> GpuState:
-    since = state.cleaning.get(fact.backend)
+    since = state.cleanup.since.get(fact.backend)
     if since is None or (isinstance(fact, CleanupFinished) and fact.since != since):
         return state
 
-    others = _without(state.cleaning, fact.backend)
+    others = _without(state.cleanup.since, fact.backend)
     return replace(state, cleanup=replace(state.cleanup, since=others))
 
 

@@ -91,7 +91,7 @@ def _changes_soon(state: GpuState) -> bool:
     if not state.verdict.healthy or state.cordon is not None:
         return False
     return (
-        bool(state.cleaning)
+        bool(state.cleanup.since)
         or any(it.reason == NOT_READY for it in state.suspended.values())
         or any(it.delayed for it in state.provisioned.values())
         or any(

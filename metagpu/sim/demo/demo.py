@@ -326,12 +326,14 @@ def _is_settled(state: GpuState) -> bool:
     devices = (
         it for provisioned in state.provisioned.values() for it in provisioned.devices.items()
     )
-    idle = not state.cleaning and all(it.idle or share in state.leases for share, it in devices)
+    idle = not state.cleanup.since and all(
+        it.idle or share in state.leases for share, it in devices
+    )
     undelayed = {
         name: replace(provisioned, delayed=frozenset())
         for name, provisioned in state.provisioned.items()
     }
-    unavailable = unavailable_shares(state.shares, state.leases, state.cleaning, undelayed)
+    unavailable = unavailable_shares(state.shares, state.leases, state.cleanup.since, undelayed)
     return idle and unavailable == conflicting_shares(state)
 
 

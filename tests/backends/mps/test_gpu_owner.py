@@ -98,7 +98,7 @@ async def test_a_process_that_stays_keeps_the_gpu(tmp_path: Path) -> None:
         it.care.claim(share)
         await it.mode(EXCLUSIVE)
         it.care.release(share)
-        await it.becomes(lambda state: "mps" in state.cleaning)
+        await it.becomes(lambda state: "mps" in state.cleanup.since)
         await it.care.settled()
         assert it.care.state().owner == "mps"
 
@@ -115,7 +115,7 @@ async def test_a_gpu_that_is_used_again_is_not_cleaned_up(tmp_path: Path) -> Non
         with it.at().client():
             await it.mode(EXCLUSIVE)
             it.care.release(share)
-            await it.becomes(lambda state: "mps" in state.cleaning)
+            await it.becomes(lambda state: "mps" in state.cleanup.since)
             it.care.claim(other)
         await it.care.settled()
 

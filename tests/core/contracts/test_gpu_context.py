@@ -192,7 +192,7 @@ async def test_a_backend_learns_that_its_gpu_needs_cleanup(calls: ServeCalls) ->
         heard_at: list[float | None] = []
 
         async def wait() -> None:
-            state = await context.wait_until(lambda state: "fraction" in state.cleaning)
+            state = await context.wait_until(lambda state: "fraction" in state.cleanup.since)
             assert state is rig.state()
             heard_at.append(context.cleanup_due_since)
 
@@ -242,7 +242,7 @@ async def test_a_removed_backend_waits_for_its_pods(calls: ServeCalls) -> None:
 
         rig.release(part)
         assert rig.state().owner == "fraction"
-        context.cleanup_done(rig.state().cleaning["fraction"])
+        context.cleanup_done(rig.state().cleanup.since["fraction"])
         await rig.settled()
         assert calls.ended == [context]
 

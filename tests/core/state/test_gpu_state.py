@@ -132,7 +132,7 @@ def test_a_new_offer_resumes_no_backend() -> None:
 def test_a_gpu_stays_its_backends_until_it_is_clean() -> None:
     """After its last lease a GPU stays with its backend until the cleanup is reported."""
     assert state(DIRTY).owner == "mps"
-    assert state(DIRTY).cleaning == {"mps": 20}
+    assert state(DIRTY).cleanup.since == {"mps": 20}
     assert conflicting_shares(state(DIRTY)) == {part.id for part in FRACTIONS}
     assert count_free(state(DIRTY), MPS) == 2
     assert open_to(state(DIRTY), "mps")
@@ -148,7 +148,7 @@ def test_only_the_last_lease_begins_a_cleaning() -> None:
     two = after(SharesClaimed(UNITS, at=10), since=NODE)
     one = after(SharesReleased(UNITS[:1], at=20), since=two)
 
-    assert state(one).cleaning == {}
+    assert state(one).cleanup.since == {}
     assert state(one).owner == "mps"
 
 
@@ -158,7 +158,7 @@ def test_a_gpu_of_a_backend_that_does_not_clean_is_free_at_once() -> None:
     freed = after(SharesReleased(FRACTIONS[:1], at=20), since=held)
 
     assert state(freed).owner is None
-    assert state(freed).cleaning == {}
+    assert state(freed).cleanup.since == {}
 
 
 def test_a_grant_during_a_cleanup_ends_it() -> None:
@@ -166,12 +166,12 @@ def test_a_grant_during_a_cleanup_ends_it() -> None:
     again = after(SharesClaimed(UNITS[1:], at=21), since=DIRTY)
     late = CleanupFinished(A.id, "mps", since=20, at=22)
 
-    assert state(again).cleaning == {}
+    assert state(again).cleanup.since == {}
     assert conflicting_shares(state(again)) == {part.id for part in FRACTIONS}
     assert reduce(again, late) == (again, ())
 
     dirty = after(SharesReleased(UNITS[1:], at=23), since=again)
-    assert state(dirty).cleaning == {"mps": 23}
+    assert state(dirty).cleanup.since == {"mps": 23}
     assert reduce(dirty, late) == (dirty, ())
 
 
@@ -180,7 +180,7 @@ def test_a_failed_grant_is_cleaned_after_too() -> None:
     claimed = after(SharesClaimed(UNITS[:1], at=10), since=NODE)
     taken_back = after(SharesReleased(UNITS[:1], at=10.5), since=claimed)
 
-    assert state(taken_back).cleaning == {"mps": 10.5}
+    assert state(taken_back).cleanup.since == {"mps": 10.5}
 
 
 def test_a_lease_of_another_plugin_does_not_end_a_cleanup() -> None:
@@ -192,7 +192,7 @@ def test_a_lease_of_another_plugin_does_not_end_a_cleanup() -> None:
     snapshot = after(seen, since=DIRTY)
 
     assert state(snapshot).owner == UNKNOWN_BACKEND
-    assert state(snapshot).cleaning == {"mps": 20}
+    assert state(snapshot).cleanup.since == {"mps": 20}
     gone = after(LeasesObserved({}, at=22), since=snapshot)
     assert state(gone).owner == "mps"
     assert conflicting_shares(state(gone)) == {part.id for part in FRACTIONS}

@@ -174,7 +174,7 @@ async def test_a_gpu_that_is_being_cleaned_is_its_owners(tmp_path: Path) -> None
             await allocate(slices, [f"{gpu(0).id}::t2"])
             end_leases(it)
 
-        since = it.registry.snapshot.gpus[gpu(0).id].cleaning["timeslice"]
+        since = it.registry.snapshot.gpus[gpu(0).id].cleanup.since["timeslice"]
         it.registry.apply(CleanupFinished(gpu(0).id, "timeslice", since, at=since + 1))
         await it.until(20, 20, METAGPU)
 
