@@ -254,6 +254,13 @@ def claims(node: Node) -> dict[str, tuple[str, list[tuple[str, int]]]]:
     }
 
 
+FRACTION_REQUEST = {"name": "gpu", "exactly": {"deviceClassName": "fraction.metagpu.io"}}
+CLAIMING_POD = {
+    "resourceClaims": [{"name": "g", "resourceClaimTemplateName": "t"}],
+    "containers": [{"name": "c", "image": "x", "resources": {"claims": [{"name": "g"}]}}],
+}
+
+
 def are_published(node: Node, count: int) -> bool:
     """Return whether the ResourceSlices of so many GPUs are written, and nothing is tainted."""
     objects = json.loads((node.run_dir / "cluster" / "objects.json").read_text())["objects"]
@@ -328,3 +335,29 @@ def test_a_claim_waits_for_the_end_of_another(tmp_path: Path) -> None:
             assert node.sim(f"claim end {name}") == f"claim {name} has ended"
         until(lambda: claims(node) == {"b": ("Prepared", [("gpu", 0)])})
         assert "all of GPU 0" in node.sim("claim list")
+
+
+def test_several_pods_with_claims_at_once(tmp_path: Path) -> None:
+    """Eight pods of one file get their claims, while the kubelet's file of claims is rewritten."""
+    (tmp_path / "metagpu.yaml").write_text(
+        "version: metagpu/v1\npools: [{name: all, api: dra, backends: [{backend: fraction}]}]\n"
+    )
+    parts = [
+        {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate"}
+        | {"metadata": {"name": "t"}}
+        | {"spec": {"spec": {"devices": {"requests": [FRACTION_REQUEST]}}}}
+    ]
+    parts += [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"p{number}"}}
+        | {"spec": CLAIMING_POD}
+        for number in range(8)
+    ]
+    file = tmp_path / "pods.yaml"
+    file.write_text("\n---\n".join(json.dumps(part) for part in parts))
+    with daemon(
+        tmp_path, "--config", f"{tmp_path / 'metagpu.yaml'}", "--simulate", "a100-40gb:8"
+    ) as node:
+        until(lambda: are_published(node, 8))
+        assert node.sim(f"claim add -f {file}").startswith("created ")
+        until(lambda: len(claims(node)) == 8)
+        until(lambda: {state for state, _ in claims(node).values()} == {"Prepared"})

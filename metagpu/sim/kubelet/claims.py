@@ -82,6 +82,7 @@ class ClaimManager:
         self._pods: dict[str, PodClaims] = {}
         self._settled: set[str] = set()
         self._locks: dict[str, anyio.Lock] = {}
+        self._saving = anyio.Lock()
         self._read_checkpoint()
 
     # ---- drivers ---------------------------------------------------------------------------
@@ -239,20 +240,21 @@ class ClaimManager:
             self._prepared[ref.uid] = _PreparedClaim(ref, set(it["PodUIDs"]), drivers)
 
     async def _save(self) -> None:
-        claims = [
-            {
-                "ClaimUID": it.ref.uid,
-                "ClaimName": it.ref.name,
-                "Namespace": it.ref.namespace,
-                "PodUIDs": {uid: {} for uid in sorted(it.pods)},
-                "DriverState": {name: {"Devices": found} for name, found in it.drivers.items()},
-            }
-            for it in self._prepared.values()
-        ]
-        kind = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1"}
-        data = json.dumps({**kind, "ClaimInfoStateList": claims})
-        text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
-        await to_thread.run_sync(replace_text, self._checkpoint, text)
+        async with self._saving:  # claims of several pods change at once
+            claims = [
+                {
+                    "ClaimUID": it.ref.uid,
+                    "ClaimName": it.ref.name,
+                    "Namespace": it.ref.namespace,
+                    "PodUIDs": {uid: {} for uid in sorted(it.pods)},
+                    "DriverState": {name: {"Devices": found} for name, found in it.drivers.items()},
+                }
+                for it in self._prepared.values()
+            ]
+            kind = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1"}
+            data = json.dumps({**kind, "ClaimInfoStateList": claims})
+            text = json.dumps({"Data": data, "Checksum": zlib.crc32(data.encode())})
+            await to_thread.run_sync(replace_text, self._checkpoint, text)
 
 
 def _claim(ref: ResourceClaimRef) -> dra.Claim:
