@@ -251,7 +251,7 @@ def test_every_xid_is_in_its_table(severity: Severity) -> None:
 
 def test_every_model_is_in_the_table() -> None:
     """The simulator's page has the boards with their numbers."""
-    assert section("docs/simulator.md", "## GPU models") == [
+    assert section("docs/development/simulator.md", "## GPU models") == [
         [
             board.key,
             board.product,
