@@ -149,7 +149,7 @@ class ConfigLoader:
                 self._content = content
             except ConfigError as error:
                 # The traceback's frames hold what was built, until the next full collection.
-                error.__traceback__ = None
+                error.with_traceback(None)
                 known, self._content = self.error, None
                 self._count_rejected(str(error), error.reason)
                 if self.error == known and not again:

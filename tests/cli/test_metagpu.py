@@ -503,7 +503,7 @@ def test_convert_prints_an_unusable_file(
     assert "replicas: 0" in captured.out
     assert captured.err == (
         f"metagpu: {file}: 1: sharing.timeSlicing.resources[0].replicas: replicas is 0; allowed: 1 "
-        "to 100000\n"
+        "to 70000\n"
     )
 
 

@@ -490,7 +490,7 @@ async def test_the_row_of_a_silent_node_returns_to_top(
             assert " gpu-2 " in screen.getvalue().split(CLEAR_SCREEN)[-1]
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "", "a?b", "A", "a b"])
+@pytest.mark.parametrize("name", ["a/b/c", "..", "", "a?b", "A", "a b"])
 def test_what_no_object_is_named_is_a_wrong_argument(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -48,7 +48,9 @@ QUICK = KubeletTiming(poll_period=0.01, contended_period=0.01, settle=0.01)
 
 
 @asynccontextmanager
-async def following(it: Node, tmp_path: Path, timing: KubeletTiming = QUICK) -> AsyncIterator[None]:
+async def following(
+    it: Node, tmp_path: Path, timing: KubeletTiming = QUICK
+) -> AsyncIterator[LeaseFollower]:
     """Follow the leases while the block lasts."""
     async with anyio.create_task_group() as group:
         socket, directory = tmp_path / "pod-resources.sock", tmp_path / "device-plugins"
@@ -56,7 +58,7 @@ async def following(it: Node, tmp_path: Path, timing: KubeletTiming = QUICK) -> 
             it.registry, socket, directory=directory, node="node-1", timing=timing
         )
         group.start_soon(follower.run)
-        yield
+        yield follower
         group.cancel_scope.cancel()
 
 
@@ -390,8 +392,10 @@ async def restarted(
     timing: KubeletTiming = QUICK,
 ) -> AsyncIterator[Answering]:
     """Grant a pod three shares, then replace the kubelet by another one."""
-    async with following(it, tmp_path, timing):
+    async with following(it, tmp_path, timing) as follower:
         async with it.kubelet.running():
+            with anyio.fail_after(30):  # before it, nothing is granted
+                await follower.known.wait()
             await it.until(20, 20)
             await it.kubelet.admit(pod("train", 3))
             await held(it, 3)
