@@ -342,7 +342,7 @@ def test_several_pods_with_claims_at_once(tmp_path: Path) -> None:
     (tmp_path / "metagpu.yaml").write_text(
         "version: metagpu/v1\npools: [{name: all, api: dra, backends: [{backend: fraction}]}]\n"
     )
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate"}
         | {"metadata": {"name": "t"}}
         | {"spec": {"spec": {"devices": {"requests": [FRACTION_REQUEST]}}}}

@@ -71,8 +71,11 @@ async def held(it: Node, count: int) -> None:
                 return
 
 
-async def start(it: Node) -> SimPod:
+async def start(it: Node, follower: LeaseFollower | None = None) -> SimPod:
     """Start a pod with three shares; return it once they have their holder."""
+    if follower is not None:
+        with anyio.fail_after(30):  # before it has read the leases, nothing is granted
+            await follower.known.wait()
     await it.until(20, 20)
     train = pod("train", 3)
     await it.kubelet.admit(train)
@@ -276,11 +279,9 @@ async def test_absent_kubelet_changes_nothing(
     """While the kubelet is down the leases stay; afterwards they are read again."""
     looks: list[Fact] = []
 
-    async with node(tmp_path) as it, following(it, tmp_path):
+    async with node(tmp_path) as it, following(it, tmp_path) as follower:
         async with it.kubelet.running():
-            await it.until(20, 20)
-            await it.kubelet.admit(pod("train", 3))
-            await held(it, 3)
+            await start(it, follower)
 
         apply = it.registry.apply
 
@@ -394,11 +395,7 @@ async def restarted(
     """Grant a pod three shares, then replace the kubelet by another one."""
     async with following(it, tmp_path, timing) as follower:
         async with it.kubelet.running():
-            with anyio.fail_after(30):  # before it, nothing is granted
-                await follower.known.wait()
-            await it.until(20, 20)
-            await it.kubelet.admit(pod("train", 3))
-            await held(it, 3)
+            await start(it, follower)
         new = Answering(tmp_path / "pod-resources.sock", pods)
         async with new.running():
             yield new
