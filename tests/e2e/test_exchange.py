@@ -86,9 +86,9 @@ def test_few_pods_are_refused_over_exchanges(cluster: Cluster, exchanges: int, p
                 cluster.daemon.exchange()
                 done += 1
         refused = await_ended(cluster, pods, exchanges=exchanges)
-    assert cluster.incarnations() == before
-    cluster.await_amounts(ALL_SHARES, ALL_SHARES)
-    assert cluster.inspect_container("holds") == held
+        assert cluster.incarnations() == before
+        cluster.await_amounts(ALL_SHARES, ALL_SHARES)
+        assert cluster.inspect_container("holds") == held
     print(f"{pods} pods over {done} exchanges: {refused} refused")
 
 
@@ -188,7 +188,7 @@ def await_ended(cluster: Cluster, count: int, *, exchanges: int = 0) -> int:
         seen = phases(cluster)
         return len(seen) == count and not {"Pending", "Running"} & set(seen.values())
 
-    wait_for("all pods to end", all_ended, within_s=SOON_S)
+    wait_for("all pods to end", all_ended, within_s=max(SOON_S, 2.0 * count))
     failed = {name: it for name, it in phases(cluster).items() if it != "Succeeded"}
     assert set(failed.values()) <= {REFUSED}, failed
     assert len(failed) <= exchanges * MOST_REFUSED, failed
