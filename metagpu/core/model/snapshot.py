@@ -208,6 +208,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         kubelet: the identity of the present kubelet's socket, `None` before the first one.
         readmitted: namespace and name of the pods that were about to end when this kubelet started.
             It admits them again, and fails those whose shares are not healthy.
+        vanished: what the kubelet lists as held of GPUs that the node does not have.
         withdrawn: whether this daemon is about to give the node up.
         hands_over: whether another daemon waits for the node, which stays as it is then.
     """
@@ -223,6 +224,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     pods: PodIndex = msgspec.field(default_factory=PodIndex)
     kubelet: tuple[int, int, int] | None = None
     readmitted: frozenset[tuple[str, str]] = frozenset()
+    vanished: Mapping[ShareId, Lease] = MappingProxyType({})
     withdrawn: bool = False
     hands_over: bool = False
 

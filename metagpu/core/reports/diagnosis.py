@@ -195,13 +195,13 @@ def check_mixed_requests(status: StatusReport) -> Finding:
 
 
 def check_lost_devices(status: StatusReport) -> Finding:
-    """Check that the MIG devices of all containers exist."""
+    """Check that the devices of all containers exist."""
     lost = status.lost_devices
     if not lost:
-        return OK, "every container's MIG devices exist"
+        return OK, "every container's devices exist"
     holders = ", ".join(it.holder for it in lost)
     fixes = "; ".join(dict.fromkeys(f"`{it.fix}`" for it in lost))
-    return ERROR, f"containers hold MIG devices that no longer exist: {holders}", fixes
+    return ERROR, f"containers hold devices that no longer exist: {holders}", fixes
 
 
 def _returning(gpu: GpuReport) -> str:

@@ -439,12 +439,12 @@ class MixedRequestReport(ReportPart, frozen=True):
 
 
 class LostDevicesReport(ReportPart, frozen=True):
-    """A container that holds MIG devices that no longer exist.
+    """A container that holds devices that no longer exist.
 
     Attributes:
         holder: container, `namespace/pod (container)`.
         pod_uid: uid of the pod.
-        devices: uuids of the MIG devices.
+        devices: uuids of the lost GPUs and MIG devices.
         reason: a sentence.
         fix: the command that helps.
     """
@@ -713,7 +713,7 @@ class StatusReport(Explanation, frozen=True, kw_only=True, omit_defaults=True):
         enforcement: what memory enforcement has done.
         lease_differences: differences between leases and what runs.
         mixed_requests: containers that see the devices of one of their resources alone.
-        lost_devices: containers whose MIG devices no longer exist.
+        lost_devices: containers whose GPUs or MIG devices no longer exist.
         configuration: the configuration.
         cluster: the side towards the API server; `null` without one.
         dra: the DRA driver; `null` where no pool has it.

@@ -217,7 +217,7 @@ class ClaimRefusalEnded(msgspec.Struct, frozen=True):
 
 
 class DevicesLost(msgspec.Struct, frozen=True):
-    """A container's MIG devices no longer exist: one event for each container.
+    """A container's GPUs or MIG devices no longer exist: one event for each container.
 
     Attributes:
         fix: the command that helps.

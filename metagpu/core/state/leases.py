@@ -29,6 +29,7 @@ from metagpu.core.state.facts import (
     SharesReleased,
 )
 
+_GPU: Final = "GPU-"
 _MIG: Final = "MIG-"
 """The prefix of the ids under which NVIDIA's device plugin offers MIG devices."""
 
@@ -70,6 +71,13 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
     ]
 
     if fact.kubelet_ready:
+        vanished = {
+            i: _listed(snapshot, i, holder, snapshot.vanished.get(i), fact)
+            for i, holder in fact.holders.items()
+            if i.startswith(_GPU) and gpu_of(i) not in snapshot.gpus and i not in fact.ended
+        }
+        if vanished != snapshot.vanished:
+            snapshot = replace(snapshot, vanished=MappingProxyType(vanished))
         snapshot = _with_other_plugins_devices(_with_allocated(snapshot, fact), fact)
     started = _by_gpu([*confirmed, *listed, *begun, *named])
     return with_leases(snapshot, fact.at, started=started, ended=ended)

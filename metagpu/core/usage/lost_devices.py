@@ -1,8 +1,9 @@
-"""Detection of containers whose allocated MIG devices no longer exist.
+"""Detection of containers whose allocated GPUs or MIG devices no longer exist.
 
-A reset and a reboot remove all instances. The kubelet keeps the answer to Allocate for the life of
-the pod, and uses it again at each start of the container: nothing that the daemon does reaches
-that container. The loss is reported once as an Event, and in the status as long as it lasts.
+A reset and a reboot remove all instances; an exchanged GPU has another uuid. The kubelet keeps the
+answer to Allocate for the life of the pod, and uses it again at each start of the container:
+nothing that the daemon does reaches that container. The loss is reported once as an Event, and in
+the status as long as it lasts.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -30,7 +31,7 @@ class AllocatedDevices(msgspec.Struct, frozen=True):
 
     Attributes:
         shares: ids of the shares.
-        devices: the MIG devices in the answer, by uuid.
+        devices: the GPUs and MIG devices in the answer, by uuid.
     """
 
     pod_uid: str
@@ -40,7 +41,7 @@ class AllocatedDevices(msgspec.Struct, frozen=True):
 
 
 class LostDevices(msgspec.Struct, frozen=True, order=True):
-    """A container, and those of its MIG devices that no longer exist."""
+    """A container, and those of its devices that no longer exist."""
 
     namespace: str
     pod: str
@@ -66,8 +67,8 @@ AllocationReader = Callable[[], Awaitable[Iterable[AllocatedDevices] | None]]
 def describe_loss(container: str, devices: Iterable[str], fix: str) -> str:
     """Describe cause and fix of a loss in one sentence."""
     return (
-        f"container {container} holds {', '.join(devices)}, which a reset of the GPU or a reboot "
-        f"has removed; restarting the container does not help: run {fix}"
+        f"container {container} holds {', '.join(devices)}, gone after a reset, a reboot or a "
+        f"change of the node's GPUs; restarting the container does not help: run {fix}"
     )
 
 
@@ -77,12 +78,12 @@ def find_lost_devices(
     existing: AbstractSet[str],
     unknown: AbstractSet[GpuId] = frozenset(),
 ) -> frozenset[LostDevices]:
-    """Return the containers that hold MIG devices that no longer exist. Pure.
+    """Return the containers that hold devices that no longer exist. Pure.
 
     Args:
         allocated: the allocations that the kubelet keeps, also of pods that have ended.
         leases: the leases that have not changed since `allocated` was read.
-        existing: all MIG devices of the node.
+        existing: all GPUs and MIG devices of the node.
         unknown: GPUs whose MIG devices NVML could not list.
     """
     found = set()
@@ -99,7 +100,7 @@ def find_lost_devices(
 
 
 class LostDeviceWatch:
-    """A watch for lost MIG devices, on GPUs with leases.
+    """A watch for lost devices of containers that the kubelet lists.
 
     Attributes:
         found: losses that the last two checks have found.
@@ -148,14 +149,15 @@ class LostDeviceWatch:
     async def _check(self) -> frozenset[LostDevices] | None:
         """Return the present losses, `None` where allocations cannot be read."""
         before = self._held_leases()
-        if not before:
+        gpus = self._registry.snapshot.gpus
+        if not any(gpu not in gpus or gpus[gpu].gpu.mig_profiles for gpu in map(gpu_of, before)):
             return frozenset()
         allocated = await self._read()
         if allocated is None:
             return None
 
-        existing, unknown = set[str](), set[GpuId]()
-        leased = {gpu_of(share) for share in before}
+        existing, unknown = set[str](gpus), set[GpuId]()
+        leased = {gpu for gpu in map(gpu_of, before) if gpu in gpus and gpus[gpu].gpu.mig_profiles}
         for gpu, answer in (await read_instances(self._driver.mig, leased)).items():
             if isinstance(answer, DriverError):
                 unknown.add(gpu)  # the health watch reports the error
@@ -169,17 +171,18 @@ class LostDeviceWatch:
         return find_lost_devices(allocated, still, existing, unknown)
 
     def _held_leases(self) -> Mapping[ShareId, Lease]:
-        """Return the leases of GPUs that may have MIG devices."""
-        return {
-            share: lease
-            for state in self._registry.snapshot.gpus.values()
-            if state.gpu.mig_profiles
-            for share, lease in state.leases.items()
-        }
+        """Return all leases, and those of GPUs that are gone.
+
+        A GPU that nobody can read is not gone, and has no uuid yet.
+        """
+        now = self._registry.snapshot
+        known = now.gpus and not now.unreadable_gpus
+        found = dict(now.vanished) if known else {}
+        return found | {i: it for gpu in now.gpus.values() for i, it in gpu.leases.items()}
 
     def _report_loss(self, it: LostDevices) -> None:
         log.warning(
-            "mig devices lost",
+            "devices lost",
             container=str(it.holder),
             devices=", ".join(it.devices),
             fix=it.fix,

@@ -18,7 +18,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
             for where no limit is wanted any more. By its end the kubelet has listed every pod that
             is older than this daemon.
         limit_retry: until the driver is asked again for a limit that it could not set.
-        lost_period: between two checks for lost MIG devices. A loss is reported when two checks in
+        lost_period: between two checks for lost devices. A loss is reported when two checks in
             a row have found it: in between, a pod may have come.
         unauthorized_period: between two checks of all GPUs for unauthorized use.
         admission_window: from a pod's admission until the kubelet has surely listed the pod.

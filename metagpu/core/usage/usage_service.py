@@ -44,7 +44,7 @@ class UsageService:
         settings: returns the present memory settings of a GPU's pool.
         guards: the guard of each backend's containers, by the backend's name.
         running: finds the containers that run.
-        read_allocated: reads the allocations of MIG devices that the kubelet keeps.
+        read_allocated: reads the allocations that the kubelet keeps.
         shows_one_answer: returns whether a container of several resources sees one's devices.
     """
 
@@ -111,14 +111,14 @@ class UsageService:
 
     @property
     def difference_counts(self) -> Mapping[LeaseDifferenceKind, int]:
-        """The number of containers with a difference, those with lost MIG devices too."""
+        """The number of containers with a difference, those with lost devices too."""
         found = Counter(difference.kind for difference in self.lease_differences)
         found[LeaseDifferenceKind.LEASE_WITHOUT_DEVICE] = len(self.lost_devices)
         return {kind: found[kind] for kind in LeaseDifferenceKind}
 
     @property
     def lost_devices(self) -> list[LostDevicesReport]:
-        """Containers that hold MIG devices that no longer exist."""
+        """Containers that hold devices that no longer exist."""
         return self._lost.report()
 
     @property

@@ -129,7 +129,7 @@ def read_registered_resources(directory: Path) -> frozenset[ResourceName] | None
 
 
 def read_allocated_devices(directory: Path) -> tuple[AllocatedDevices, ...] | None:
-    """Return the MIG devices in the answers for containers' shares; blocks.
+    """Return the GPUs and MIG devices in the answers for containers' shares; blocks.
 
     `None` where they are unknown.
     """
@@ -141,7 +141,7 @@ def read_allocated_devices(directory: Path) -> tuple[AllocatedDevices, ...] | No
 
 def _allocated(text: bytes) -> Iterator[AllocatedDevices]:
     for entry in msgspec.json.decode(text, type=_Checkpoint).data.entries or ():
-        devices = frozenset(name for name, _ in _memory(entry) if name.startswith(MIG_PREFIX))
+        devices = frozenset(name for name, _ in _memory(entry))
         if devices:
             yield AllocatedDevices(
                 entry.pod_uid, entry.container, frozenset(_device_ids(entry)), devices

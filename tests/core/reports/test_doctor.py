@@ -219,7 +219,7 @@ def test_a_sound_node_is_ok() -> None:
             "MG404",
             CheckResult.ERROR,
             {"status": LOST},
-            "MIG devices that no longer exist: team/alice (main)",
+            "devices that no longer exist: team/alice (main)",
         ),
         ("MG405", CheckResult.ERROR, {"status": ENDED}, "ended: leases: it returned"),
         (

@@ -133,6 +133,7 @@ def test_a_fault_touches_no_other_gpu() -> None:
 
 NOWHERE = gpu(9)
 
+ELSEWHERE = LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)
 STALE: list[tuple[str, Snapshot, Fact]] = [
     ("found again", NODE, FOUND),
     ("found nothing", NODE, GpusFound((), at=9)),
@@ -149,7 +150,7 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
     ("observed what is known", TOLD, LeasesObserved({}, at=9)),
-    ("observed an unknown GPU", TOLD, LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)),
+    ("observed an unknown GPU again", after(ELSEWHERE, since=TOLD), ELSEWHERE),
     ("observed a grant too early", after(NOTHING, since=LEASED), LeasesObserved({}, at=29.9)),
 ]
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import conflicting_shares, orphaned_leases
 from metagpu.core.availability.reasons import count_free
-from metagpu.core.model.shares import Lease, ResourceName
+from metagpu.core.model.shares import Lease, ResourceName, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     GpuFaulted,
@@ -352,3 +352,18 @@ def test_the_checkpoint_begins_leases_while_the_list_says_nothing() -> None:
 def test_the_same_kubelet_starts_once() -> None:
     """A second registration with a kubelet leaves leases as they are."""
     assert reduce(FORGOTTEN, KubeletStarted((0, 0, 1))) == (FORGOTTEN, ())
+
+
+def test_what_the_kubelet_lists_of_a_gpu_that_is_gone_is_kept_until_its_pod_ends() -> None:
+    """Ids of a GPU that the node lacks have a holder, no lease, and end with the list."""
+    gone = ShareId("GPU-gone::0")
+    listed = {gone: ALICE, ShareId("other-device"): ALICE}
+    known, _ = reduce(NODE, LeasesObserved(listed, at=10))
+    again, _ = reduce(known, LeasesObserved(listed, at=20))
+
+    assert {i: (it.holder, it.since) for i, it in known.vanished.items()} == {gone: (ALICE, 10)}
+    assert (again.vanished, leases(again)) == (known.vanished, leases(NODE))
+    for fact in (LeasesObserved({}, at=30), LeasesObserved(listed, 30, ended=frozenset({gone}))):
+        assert not reduce(again, fact)[0].vanished
+    unready = LeasesObserved({}, at=30, kubelet_ready=False)
+    assert reduce(again, unready)[0].vanished == known.vanished

@@ -1,4 +1,4 @@
-"""The pure rule of lost MIG devices."""
+"""The pure rule of lost devices."""
 
 import pytest
 
@@ -66,6 +66,6 @@ def test_a_gpu_that_does_not_answer_is_no_loss() -> None:
 def test_a_loss_is_described_with_its_cause_and_its_fix() -> None:
     """One sentence names container, devices, cause and the command."""
     assert describe_loss("main", ("MIG-1", "MIG-2"), GONE.fix) == (
-        "container main holds MIG-1, MIG-2, which a reset of the GPU or a reboot has removed; "
-        "restarting the container does not help: run kubectl delete pod -n team alice"
+        "container main holds MIG-1, MIG-2, gone after a reset, a reboot or a change of the node's "
+        "GPUs; restarting the container does not help: run kubectl delete pod -n team alice"
     )
