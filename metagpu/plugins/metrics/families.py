@@ -224,7 +224,7 @@ GPU_UTILIZATION: Final = _gpu_gauge(
 )
 LEASE_DIFFERENCES: Final = _gauge(
     "lease_differences",
-    "Containers that use a GPU without a lease, hold leases and do not run, or hold MIG devices "
+    "Containers that use a GPU without a lease, hold leases and do not run, or hold devices "
     "that are gone.",
     "difference",
 )
