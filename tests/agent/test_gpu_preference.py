@@ -5,7 +5,7 @@ from typing import Final
 
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
-from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.kubelet.pods import SimContainer, SimPod
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 
 NODE: Final = "gpu-1"
@@ -68,3 +68,45 @@ async def test_a_pod_on_another_gpu_has_an_event(tmp_path: Path) -> None:
     assert (event["reason"], event["type"]) == ("GPUPreferenceNotMet", "Warning")
     assert event["regarding"]["name"] == "second"
     assert "which nvidia.com/use-gpuuuid does not name: they have 2 of 3 shares" in event["note"]
+
+
+async def test_the_main_container_fits_beside_its_init_container(tmp_path: Path) -> None:
+    """An init container of 1 share goes to the GPU that has the main container's 6 free."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    sizes = {"prepare": {METAGPU: 1}, "sidecar": {METAGPU: 1}, "main": {METAGPU: 6}}
+    prepare, sidecar, main = (
+        SimContainer(name, limits, restartable=name == "sidecar") for name, limits in sizes.items()
+    )
+    admitted = SimPod("train", containers=(main,), init_containers=(prepare, sidecar))
+    listed = [
+        {"name": name, "resources": {"limits": {METAGPU: str(limits[METAGPU])}}}
+        for name, limits in sizes.items()
+    ]
+    listed[1]["restartPolicy"] = "Always"
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
+        ) as it,
+    ):
+        await it.until(30, 30)
+        first, second, _ = it.agent.registry.snapshot.gpus
+        await run(it, server, "neighbour", 7, first)
+        pod = server.add_pod("default", "train", NODE, uid=admitted.uid, phase="Pending")
+        spec = {"nodeName": NODE, "initContainers": listed[:2], "containers": listed[2:]}
+        server.store.put(("pods", "default", "train"), pod | {"spec": spec})
+        await it.wait_snapshot(
+            lambda now: (
+                (known := now.pods.by_uid.get(admitted.uid)) is not None
+                and known.handing_on == {"prepare"}
+            )
+        )
+        await it.kubelet.admit(admitted)
+        devices = it.kubelet.devices(admitted)
+        held = {
+            name: {it.partition("::")[0] for it in devices[name][METAGPU]}
+            for name in ("sidecar", "main")
+        }
+
+    assert held == {"sidecar": {second}, "main": {second}}

@@ -49,6 +49,7 @@ class KnownPod(msgspec.Struct, frozen=True):
         arriving: whether the pod is bound to the node, and the kubelet has not admitted it yet.
         gpu_annotations: its annotations about its GPUs (`core/model/gpu_preference.py`).
         containers: the shares of each resource that each container requests, init containers first.
+        handing_on: the init containers whose shares the kubelet gives to later containers again.
     """
 
     uid: str
@@ -66,6 +67,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     claims: Mapping[str, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
     gpu_annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     containers: Mapping[str, Mapping[str, int]] = msgspec.field(default_factory=dict)
+    handing_on: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -74,6 +76,18 @@ class KnownPod(msgspec.Struct, frozen=True):
     def ended(self) -> bool:
         """True if the containers of the pod have ended for good."""
         return self.phase in ENDED_PHASES
+
+    def rooms(self, container: str, resource: str) -> tuple[int, ...]:
+        """Return the shares that one GPU should have free for later containers.
+
+        Those are the shares of the whole pod, or else of its largest container.
+        """
+        if container not in self.handing_on:
+            return ()
+        counts = [it.get(resource, 0) for it in self.containers.values()]
+        wanted = self.containers[container].get(resource, 0)
+        rooms = self.requests.get(resource, 0), max(counts)
+        return tuple(dict.fromkeys(it for it in rooms if it > wanted > 0))
 
 
 class PodIndex(msgspec.Struct, frozen=True):

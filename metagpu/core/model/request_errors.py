@@ -21,9 +21,15 @@ MetagpuError
     └── TooManyReplicas     the pod asks for several time-slices where one is the maximum
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from metagpu.core.errors import MetagpuError
+
+INIT_CONTAINERS: Final = (
+    "If init containers of the pod ask for this resource, let each ask for as much as the pod's "
+    "largest container"
+)
+"""The kubelet gives the shares of an init container to later containers, which need more."""
 
 
 class RequestError(MetagpuError):
@@ -131,7 +137,8 @@ class FractionSplit(RequestError):
         super().__init__(
             f"{resource}: {wanted} shares do not fit: a request gets one GPU, or whole GPUs and "
             f"one part of another, and the kubelet chose {chosen}; free now: {free}. Ask for "
-            "less, wait for a pod to end, or set `split: accept` in the pool's backend"
+            "less, wait for a pod to end, or set `split: accept` in the pool's backend. "
+            + INIT_CONTAINERS
         )
 
 
@@ -164,7 +171,7 @@ class MultipleDevices(RequestError):
         super().__init__(
             f"{resource}: {wanted} units do not fit: MPS serves a container on one {kind}, and the "
             f"kubelet chose {chosen}; free now: {free}. Ask for less, wait for a pod to end, or "
-            f"ask for {larger}"
+            f"ask for {larger}. {INIT_CONTAINERS}"
         )
 
 

@@ -166,6 +166,7 @@ def known_pod(item: KubeObject) -> KnownPod:
         claims=requests_by_container(item),
         gpu_annotations=gpu_annotations(metadata.get("annotations") or {}),
         containers=_container_requests(item.get("spec") or {}),
+        handing_on=_handing_on(item.get("spec") or {}),
     )
 
 
@@ -178,6 +179,15 @@ def _container_requests(spec: KubeObject) -> Mapping[str, Mapping[str, int]]:
     """Return the extended resources that containers request, init containers first."""
     containers = *(spec.get("initContainers") or ()), *(spec.get("containers") or ())
     return {str(it.get("name")): limits for it in containers if (limits := _limits(it))}
+
+
+def _handing_on(spec: KubeObject) -> frozenset[str]:
+    """Return the init containers, no sidecars, with extended resources."""
+    return frozenset(
+        str(it.get("name"))
+        for it in spec.get("initContainers") or ()
+        if it.get("restartPolicy") != "Always" and _limits(it)
+    )
 
 
 def _requests(spec: KubeObject) -> Mapping[str, int]:

@@ -7,6 +7,7 @@ apart, so that each way of sharing keeps its own rules.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Final, cast
 
 import anyio
@@ -38,11 +39,38 @@ class SharesRequest(msgspec.Struct, frozen=True):
         available: the shares that the kubelet has free.
         required: the shares that must be chosen.
         size: the number of shares to choose, the required ones included.
+        rooms: shares that one GPU should have free, for later containers of the pod, best first.
     """
 
     available: Sequence[Share]
     required: Sequence[Share]
     size: int
+    rooms: tuple[int, ...] = ()
+
+
+def prefer_with_room(
+    asked: SharesRequest, available: Sequence[Share], backend: Backend, snapshot: Snapshot
+) -> Sequence[Share]:
+    """Return the backend's choice, on a GPU with room if there is one."""
+    for room in asked.rooms:
+        if shares := prefer_in_room(room, asked, available, backend, snapshot):
+            return shares
+    return backend.prefer(available, asked.required, asked.size, snapshot)
+
+
+def prefer_in_room(
+    room: int,
+    asked: SharesRequest,
+    available: Sequence[Share],
+    backend: Backend,
+    snapshot: Snapshot,
+) -> Sequence[Share]:
+    """Return shares of the GPU where a request as large as the room would go."""
+    there = backend.prefer(available, asked.required, room, snapshot)
+    if len(there) != room or len(by_gpu(there)) != 1:
+        return ()
+    here = [it for it in available if it.gpu == there[0].gpu]
+    return backend.prefer(here, asked.required, asked.size, snapshot)
 
 
 def prefer_by_annotations(
@@ -113,7 +141,7 @@ class _Choice:
 
     def by_default(self) -> Sequence[Share]:
         """Return the backend's own choice among the usable shares."""
-        return self._prefer(self.usable, self._asked.required, self._asked.size)
+        return prefer_with_room(self._asked, self.usable, self._backend, self._snapshot)
 
     def by_policy(self) -> Iterator[Sequence[Share]]:
         """Yield choices on equally full GPUs each, the first by the policy first.
@@ -122,10 +150,13 @@ class _Choice:
         """
         if self._preference.policy is None or self._asked.required:
             return  # where a share is required, its GPU is chosen
-        for gpus in by_fullness(self._fullness(self.usable), self._preference.policy):
-            shares = self._prefer(
-                [it for it in self.usable if it.gpu in gpus], (), self._asked.size
-            )
+        levels = list(by_fullness(self._fullness(self.usable), self._preference.policy))
+        for room, gpus in product((*self._asked.rooms, self._asked.size), levels):
+            level = [it for it in self.usable if it.gpu in gpus]
+            if room == self._asked.size:
+                shares = self._prefer(level, (), room)
+            else:
+                shares = prefer_in_room(room, self._asked, level, self._backend, self._snapshot)
             if shares and len(by_gpu(shares)) <= self._default_gpus:
                 yield shares
 
@@ -231,11 +262,12 @@ log = structlog.get_logger()
 
 
 class PendingContainer(msgspec.Struct, frozen=True):
-    """A container that the kubelet may ask for: pod's uid, name, and preference."""
+    """A container that may be meant: pod's uid, name, preference, rooms."""
 
     uid: str
     name: str
     preference: GpuPreference
+    rooms: tuple[int, ...] = ()
 
 
 def pending_containers(
@@ -251,7 +283,8 @@ def pending_containers(
             for name, requests in pod.containers.items():
                 if requests.get(resource) == size:
                     preference = parse_preference(pod.gpu_annotations, name)
-                    yield PendingContainer(pod.uid, name, preference)
+                    rooms = pod.rooms(name, resource)
+                    yield PendingContainer(pod.uid, name, preference, rooms)
 
 
 class PreferenceMatcher:
@@ -279,13 +312,21 @@ class PreferenceMatcher:
         self._answered: set[tuple[str, str]] = set()
 
     async def wait_known(self, sizes: Iterable[int]) -> None:
-        """Wait a moment for the pods of some requests, if pods here name GPUs at all."""
-        if not self._expects_preferences():
+        """Wait a moment for the pods of some requests, if it matters for pods here at all."""
+        if not self._expects_pods():
             return
         with anyio.move_on_after(self._timing.pod_wait):
             for size in sizes:
                 while not self._unanswered(size, self._registry.snapshot):
                     await self._registry.changed_since(self._registry.snapshot)
+
+    def rooms(self, size: int, snapshot: Snapshot) -> tuple[int, ...]:
+        """Return the rooms of all containers that may be meant, largest first.
+
+        More room than needed costs no container its shares.
+        """
+        pending = self._pending(size, snapshot)
+        return tuple(sorted({room for it in pending for room in it.rooms}, reverse=True))
 
     def match(self, size: int, snapshot: Snapshot) -> PendingContainer | None:
         """Return the container that the kubelet asks for; `None` without a preference.
@@ -293,9 +334,7 @@ class PreferenceMatcher:
         Where several containers may be meant, their preferences must agree. A container that had
         its answer is meant if no other is known.
         """
-        pending = self._unanswered(size, snapshot) or list(
-            pending_containers(self._resource, size, snapshot)
-        )
+        pending = self._pending(size, snapshot)
         if len({it.preference for it in pending}) > 1:
             named = tuple((it.uid, it.name) for it in pending if it.preference)
             self._registry.events.publish(PreferenceMissed(named, AMBIGUOUS))
@@ -313,11 +352,18 @@ class PreferenceMatcher:
         named = ((container.uid, container.name),)
         self._registry.events.publish(PreferenceMissed(named, reason))
 
-    def _expects_preferences(self) -> bool:
+    def _expects_pods(self) -> bool:
         now, pods = self._clock(), self._registry.snapshot.pods
-        if pods.preferring:
+        if pods.preferring or any(
+            it.rooms(name, self._resource) for it in pods.by_uid.values() for name in it.handing_on
+        ):
             self._preferring_until = now + self._timing.preferring
         return pods.listed and now < self._preferring_until
+
+    def _pending(self, size: int, snapshot: Snapshot) -> list[PendingContainer]:
+        return self._unanswered(size, snapshot) or list(
+            pending_containers(self._resource, size, snapshot)
+        )
 
     def _unanswered(self, size: int, snapshot: Snapshot) -> list[PendingContainer]:
         """Return the first container of each pod that had no answer."""
@@ -375,10 +421,11 @@ class ShareChooser:
             free = [it for it in available if not _is_unconfirmed(it, snapshot)]
             available = free if len(free) >= asked.size else available
             required = list(filter(None, map(known, asked.required)))
-            wanted = SharesRequest(available, required, asked.size)
+            rooms = self._matcher.rooms(asked.size, snapshot)
+            wanted = SharesRequest(available, required, asked.size, rooms)
             try:
                 backend = self._backend(self._resource)
-                preferred = backend.prefer(available, required, asked.size, snapshot)
+                preferred = prefer_with_room(wanted, available, backend, snapshot)
                 chosen = [share.id for share in preferred]
                 preferred = self._by_annotations(wanted, preferred, backend, snapshot)
                 chosen = [share.id for share in preferred]

@@ -8,7 +8,7 @@ from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.backend import Options
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
-from metagpu.core.model.request_errors import FractionSplit
+from metagpu.core.model.request_errors import INIT_CONTAINERS, FractionSplit
 from metagpu.core.model.shares import Share
 from metagpu.core.state.facts import GpuFaulted, SharesClaimed
 from tests.backends.fraction.fractions import T4, A, B, C, counted, fraction, node, of
@@ -140,7 +140,7 @@ def test_a_split_fraction_is_refused_with_the_free_shares() -> None:
         "cnvrg.io/metagpu: 3 shares do not fit: a request gets one GPU, or whole GPUs and one part "
         "of another, and the kubelet chose GPU 0: 1, GPU 1: 2; free now: GPU 0: 6, GPU 1: 10, "
         "GPU 2: unhealthy. Ask for less, wait for a pod to end, or set `split: accept` in the "
-        "pool's backend"
+        f"pool's backend. {INIT_CONTAINERS}"
     )
 
 

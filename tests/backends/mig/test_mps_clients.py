@@ -10,7 +10,7 @@ from metagpu.backends.mig.options import MigOptions
 from metagpu.backends.mig.sharing import MigMpsOptions
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
+from metagpu.core.model.request_errors import INIT_CONTAINERS, MultipleDevices, TooManyClients
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState, Share
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import GpusFound, LeasesObserved, ProvisioningReported, SharesClaimed
@@ -128,7 +128,7 @@ def test_units_of_two_instances_are_refused() -> None:
         "nvidia.com/mig-3g.20gb.shared: 2 units do not fit: MPS serves a container on one MIG "
         "instance, and the kubelet chose GPU 0 3g.20gb@0: 1, GPU 0 3g.20gb@4: 1; free now: GPU 0 "
         "3g.20gb@0: 10, GPU 0 3g.20gb@4: 8. Ask for less, wait for a pod to end, or ask for larger "
-        "instances"
+        f"instances. {INIT_CONTAINERS}"
     )
 
 

@@ -13,7 +13,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
-from metagpu.core.model.request_errors import MultipleDevices, TooManyClients
+from metagpu.core.model.request_errors import INIT_CONTAINERS, MultipleDevices, TooManyClients
 from metagpu.core.model.shares import Holder, Lease, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import BackendSuspended, GpuFaulted, GpusFound, SharesClaimed
@@ -208,7 +208,7 @@ def test_units_of_two_gpus_are_refused() -> None:
     assert str(caught.value) == (
         f"{NAME}: 3 units do not fit: MPS serves a container on one GPU, and the kubelet chose "
         "GPU 0: 2, GPU 1: 1; free now: GPU 0: 2, GPU 1: 100. Ask for less, wait for a pod to end, "
-        "or ask for whole GPUs"
+        f"or ask for whole GPUs. {INIT_CONTAINERS}"
     )
 
 

@@ -297,6 +297,20 @@ def test_a_pods_requests_are_the_schedulers_sum(init: list[tuple[int, str]], amo
     assert known_pod(item).requests == {"a.b/c": amount}
 
 
+def test_a_sidecar_does_not_hand_its_shares_on() -> None:
+    """An ordinary init container leaves room for the largest container, or for all of them."""
+    limits = {"resources": {"limits": {"a.b/c": "2"}}}
+    init = [{"name": "prepare"} | limits, {"name": "side", "restartPolicy": "Always"} | limits]
+    main = {"name": "main", "resources": {"limits": {"a.b/c": "5"}}}
+    item = {
+        "metadata": {"uid": "a", "namespace": "team", "name": "alice"},
+        "spec": {"initContainers": [*init, {"name": "other"}], "containers": [main]},
+    }
+    pod = known_pod(item)
+    assert pod.handing_on == {"prepare"}
+    assert [pod.rooms(name, "a.b/c") for name in ("prepare", "side", "main")] == [(7, 5), (), ()]
+
+
 @pytest.mark.parametrize(
     ("policy", "states", "ends"),
     [

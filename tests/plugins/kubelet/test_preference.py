@@ -22,6 +22,7 @@ from metagpu.plugins.kubelet import preference
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.plugins.kubelet.preference import PreferenceMatcher
 from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.kubelet.pods import SimContainer, SimPod
 from tests.plugins.kubelet.rig import (
     METAGPU,
     OFFER_ALL,
@@ -399,6 +400,67 @@ async def test_containers_of_a_pod_are_asked_for_in_their_order() -> None:
     matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time)
     found = [matcher.match(2, registry.snapshot) for _ in range(2)]
     assert [it and (it.name, it.preference.parts) for it in found] == [("a", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize("policy", ["", "binpack"])
+@pytest.mark.parametrize("config", [FRACTIONS, pool("backend: mps, replicas: 10")])
+async def test_an_init_container_leaves_room_for_the_main_one(
+    tmp_path: Path, config: str, policy: str
+) -> None:
+    """The main container, which gets the init container's shares again, has them on one GPU."""
+    async with pods_of(tmp_path, config) as pods:
+        assert await pods.run("neighbour", 7) == {0: 7}
+        sizes = {"prepare": {METAGPU: 1}, "main": {METAGPU: 6}}
+        prepare, main = (SimContainer(name, sizes[name]) for name in ("prepare", "main"))
+        admitted = SimPod("train", containers=(main,), init_containers=(prepare,))
+        annotations = {POLICY: policy} if policy else {}
+        listed = replace(known("train", 6, annotations), containers=sizes, requests={METAGPU: 6})
+        pods.list([replace(listed, handing_on=frozenset({"prepare"}))])
+        await pods.node.kubelet.admit(admitted)
+        held = pods.node.kubelet.devices(admitted)["main"][METAGPU]
+        assert {it.partition("::")[0] for it in held} == {gpu(1).id}
+
+
+async def test_the_room_is_that_of_one_gpu_if_the_whole_pod_needs_more(tmp_path: Path) -> None:
+    """Of two containers that no GPU holds together, the first has its shares on one GPU."""
+    async with pods_of(tmp_path) as pods:
+        assert await pods.run("neighbour", 7) == {0: 7}
+        sizes = {name: {METAGPU: n} for name, n in (("prepare", 1), ("a", 6), ("b", 6))}
+        prepare, a, b = (SimContainer(name, limits) for name, limits in sizes.items())
+        admitted = SimPod("train", containers=(a, b), init_containers=(prepare,))
+        listed = replace(known("train", 6, {}), containers=sizes, requests={METAGPU: 12})
+        pods.list([replace(listed, handing_on=frozenset({"prepare"}))])
+        await pods.node.kubelet.admit(admitted)
+        devices = pods.node.kubelet.devices(admitted)
+        held = [{it.partition("::")[0] for it in devices[name][METAGPU]} for name in ("a", "b")]
+        assert held == [{gpu(1).id}, {gpu(2).id}]
+
+
+async def test_a_request_waits_where_init_containers_hand_on_shares() -> None:
+    """A pod that the kubelet knows sooner than metagpu gets its room too."""
+    registry = Registry()
+    matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time, KubeletTiming(pod_wait=1e9))
+
+    def with_init(name: str) -> KnownPod:
+        sizes = {"prepare": {METAGPU: 1}, "main": {METAGPU: 6}}
+        return replace(
+            known(name, 6, {}),
+            containers=sizes,
+            requests={METAGPU: 6},
+            handing_on=frozenset({"prepare"}),
+        )
+
+    registry.apply(PodsListed((with_init("earlier"),)))
+    assert matcher.rooms(1, registry.snapshot) == (6,)
+    assert matcher.rooms(6, registry.snapshot) == ()
+    await matcher.wait_known([1])
+    registry.apply(PodsListed(()))
+    async with anyio.create_task_group() as group:
+        group.start_soon(matcher.wait_known, [1])
+        await anyio.wait_all_tasks_blocked()
+        assert matcher.rooms(1, registry.snapshot) == ()
+        registry.apply(PodsListed((with_init("late"),)))
+    assert matcher.rooms(1, registry.snapshot) == (6,)
 
 
 async def test_a_recreated_pod_is_asked_for_while_its_predecessor_holds_shares(
