@@ -91,7 +91,10 @@ def check_registrations(status: StatusReport) -> Finding:
 
 
 def check_node_amounts(status: StatusReport) -> Finding:
-    """Check that the Node shows what metagpu lists."""
+    """Check that the API server answers, and its Node shows what metagpu lists."""
+    if status.cluster and (problem := status.cluster.problem):
+        fix = "see docs/permissions.md for the rights; metagpu tries again by itself"
+        return WARNING, f"the API server does not serve metagpu: {problem}", fix
     differences = status.cluster.node_differences if status.cluster else {}
     if not differences:
         return OK, "the Node shows what metagpu lists, or is not read"

@@ -90,6 +90,7 @@ DIFFERING = {
     **STATUS,
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
 }
+API_SERVER_AWAY = {**STATUS, "cluster": {"problem": "403 nodes is forbidden"}}
 UNUSED = {
     **STATUS,
     "leaseDifferences": [{"holder": "team/alice (main)", "reason": "container main holds 3"}],
@@ -201,6 +202,7 @@ def test_a_sound_node_is_ok() -> None:
         ),
         ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
+        ("MG305", CheckResult.WARNING, {"status": API_SERVER_AWAY}, "403 nodes is forbidden"),
         ("MG306", CheckResult.ERROR, {"status": UNASKED}, "gpu.metagpu.io: the kubelet has not"),
         (
             *("MG306", CheckResult.WARNING, {"status": TWO_APIS}),
