@@ -1,5 +1,6 @@
 """Node selectors and required node affinities, as the scheduler reads them."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 from metagpu.translation.values import Object
@@ -41,17 +42,22 @@ def _term_holds(term: Object, name: str, labels: Mapping[str, str]) -> bool:
 
 def _holds(it: Object, labels: Mapping[str, str]) -> bool:
     value, values = labels.get(it["key"]), list(it.get("values") or ())
-    number = int(value) if value is not None and value.isdecimal() else None
-    bound = int(values[0]) if len(values) == 1 and str(values[0]).isdecimal() else 0
+    number, bound = _number(value), _number(values[0]) if len(values) == 1 else None
     outcomes = {
         "In": value in values,
         "NotIn": value not in values,
         "Exists": value is not None,
         "DoesNotExist": value is None,
-        "Gt": number is not None and number > bound,
-        "Lt": number is not None and number < bound,
+        "Gt": number is not None and bound is not None and number > bound,
+        "Lt": number is not None and bound is not None and number < bound,
     }
     return outcomes.get(it["operator"], True)
+
+
+def _number(text: object) -> int | None:
+    """Return the integer of a label or bound, `None` for what no 64 bits hold."""
+    is_number = re.fullmatch(r"[+-]?[0-9]{1,19}", str(text)) is not None
+    return int(str(text)) if is_number else None
 
 
 def _described(it: Object) -> str:
