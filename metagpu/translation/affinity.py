@@ -56,8 +56,9 @@ def _holds(it: Object, labels: Mapping[str, str]) -> bool:
 
 def _number(text: object) -> int | None:
     """Return the integer of a label or bound, `None` for what no 64 bits hold."""
-    is_number = re.fullmatch(r"[+-]?[0-9]{1,19}", str(text)) is not None
-    return int(str(text)) if is_number else None
+    digits = re.fullmatch(r"([+-]?)0*([0-9]{1,19})", str(text))
+    number = int("".join(digits.groups())) if digits else None
+    return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
 def _described(it: Object) -> str:

@@ -30,7 +30,7 @@ def original_request(pod: Object) -> Mapping[str, Any]:
         return {}
     try:
         return dict(json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}  # a value that nobody of ours wrote
 
 
