@@ -68,7 +68,9 @@ class TokenReviewer:
         self._clock = clock
         self._client: KubeClient | None = None
         self._rate = TokenBucket(_BURST, _RATE)
+        self._renewals = TokenBucket(_BURST, _RATE)
         self._known: dict[bytes, _Answer] = {}
+        self._accepted: dict[bytes, float] = {}
 
     async def run(self) -> None:
         """Hold the connection until cancelled."""
@@ -96,15 +98,21 @@ class TokenReviewer:
             return known.problem
         if self._client is None:
             raise ConnectionError("this daemon is not connected to the API server yet")
-        if not self._rate.take(now):
+        rate = self._renewals if self._accepted.get(key, 0) > now else self._rate
+        if not rate.take(now):
             raise ConnectionError("too many new tokens at once; try again in a few seconds")
         try:
             user = await _review_token(self._client, token)
-            if user is None:  # not remembered: invented tokens would fill the memory
+            if user is None:
+                self._accepted.pop(key, None)
+                # not remembered: invented tokens would fill the memory
                 return "the API server does not accept this token; it may be too old"
             problem = await self._review_access(self._client, user)
         except ClusterError as error:
             raise ConnectionError(f"the token could not be reviewed: {error}") from error
+        self._accepted = {it: end for it, end in self._accepted.items() if end > now and it != key}
+        if not problem and len(self._accepted) < _MOST_REMEMBERED:
+            self._accepted[key] = now + LONGEST_LIFE
         self._known = {it: answer for it, answer in self._known.items() if answer.until > now}
         if len(self._known) < _MOST_REMEMBERED:
             self._known[key] = _Answer(problem, now + (DENIED if problem else REMEMBERED))
