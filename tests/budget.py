@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12300, ("sim/*",)),
+    Capability("simulator", 12340, ("sim/*",)),
     Capability(
         "DRA",
         4460,
@@ -55,29 +55,29 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 3840, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5320, ("plugins/cluster/*",)),
-    Capability("agent", 3570, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4805, (
+    Capability("device plugin", 3980, ("plugins/kubelet/*",)),
+    Capability("cluster: labels, Events, Node", 5390, ("plugins/cluster/*",)),
+    Capability("agent", 3610, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 4840, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2055, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 3790, ("core/config/*", "compat/*")),
+    Capability("contracts and runtime", 2050, ("core/contracts/*", "core/runtime/*")),
+    Capability("configuration and other formats", 3800, ("core/config/*", "compat/*")),
     Capability("health", 990, ("core/health/*",)),
-    Capability("enforcement and usage", 2960, ("core/usage/*",)),
-    Capability("MIG", 3700, ("backends/mig/*",)),
+    Capability("enforcement and usage", 2970, ("core/usage/*",)),
+    Capability("MIG", 3730, ("backends/mig/*",)),
     Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
-    Capability("fraction, timeslice, whole", 1030, ("backends/*",)),
-    Capability("NVML and host", 5110, ("nvml/*", "host/*")),
+    Capability("fraction, timeslice, whole", 1040, ("backends/*",)),
+    Capability("NVML and host", 5120, ("nvml/*", "host/*")),
     Capability("metrics", 1790, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6860, (
+    Capability("cli, display, reports", 6900, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4190, ("kubectl/*",)),
-    Capability("webhook and translation", 3330, ("webhook/*", "translation/*")),
+    Capability("kubectl", 4240, ("kubectl/*",)),
+    Capability("webhook and translation", 3340, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
@@ -86,9 +86,9 @@ LIMITS: Final = (
     Limit("modules without the simulator", 283, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 46, 45),
-    Limit("modules of more than 450 lines", 2, 1),
-    Limit("product lines", 77000, 75000),
-    Limit("test lines", 93200, 92300),
+    Limit("modules of more than 450 lines", 3, 1),
+    Limit("product lines", 77500, 75000),
+    Limit("test lines", 96300, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
