@@ -48,7 +48,7 @@ async def test_the_node_counts_an_idle_gpu_once(tmp_path: Path, text: str) -> No
         if "offer" in text:
             await it.until(20, 20)
             await it.until(8, 8, SLICED)
-            assert shown() == FULL
+            await becomes(lambda: shown() == FULL)
             return
         await it.until(20, 10)
         await it.until(8, 4, SLICED)
