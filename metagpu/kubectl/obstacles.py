@@ -85,12 +85,16 @@ def resource_obstacles(
 
     counts = [it.count for it in demand.requests if it.resource == resource]
     largest, total, free = max(counts), sum(counts), offers[resource].free
-    held = sum(it.shares for it in report.leases if it.resource == resource)
+    held = sum(lease.shares for lease in report.leases if lease.resource == resource)
     gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
     ever = _largest_ever(offers[resource], [gpu.shares[resource].capacity for gpu in gpus])
     if largest > ever:
         at_most = f"one request of {resource} gets {ever} at most here"
-        empty = [it.text for it in report.remarks if it.text.startswith(f"{resource} has ")]
+        empty = [
+            remark.text
+            for remark in report.remarks
+            if remark.reason == "resource_empty" and remark.text.startswith(f"{resource} has ")
+        ]
         reason = f"{'; '.join(empty) or at_most}, and {largest} are requested"
         yield Obstacle.TOO_LARGE, reason, f"request at most {ever} in one container"
     elif total > free or not _fits_together(counts, offers[resource], gpus, resource):

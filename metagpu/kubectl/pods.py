@@ -123,7 +123,7 @@ def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
 
 def missing_label(demand: PodDemand, name: str, labels: Mapping[str, str]) -> str:
     """Return what a pod's selector or affinity misses at a node, empty for nothing."""
-    return affinity.missing_label(demand.selector, demand.terms, name, labels)
+    return affinity.NodeSelection(demand.selector, demand.terms).missing(name, labels)
 
 
 def _requests(spec: Object) -> Iterator[Request]:

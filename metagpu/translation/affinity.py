@@ -2,25 +2,32 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from metagpu.translation.values import Object
 
+_MOST_NAMED: Final = 10
+"""Values of an expression that a sentence lists."""
 
-def missing_label(
-    selector: Mapping[str, str], terms: Iterable[Object], name: str, labels: Mapping[str, str]
-) -> str:
-    """Return what a selector or affinity misses at a node, empty for nothing.
+
+class NodeSelection:
+    """A pod's node selector and required node affinity, read once for all nodes.
 
     One of the terms of the affinity has to hold, where there are any.
     """
-    for key, value in selector.items():
-        if labels.get(key) != value:
-            return f"{key}={value}"
-    terms = list(terms)
-    if terms and not any(_term_holds(it, name, labels) for it in terms):
-        first = terms[0].get("matchExpressions") or terms[0].get("matchFields") or ()
-        return " and ".join(_described(it) for it in first) or "an affinity without a term"
-    return ""
+
+    def __init__(self, selector: Mapping[str, str], terms: Iterable[Object]) -> None:
+        self._selector = selector
+        self._terms = [_Term(term) for term in terms]
+
+    def missing(self, name: str, labels: Mapping[str, str]) -> str:
+        """Return what the selection misses at a node, empty for nothing."""
+        for key, value in self._selector.items():
+            if labels.get(key) != value:
+                return f"{key}={value}"
+        if self._terms and not any(term.holds(name, labels) for term in self._terms):
+            return self._terms[0].text
+        return ""
 
 
 def required_terms(spec: Object) -> list[Object]:
@@ -30,28 +37,59 @@ def required_terms(spec: Object) -> list[Object]:
     return list(required.get("nodeSelectorTerms") or ())
 
 
-def _term_holds(term: Object, name: str, labels: Mapping[str, str]) -> bool:
-    expressions = term.get("matchExpressions") or ()
-    fields = term.get("matchFields") or ()
-    if not expressions and not fields:
-        return False
-    return all(_holds(it, labels) for it in expressions) and all(
-        _holds(it, {"metadata.name": name}) for it in fields
-    )
+class _Term:
+    """A term: all its expressions have to hold, and an empty one never does."""
+
+    def __init__(self, term: Object) -> None:
+        expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
+        self._expressions = [_Expression(expression) for expression in expressions]
+        self._fields = [_Expression(field) for field in fields]
+        first = self._expressions or self._fields
+        self.text = " and ".join(each.text for each in first) or "an affinity without a term"
+
+    def holds(self, name: str, labels: Mapping[str, str]) -> bool:
+        if not self._expressions and not self._fields:
+            return False
+        named = {"metadata.name": name} if self._fields else {}
+        return all(each.holds(labels) for each in self._expressions) and all(
+            each.holds(named) for each in self._fields
+        )
 
 
-def _holds(it: Object, labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(it["key"]), list(it.get("values") or ())
-    number, bound = _number(value), _number(values[0]) if len(values) == 1 else None
-    outcomes = {
-        "In": value in values,
-        "NotIn": value not in values,
-        "Exists": value is not None,
-        "DoesNotExist": value is None,
-        "Gt": number is not None and bound is not None and number > bound,
-        "Lt": number is not None and bound is not None and number < bound,
-    }
-    return outcomes.get(it["operator"], True)
+class _Expression:
+    """An expression, judged once for each value that nodes have of its label."""
+
+    def __init__(self, expression: Object) -> None:
+        self._key, self._operator = expression["key"], expression["operator"]
+        values = list(expression.get("values") or ())
+        self._values = frozenset(values)
+        self._bound = _number(values[0]) if len(values) == 1 else None
+        self._judged: dict[str | None, bool] = {}
+        named = values[:_MOST_NAMED]
+        if more := len(values) - len(named):
+            named.append(f"{more} more")
+        listed = f" ({', '.join(named)})" if named else ""
+        self.text = f"{self._key} {self._operator}{listed}"
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        value = labels.get(self._key)
+        if (known := self._judged.get(value)) is None:
+            known = self._judged[value] = self._holds_for(value)
+        return known
+
+    def _holds_for(self, value: str | None) -> bool:
+        if self._operator in {"Gt", "Lt"}:
+            number, bound = _number(value), self._bound
+            if number is None or bound is None:
+                return False
+            return number > bound if self._operator == "Gt" else number < bound
+        outcomes = {
+            "In": value in self._values,
+            "NotIn": value not in self._values,
+            "Exists": value is not None,
+            "DoesNotExist": value is None,
+        }
+        return outcomes.get(self._operator, True)
 
 
 def _number(text: object) -> int | None:
@@ -59,9 +97,3 @@ def _number(text: object) -> int | None:
     digits = re.fullmatch(r"([+-]?)0*([0-9]{1,19})", str(text))
     number = int("".join(digits.groups())) if digits else None
     return number if number is not None and -(2**63) <= number < 2**63 else None
-
-
-def _described(it: Object) -> str:
-    values = it.get("values") or ()
-    listed = f" ({', '.join(values)})" if values else ""
-    return f"{it['key']} {it['operator']}{listed}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from metagpu.translation.affinity import missing_label
+from metagpu.translation.affinity import NodeSelection
 from metagpu.translation.choices import Choice, serve
 from metagpu.translation.hami_annotations import (
     GPUS_PREFIX,
@@ -265,7 +265,7 @@ def _above_or_below(key: str, operator: str, bound: int) -> Expression:
 
 def _reaches(expressions: list[Expression], each: NodeParts) -> bool:
     terms = [{"matchExpressions": expressions}] if expressions else []
-    return not missing_label({}, terms, each.node.name, each.node.labels)
+    return not NodeSelection({}, terms).missing(each.node.name, each.node.labels)
 
 
 def _counts(plan: Plan, each: NodeParts) -> bool:

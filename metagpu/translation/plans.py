@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from metagpu.translation.affinity import missing_label, required_terms
+from metagpu.translation.affinity import NodeSelection, required_terms
 from metagpu.translation.choices import Choice, choose, demand_of, fits_together
 from metagpu.translation.hami_annotations import (
     MODE,
@@ -82,12 +82,13 @@ def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequen
     key = msgspec.json.encode((selector, terms, own, needed, models))
 
     def look_at_all() -> Sequence[NodeParts]:
-        return [it for group in nodes.groups for it in divided(group)]
+        selection = NodeSelection(selector, terms)
+        return [part for group in nodes.groups for part in divided(group, selection)]
 
-    def divided(group: NodeGroup) -> Iterator[NodeParts]:
+    def divided(group: NodeGroup, selection: NodeSelection) -> Iterator[NodeParts]:
         groups: Mapping[str, NodeGroup] = {"": group}
         if selector or terms or own:
-            groups = _by_refusal(group, selector, terms, own)
+            groups = _by_refusal(group, selection, own)
         for refused, each in groups.items():
             one = NodeParts(each, refused)
             why = refused or refused_model(annotations, one.node) or _missing(each, needed)
@@ -96,13 +97,11 @@ def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequen
     return nodes.remember(key, look_at_all)
 
 
-def _by_refusal(
-    group: NodeGroup, selector: Mapping[str, str], terms: Sequence[Object], own: str
-) -> Mapping[str, NodeGroup]:
+def _by_refusal(group: NodeGroup, selection: NodeSelection, own: str) -> Mapping[str, NodeGroup]:
     """Divide nodes by why a pod may not go there."""
     found: dict[str, list[NodeOffer]] = {}
     for node in group.nodes.values():
-        refused = missing_label(selector, terms, node.name, node.labels)
+        refused = selection.missing(node.name, node.labels)
         if own and own != node.name:
             refused = f"nodeName: {own}"
         found.setdefault(refused, []).append(node)

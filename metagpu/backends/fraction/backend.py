@@ -24,7 +24,7 @@ from metagpu.core.model.snapshot import Snapshot
 
 DEFAULT_SHARES: Final = 100
 _MAX_SHARES: Final = 70_000
-"""Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
+"""Of one GPU: a list of 4 MiB, which is the most that the kubelet takes, has about as many."""
 _ENV_LIMIT: Final = 120_000
 """Bytes. Linux refuses an environment string of 128 KiB (MAX_ARG_STRLEN), and so the container."""
 

@@ -113,7 +113,7 @@ def _number(share: Share) -> int:
 
 
 _MAX_REPLICAS: Final = 70_000
-"""Of one GPU: more than the kubelet takes in a list, and few enough to be counted in no time."""
+"""Of one GPU: a list of 4 MiB, which is the most that the kubelet takes, has about as many."""
 
 log = structlog.get_logger()
 

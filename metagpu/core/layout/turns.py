@@ -191,8 +191,8 @@ class TurnRunner:
                     with anyio.move_on_after(self.update()):
                         await self._changed.wait()
         finally:
-            gpus = self._registry.snapshot.gpus.values()
-            self._registry.apply(TurnsChanged({gpu.gpu.id: None for gpu in gpus}))
+            gpus = self._registry.snapshot.gpus
+            self._registry.apply(TurnsChanged(dict.fromkeys(gpus)))
 
     def update(self) -> float:
         """Apply the present turns; return the seconds until the next change of a turn."""

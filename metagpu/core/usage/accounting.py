@@ -178,7 +178,7 @@ def _charged(
         if (pod, container.pod_uid) not in unknown:
             if holder in shares:
                 charged[container] = holder
-        elif holders := [share for share in shares if pod.covers(share)]:
+        elif holders := [each for each in shares if pod.covers(each)]:
             charged[container] = pod if len(holders) > 1 else holders[0]
     return charged
 
