@@ -18,7 +18,7 @@ class NodeSelection:
 
     def __init__(self, selector: Mapping[str, str], terms: Iterable[Object]) -> None:
         self._selector = selector
-        self._terms = [_Term(term) for term in terms]
+        self._terms = [_RequiredTerm(term) for term in terms]
 
     def missing(self, name: str, labels: Mapping[str, str]) -> str:
         """Return what the selection misses at a node, empty for nothing."""
@@ -37,13 +37,13 @@ def required_terms(spec: Object) -> list[Object]:
     return list(required.get("nodeSelectorTerms") or ())
 
 
-class _Term:
+class _RequiredTerm:
     """A term: all its expressions have to hold, and an empty one never does."""
 
     def __init__(self, term: Object) -> None:
         expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
-        self._expressions = [_Expression(expression) for expression in expressions]
-        self._fields = [_Expression(field) for field in fields]
+        self._expressions = [_LabelRule(expression) for expression in expressions]
+        self._fields = [_LabelRule(field) for field in fields]
         first = self._expressions or self._fields
         self.text = " and ".join(each.text for each in first) or "an affinity without a term"
 
@@ -56,7 +56,7 @@ class _Term:
         )
 
 
-class _Expression:
+class _LabelRule:
     """An expression, judged once for each value that nodes have of its label."""
 
     def __init__(self, expression: Object) -> None:
