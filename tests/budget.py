@@ -55,10 +55,10 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 3980, ("plugins/kubelet/*",)),
+    Capability("device plugin", 3990, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5390, ("plugins/cluster/*",)),
     Capability("agent", 3610, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4840, (
+    Capability("availability, leases, model", 4845, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
@@ -77,7 +77,7 @@ CAPABILITIES: Final = (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 4240, ("kubectl/*",)),
-    Capability("webhook and translation", 3340, ("webhook/*", "translation/*")),
+    Capability("webhook and translation", 3370, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
@@ -88,7 +88,7 @@ LIMITS: Final = (
     Limit("modules with one importer, in their own folder", 46, 45),
     Limit("modules of more than 450 lines", 3, 1),
     Limit("product lines", 77500, 75000),
-    Limit("test lines", 96300, 92300),
+    Limit("test lines", 96360, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

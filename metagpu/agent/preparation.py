@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import structlog
 from anyio import to_thread
 
 from metagpu.agent.config_loader import ConfigLoader
@@ -18,6 +19,8 @@ from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -63,6 +66,9 @@ class Preparation:
                 self._misfit = ""
             except ConfigError as error:
                 self._misfit = str(error)
+            except Exception as error:
+                log.exception("preparation failed by a fault of metagpu's own")
+                self._misfit = f"metagpu failed ({type(error).__name__}: {error}); see its log"
             self._checked = checked
         return self._misfit
 

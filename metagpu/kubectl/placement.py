@@ -90,13 +90,13 @@ def _pod_of(kind: str, name: str, pods: Iterable[Object]) -> Object | None:
     for pod in pods:
         metadata = pod["metadata"]
         template = (metadata.get("labels") or {}).get("pod-template-hash")
-        for it in metadata.get("ownerReferences") or ():
-            owners = {(it["kind"].lower(), it["name"])}
-            if it["kind"] == "ReplicaSet" and template:
-                owners.add(("deployment", it["name"].removesuffix(f"-{template}")))
+        for owner in metadata.get("ownerReferences") or ():
+            owners = {(owner["kind"].lower(), owner["name"])}
+            if owner["kind"] == "ReplicaSet" and template:
+                owners.add(("deployment", owner["name"].removesuffix(f"-{template}")))
             if wanted in owners:
                 owned.append(pod)
-    phases = [(it.get("status") or {}).get("phase") for it in owned]
+    phases = [(pod.get("status") or {}).get("phase") for pod in owned]
     return owned[phases.index("Pending") if "Pending" in phases else 0] if owned else None
 
 

@@ -1,5 +1,7 @@
 """The whole agent with an API server and pods that name GPUs."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +23,20 @@ def settings(server: SimApiServer, tmp_path: Path) -> ClusterSettings:
     """Return cluster settings that use the running server for pods alone."""
     uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
     return ClusterSettings(NODE, server.kubeconfig(tmp_path), features=uses)
+
+
+@asynccontextmanager
+async def at_work(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Scene]:
+    """Run the server, and an agent whose three GPUs are on offer."""
+    server.add_node(NODE)
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
+        ) as it,
+    ):
+        await it.until(30, 30)
+        yield it
 
 
 async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -> SimPod:
@@ -45,14 +61,7 @@ async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -
 async def test_a_pod_on_another_gpu_has_an_event(tmp_path: Path) -> None:
     """A pod runs on the GPU that it names; one that finds it full has an Event with the reason."""
     server = SimApiServer()
-    server.add_node(NODE)
-    async with (
-        server.running(),
-        agent_at_work(
-            tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
-        ) as it,
-    ):
-        await it.until(30, 30)
+    async with at_work(server, tmp_path) as it:
         gpu = list(it.agent.registry.snapshot.gpus)[2]
         first = await run(it, server, "first", 8, gpu)
         second = await run(it, server, "second", 3, gpu)
@@ -73,7 +82,6 @@ async def test_a_pod_on_another_gpu_has_an_event(tmp_path: Path) -> None:
 async def test_the_main_container_fits_beside_its_init_container(tmp_path: Path) -> None:
     """An init container of 1 share goes to the GPU that has the main container's 6 free."""
     server = SimApiServer()
-    server.add_node(NODE)
     sizes = {"prepare": {METAGPU: 1}, "sidecar": {METAGPU: 1}, "main": {METAGPU: 6}}
     prepare, sidecar, main = (
         SimContainer(name, limits, restartable=name == "sidecar") for name, limits in sizes.items()
@@ -84,13 +92,7 @@ async def test_the_main_container_fits_beside_its_init_container(tmp_path: Path)
         for name, limits in sizes.items()
     ]
     listed[1]["restartPolicy"] = "Always"
-    async with (
-        server.running(),
-        agent_at_work(
-            tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
-        ) as it,
-    ):
-        await it.until(30, 30)
+    async with at_work(server, tmp_path) as it:
         first, second, _ = it.agent.registry.snapshot.gpus
         await run(it, server, "neighbour", 7, first)
         pod = server.add_pod("default", "train", NODE, uid=admitted.uid, phase="Pending")

@@ -6,6 +6,8 @@ import pytest
 
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.preparation import _kubelet_problem
+from metagpu.backends.fraction.backend import FractionBackend
+from tests.rigs.agent import agent_at_work
 
 
 def paths_of(folder: Path) -> AgentPaths:
@@ -28,3 +30,25 @@ def test_a_folder_that_may_not_be_read_is_a_problem(
 
     monkeypatch.setattr(Path, "stat", refuse)
     assert "Permission denied; run as root" in _kubelet_problem(paths_of(tmp_path))
+
+
+async def test_a_fault_of_metagpus_own_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An internal error in the look keeps a daemon from being ready, and ends nothing."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("nobody thought of that")
+
+    async with agent_at_work(tmp_path) as it:
+        await it.until(20, 20)
+        preparation = it.agent.preparation
+        preparation._checked = None
+        monkeypatch.setattr(FractionBackend, "shares", fail)
+        await preparation.look()
+        [problem] = preparation.problems
+        monkeypatch.undo()
+
+    assert problem == (
+        "the configuration: metagpu failed (RuntimeError: nobody thought of that); see its log"
+    )

@@ -282,7 +282,7 @@ def no_shares_reason(options: MigOptions, gpu: Gpu) -> str:
 
 def _profiles_problem(options: MigOptions, gpu: Gpu) -> str:
     has = [profile.name for profile in gpu.mig_profiles]
-    missing = ", ".join(it for it in options.profile_names if it not in has)
+    missing = ", ".join(name for name in options.profile_names if name not in has)
     return f"it has none of the MIG profiles {missing}; it has {', '.join(has)}"
 
 

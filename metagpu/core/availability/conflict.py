@@ -230,8 +230,10 @@ def orphaned_text(state: GpuState) -> str:
         return f"GPU {state.gpu} waits until it is known which pods hold it: {why}"
     orphaned = orphaned_leases(state.shares, state.leases)
     waiting = shares_to_wait(state.shares, state.leases)
-    holders = dict.fromkeys(str(it.holder or "a pod that is being admitted") for it in orphaned)
-    names = dict.fromkeys(it.share.resource or "another name" for it in orphaned)
+    holders = dict.fromkeys(
+        str(lease.holder or "a pod that is being admitted") for lease in orphaned
+    )
+    names = dict.fromkeys(lease.share.resource or "another name" for lease in orphaned)
     what = "the GPU waits" if waiting is None else f"{len(waiting)} free shares wait"
     if waiting is not None and len(waiting) == 1:
         what = "1 free share waits"

@@ -84,10 +84,10 @@ class KnownPod(msgspec.Struct, frozen=True):
         """
         if container not in self.handing_on:
             return ()
-        counts = [it.get(resource, 0) for it in self.containers.values()]
+        counts = [requests.get(resource, 0) for requests in self.containers.values()]
         wanted = self.containers[container].get(resource, 0)
         rooms = self.requests.get(resource, 0), max(counts)
-        return tuple(dict.fromkeys(it for it in rooms if it > wanted > 0))
+        return tuple(dict.fromkeys(room for room in rooms if room > wanted > 0))
 
 
 class PodIndex(msgspec.Struct, frozen=True):

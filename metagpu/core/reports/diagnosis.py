@@ -53,10 +53,10 @@ def check_offer(status: StatusReport) -> Finding:
         fix = "run `metagpu explain`: it lists each GPU with its pool and the reason"
         return ERROR, "no resource is offered", fix
     if not any(numbers.allocatable for numbers in resources.values()):
-        counts = ", ".join(f"0 of {it.capacity} {name}" for name, it in resources.items())
+        counts = ", ".join(f"0 of {amounts.capacity} {name}" for name, amounts in resources.items())
         fix = "run `metagpu status`: it lists the reason for each GPU"
         return ERROR, f"nothing is allocatable: {counts}", fix
-    counts = ", ".join(f"{name} {it.allocatable}" for name, it in resources.items())
+    counts = ", ".join(f"{name} {amounts.allocatable}" for name, amounts in resources.items())
     return OK, f"allocatable: {counts}"
 
 
@@ -130,7 +130,7 @@ def _slice_finding(slices: SlicesReport) -> Finding | None:
         fix = "the scheduler uses the earlier ResourceSlices; docs/permissions.md has the rights"
         return ERROR, f"ResourceSlices: {problem}", fix
     if contested := slices.contested:
-        named = ", ".join(f"{it} (DeviceClass {name})" for it, name in contested.items())
+        named = ", ".join(f"{offered} (DeviceClass {name})" for offered, name in contested.items())
         finding = f"the device plugin offers {named} here, so that nobody gets the class's devices"
         return WARNING, finding, "give the pool with `api: device-plugin` another resource name"
     if problem := slices.classes_problem:
@@ -182,7 +182,7 @@ def check_configuration(status: StatusReport) -> Finding:
     if misfits := configuration.misfits:
         fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"
         return WARNING, f"GPUs can have nothing of their pool: {'; '.join(misfits)}", fix
-    if empty := [it.text for it in status.remarks if it.reason == "resource_empty"]:
+    if empty := [remark.text for remark in status.remarks if remark.reason == "resource_empty"]:
         fix = "correct the name of the profile or layout, or give the pool GPUs that have it"
         return WARNING, "; ".join(empty), fix
     return OK, "the configuration is in force"
@@ -194,7 +194,7 @@ def check_mixed_requests(status: StatusReport) -> Finding:
     if not mixed:
         return OK, "no container holds devices that it does not see"
     fix = "request each resource in a container of its own, or change deviceListStrategy"
-    return WARNING, "; ".join(f"{it.holder}: {it.reason}" for it in mixed), fix
+    return WARNING, "; ".join(f"{request.holder}: {request.reason}" for request in mixed), fix
 
 
 def check_lost_devices(status: StatusReport) -> Finding:
@@ -202,8 +202,8 @@ def check_lost_devices(status: StatusReport) -> Finding:
     lost = status.lost_devices
     if not lost:
         return OK, "every container's devices exist"
-    holders = ", ".join(it.holder for it in lost)
-    fixes = "; ".join(dict.fromkeys(f"`{it.fix}`" for it in lost))
+    holders = ", ".join(loss.holder for loss in lost)
+    fixes = "; ".join(dict.fromkeys(f"`{loss.fix}`" for loss in lost))
     return ERROR, f"containers hold devices that no longer exist: {holders}", fixes
 
 

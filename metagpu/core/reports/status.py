@@ -98,8 +98,8 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> Explanation:
         },
         devices=_devices_report(snapshot),
         remarks=[
-            it.report()
-            for it in (
+            remark.report()
+            for remark in (
                 *describe_empty(snapshot, layout),
                 *describe_held_back(snapshot),
                 *describe_capacity(capacities),
@@ -264,7 +264,9 @@ def _gpu_report(
         owner=state.owner,
         api=str(state.api),
         turn=_turn_report(state.present_turn) if state.present_turn else None,
-        cleaning={it: iso_time(_time_of_day(at)) for it, at in state.cleanup.since.items()},
+        cleaning={
+            backend: iso_time(_time_of_day(at)) for backend, at in state.cleanup.since.items()
+        },
         suspended={backend: _pause_report(pause) for backend, pause in state.suspended.items()},
         cordon=_pause_report(state.cordon) if state.cordon else None,
         unheard=_pause_report(state.unheard) if state.unheard else None,

@@ -249,7 +249,7 @@ class DriverLimits:
         ours = {
             backend for backend in backends if self._guards.get(backend) is MemoryGuard.ENFORCER
         }
-        return shares if ours == backends else [it for it in shares if it.backend in ours]
+        return shares if ours == backends else [share for share in shares if share.backend in ours]
 
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:
         if self._logged.is_new(gpu, str(error)):

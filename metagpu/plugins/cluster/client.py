@@ -127,7 +127,7 @@ def tls_context(configuration: Configuration) -> ssl.SSLContext:
     files = authorities, configuration.cert_file, configuration.key_file
     return _tls_context(
         *(configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file),
-        tuple(file_identity(Path(it)) if it else None for it in files),
+        tuple(file_identity(Path(file)) if file else None for file in files),
         verify=configuration.verify_ssl,
         strict=not configuration.disable_strict_ssl_verification,
     )

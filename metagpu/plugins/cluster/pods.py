@@ -184,9 +184,9 @@ def _container_requests(spec: KubeObject) -> Mapping[str, Mapping[str, int]]:
 def _handing_on(spec: KubeObject) -> frozenset[str]:
     """Return the init containers, no sidecars, with extended resources."""
     return frozenset(
-        str(it.get("name"))
-        for it in spec.get("initContainers") or ()
-        if it.get("restartPolicy") != "Always" and _limits(it)
+        str(container.get("name"))
+        for container in spec.get("initContainers") or ()
+        if container.get("restartPolicy") != "Always" and _limits(container)
     )
 
 

@@ -110,7 +110,11 @@ class TokenReviewer:
             problem = await self._review_access(self._client, user)
         except ClusterError as error:
             raise ConnectionError(f"the token could not be reviewed: {error}") from error
-        self._accepted = {it: end for it, end in self._accepted.items() if end > now and it != key}
+        self._accepted = {
+            token_key: end
+            for token_key, end in self._accepted.items()
+            if end > now and token_key != key
+        }
         if not problem and len(self._accepted) < _MOST_REMEMBERED:
             self._accepted[key] = now + LONGEST_LIFE
         self._known = {it: answer for it, answer in self._known.items() if answer.until > now}

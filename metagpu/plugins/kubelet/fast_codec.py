@@ -118,7 +118,7 @@ def decode_pod_list(data: bytes) -> list[ListedPod]:
     pods = []
     for part in _framed(data, (1,)).get(1, ()):
         pod = _framed(part, (3,))
-        containers = tuple(_listed_container(it) for it in pod.get(3, ()))
+        containers = tuple(_listed_container(container) for container in pod.get(3, ()))
         pods.append(ListedPod(_last(pod, 2), _last(pod, 1), containers))
     return pods
 
@@ -131,7 +131,9 @@ def _listed_container(data: bytes) -> ListedContainer:
         for claimed in _framed(resource, (4,)).get(4, ())
         for device in _framed(claimed, (1,)).get(1, ())
     ]
-    return ListedContainer(_last(fields, 1), [_devices(it) for it in fields.get(2, ())], names)
+    return ListedContainer(
+        _last(fields, 1), [_devices(devices) for devices in fields.get(2, ())], names
+    )
 
 
 def _devices(data: bytes) -> tuple[str, list[str]]:
@@ -141,7 +143,7 @@ def _devices(data: bytes) -> tuple[str, list[str]]:
         if len(resource) == length[0] and len(share) == id_length[0]:
             return _text(resource), [share.decode()]
     fields = _framed(data, ())
-    return _last(fields, 1), [it.decode(errors="replace") for it in fields.get(2, ())]
+    return _last(fields, 1), [device.decode(errors="replace") for device in fields.get(2, ())]
 
 
 @lru_cache(maxsize=_CACHED)

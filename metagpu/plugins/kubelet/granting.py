@@ -111,8 +111,10 @@ async def wait_provisioned(
     """
 
     def finished(now: Snapshot) -> Snapshot | None:
-        over = all(is_provisioned(it, now) or provisioning_failure(it, now) for it in shares)
-        return now if over or any(provisioning_blocker(it, now) for it in shares) else None
+        over = all(
+            is_provisioned(share, now) or provisioning_failure(share, now) for share in shares
+        )
+        return now if over or any(provisioning_blocker(share, now) for share in shares) else None
 
     with anyio.move_on_after(deadline):
         async for snapshot in registry.watch(finished):
@@ -140,10 +142,10 @@ async def wait_reprovisioned(
 
     def is_known(now: Snapshot) -> bool:
         return all(
-            is_provisioned(it, now)
-            or it.id in now.gpus[it.gpu].leases
-            or provisioning_blocker(it, now)
-            for it in shares
+            is_provisioned(share, now)
+            or share.id in now.gpus[share.gpu].leases
+            or provisioning_blocker(share, now)
+            for share in shares
         )
 
     with anyio.move_on_after(deadline):
@@ -153,7 +155,7 @@ async def wait_reprovisioned(
                 for share in shares:
                     if reason := provisioning_blocker(share, now):
                         raise ProvisioningFailed(share.resource, share.id, reason)
-                if missing := tuple(it for it in shares if not _is_under_way(it, now)):
+                if missing := tuple(share for share in shares if not _is_under_way(share, now)):
                     registry.apply(SharesPending(missing, clock()))
                 return await wait_provisioned(registry, shares, deadline)
 

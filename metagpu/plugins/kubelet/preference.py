@@ -69,7 +69,7 @@ def prefer_in_room(
     there = backend.prefer(available, asked.required, room, snapshot)
     if len(there) != room or len(by_gpu(there)) != 1:
         return ()
-    here = [it for it in available if it.gpu == there[0].gpu]
+    here = [share for share in available if share.gpu == there[0].gpu]
     return backend.prefer(here, asked.required, asked.size, snapshot)
 
 
@@ -152,7 +152,7 @@ class _Choice:
             return  # where a share is required, its GPU is chosen
         levels = list(by_fullness(self._fullness(self.usable), self._preference.policy))
         for room, gpus in product((*self._asked.rooms, self._asked.size), levels):
-            level = [it for it in self.usable if it.gpu in gpus]
+            level = [share for share in self.usable if share.gpu in gpus]
             if room == self._asked.size:
                 shares = self._prefer(level, (), room)
             else:
@@ -326,7 +326,9 @@ class PreferenceMatcher:
         More room than needed costs no container its shares.
         """
         pending = self._pending(size, snapshot)
-        return tuple(sorted({room for it in pending for room in it.rooms}, reverse=True))
+        return tuple(
+            sorted({room for container in pending for room in container.rooms}, reverse=True)
+        )
 
     def match(self, size: int, snapshot: Snapshot) -> PendingContainer | None:
         """Return the container that the kubelet asks for; `None` without a preference.
@@ -355,7 +357,9 @@ class PreferenceMatcher:
     def _expects_pods(self) -> bool:
         now, pods = self._clock(), self._registry.snapshot.pods
         if pods.preferring or any(
-            it.rooms(name, self._resource) for it in pods.by_uid.values() for name in it.handing_on
+            pod.rooms(name, self._resource)
+            for pod in pods.by_uid.values()
+            for name in pod.handing_on
         ):
             self._preferring_until = now + self._timing.preferring
         return pods.listed and now < self._preferring_until

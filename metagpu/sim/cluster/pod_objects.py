@@ -67,7 +67,7 @@ def requests_of(pod: Object) -> Mapping[str, int]:
     """Return the number of devices that a Pod requests, by resource name."""
     containers, first = _containers(pod)
     asking = SimPod("", containers=containers, init_containers=first)
-    return {it: asking.request(it) for it in sorted(asking.resources())}
+    return {resource: asking.request(resource) for resource in sorted(asking.resources())}
 
 
 def _devices_of(container: Object) -> Mapping[str, int]:
@@ -109,11 +109,14 @@ def _containers(pod: Object) -> tuple[tuple[SimContainer, ...], tuple[SimContain
     """Return the containers of a Pod, and its init containers."""
     spec = pod["spec"]
     containers = tuple(
-        SimContainer(it["name"], _devices_of(it)) for it in spec.get("containers") or ()
+        SimContainer(container["name"], _devices_of(container))
+        for container in spec.get("containers") or ()
     )
     return containers, tuple(
-        SimContainer(it["name"], _devices_of(it), it.get("restartPolicy") == "Always")
-        for it in spec.get("initContainers") or ()
+        SimContainer(
+            container["name"], _devices_of(container), container.get("restartPolicy") == "Always"
+        )
+        for container in spec.get("initContainers") or ()
     )
 
 
@@ -199,7 +202,7 @@ def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
         drivers[refs[entry]] = tuple(dict.fromkeys(it["driver"] for it in results))
     spec = pod["spec"]
     every = (*(spec.get("initContainers") or ()), *spec["containers"])
-    containers = {it["name"]: _uses(it, refs) for it in every}
+    containers = {container["name"]: _uses(container, refs) for container in every}
     return PodClaims(metadata["uid"], drivers, containers)
 
 

@@ -381,9 +381,9 @@ async def run_claims(folder: Path) -> dict[str, Any]:
     )
     async with cluster.running(), anyio.create_task_group() as group:
         group.start_soon(agent.serve_node)
-        claims = [await _add(cluster, it, len(node.gpus)) for it in CLAIMS]
-        for it in CLAIMS:
-            await cluster.claims.end(it.name, "default")
+        claims = [await _add(cluster, claim, len(node.gpus)) for claim in CLAIMS]
+        for claim in CLAIMS:
+            await cluster.claims.end(claim.name, "default")
         group.cancel_scope.cancel()
     return {"gpus": CLAIMS_NODE, "claims": claims}
 
@@ -393,13 +393,13 @@ def _are_published(cluster: SingleNodeCluster, gpus: int) -> bool:
     objects = cluster.api.store.objects
     slices = [it for key, it in objects.items() if key[0] == "resourceslices"]
     found = gather_pools(slices, cluster.name)
-    ready = [it for it in found.devices if not it.spec.get("taints")]
-    return len(ready) == len(found.devices) and len({it.id.pool for it in ready}) == gpus
+    ready = [device for device in found.devices if not device.spec.get("taints")]
+    return len(ready) == len(found.devices) and len({device.id.pool for device in ready}) == gpus
 
 
 async def _add(cluster: SingleNodeCluster, claim: DemoClaim, gpus: int) -> Mapping[str, Any]:
     def view_now() -> ClaimView:
-        return next(it for it in cluster.claims.views() if it.name == claim.name)
+        return next(view for view in cluster.claims.views() if view.name == claim.name)
 
     # A pool whose slices are being written is passed over, and an alternative would be taken.
     await cluster.api.until(lambda: _are_published(cluster, gpus))

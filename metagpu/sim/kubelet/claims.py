@@ -243,13 +243,15 @@ class ClaimManager:
         async with self._saving:  # claims of several pods change at once
             claims = [
                 {
-                    "ClaimUID": it.ref.uid,
-                    "ClaimName": it.ref.name,
-                    "Namespace": it.ref.namespace,
-                    "PodUIDs": {uid: {} for uid in sorted(it.pods)},
-                    "DriverState": {name: {"Devices": found} for name, found in it.drivers.items()},
+                    "ClaimUID": claim.ref.uid,
+                    "ClaimName": claim.ref.name,
+                    "Namespace": claim.ref.namespace,
+                    "PodUIDs": {uid: {} for uid in sorted(claim.pods)},
+                    "DriverState": {
+                        name: {"Devices": found} for name, found in claim.drivers.items()
+                    },
                 }
-                for it in self._prepared.values()
+                for claim in self._prepared.values()
             ]
             kind = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1"}
             data = json.dumps({**kind, "ClaimInfoStateList": claims})
