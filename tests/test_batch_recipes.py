@@ -1,4 +1,4 @@
-"""Recipes of docs/batch.md for other schedulers: their fields are those of published schemas.
+"""Recipes for other schedulers in docs/batch.md and deploy/queues: fields of published schemas.
 
 None of these programs runs in a test. The tables have the fields of their custom resources as the
 projects publish them, as far as a recipe might use them. They were read at
@@ -26,7 +26,8 @@ from tests.backends.mig.gpus import mig_gpu
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
 RECIPES: Final = PAGE.split("## Kueue, Volcano and KAI")[1]
-RELEASES: Final = ("Kueue 0.15", "KAI 0.15")
+FILES: Final = [file.read_text("utf-8") for file in (ROOT / "deploy" / "queues").iterdir()]
+RELEASES: Final = ("kueue.yaml) 0.15", "kai.yaml) 0.15")
 """The first that have every field and annotation of their recipe."""
 
 Schema: TypeAlias = Mapping[str, "Schema"] | list["Schema"] | None
@@ -122,6 +123,7 @@ ACTIONS: Final = {"reclaimWithinCohort": {"Never", "LowerPriority", "Any"}} | {
 def objects() -> list[dict[str, Any]]:
     """Return the objects of all recipes."""
     blocks = re.findall(r"^```yaml\n(.*?)^```$", RECIPES, re.MULTILINE | re.DOTALL)
+    blocks += FILES
     return [it for block in blocks for it in yaml.safe_load_all(block)]
 
 
@@ -214,12 +216,13 @@ def test_recipes_name_what_metagpu_offers() -> None:
     offered = {shares, *(profile_resource(name) for name in _profiles())}
     manifest = yaml.safe_load_all((ROOT / "deploy" / "dra.yaml").read_text(encoding="utf-8"))
     classes = {it["metadata"]["name"] for it in manifest if it["kind"] == "DeviceClass"}
-    text = re.findall(r"(?:cnvrg\.io|nvidia\.com)/(?:metagpu|mig-[\w.]+)", RECIPES)
+    recipes = "\n".join((RECIPES, *FILES))
+    text = re.findall(r"(?:cnvrg\.io|nvidia\.com)/(?:metagpu|mig-[\w.]+)", recipes)
     named = {it for it in text if "…" not in it and not it.endswith(".")}
 
     assert named == {shares, "nvidia.com/mig-3g.20gb"}
     assert named <= offered
-    for it in re.findall(r"[a-z]+\.metagpu\.io", RECIPES):
+    for it in re.findall(r"[a-z]+\.metagpu\.io", recipes):
         assert it in classes
 
 

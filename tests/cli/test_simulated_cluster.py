@@ -234,6 +234,7 @@ def test_a_simulated_kubelet_stands_alone(
 
 
 DRA_PAGE = PAGE.with_name("dra.md")
+CLAIMS = PAGE.parents[1] / "deploy" / "claims"
 DRA_NODE = """\
 gpus:
   - {model: a100-40gb, count: 5}
@@ -271,7 +272,8 @@ def are_published(node: Node, count: int) -> bool:
 
 def test_the_claims_of_the_page(tmp_path: Path) -> None:
     """The five claims of the page get their devices, and keep them over restarts."""
-    config, *manifests = blocks_of(DRA_PAGE)
+    config, manifest, *_ = blocks_of(DRA_PAGE)
+    others = [CLAIMS / f"{name}.yaml" for name in ("ten-gib", "small-gpu", "two-gpus", "together")]
     (tmp_path / "metagpu.yaml").write_text(config.replace("      - {backend: mps}\n", ""))
     (tmp_path / "node.yaml").write_text(DRA_NODE)
     options = (
@@ -282,9 +284,8 @@ def test_the_claims_of_the_page(tmp_path: Path) -> None:
     )
     with daemon(tmp_path, *options) as node:
         until(lambda: are_published(node, 6))
-        for number, manifest in enumerate(manifests[:5]):
-            file = tmp_path / f"claim-{number}.yaml"
-            file.write_text(manifest)
+        (tmp_path / "half.yaml").write_text(manifest)
+        for file in (tmp_path / "half.yaml", *others):
             assert node.sim(f"claim add -f {file}").startswith("created ")
         until(lambda: {state for state, _ in claims(node).values()} == {"Prepared"})
         before = claims(node)

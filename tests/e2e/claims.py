@@ -26,6 +26,7 @@ from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
 
 PAGE = REPOSITORY / "docs" / "dra.md"
+CLAIMS = REPOSITORY / "deploy" / "claims"
 KINDS = "resourceclaimtemplates,resourceclaims"
 ADMIN_ACCESS = "resource.kubernetes.io/admin-access=true"
 """The label of namespaces in which claims may look at devices of others."""
@@ -42,8 +43,11 @@ GPUS = (
 
 
 def page_documents() -> dict[str, list[Document]]:
-    """Return the manifests of each section of the page, ready for the node of the tests."""
-    found = dict[str, list[Document]]()
+    """Return the manifests of the page by section and file, ready for the node of the tests."""
+    found = {
+        file.name: [ready(document) for document in yaml.safe_load_all(file.read_text())]
+        for file in CLAIMS.glob("*.yaml")
+    }
     for section in re.split(r"^###? ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for block in re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
             found[section.splitlines()[0]] = [ready(it) for it in yaml.safe_load_all(block)]
