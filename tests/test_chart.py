@@ -568,7 +568,10 @@ def test_dashboards_are_config_maps(helm: str) -> None:
 @pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
 @pytest.mark.parametrize("dcgm", [False, True])
 def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> None:  # noqa: FBT001
-    """A target has the label `node`; DCGM's names are a second endpoint where they are asked."""
+    """A target has the label `node`; DCGM's names are a second endpoint where they are asked.
+
+    The labels of its pods are renamed to `exported_pod`, as by dcgm-exporter's own chart.
+    """
     name = kind[0].lower() + kind[1:]
     documents = _render(
         helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled={str(dcgm).lower()}"
@@ -577,7 +580,11 @@ def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> Non
     endpoints = spec["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
     assert [it["path"] for it in endpoints] == ["/metrics", *(["/dcgm"] if dcgm else [])]
     for it in endpoints:
-        assert it["honorLabels"] is True
+        assert it["honorLabels"] is (it["path"] == "/metrics")
         assert it["relabelings"] == [
             {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
         ]
+    documents = _render(
+        helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled=true,metrics.dcgm.honorLabels=true"
+    )
+    assert str(documents).count("'honorLabels': True") == 2

@@ -338,7 +338,7 @@ def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
         if (memory := read_memory(device)) is None:
             return None
         used, free = memory.used - (memory.reserved or 0), memory.total - memory.used
-        return InstanceSensors(number, profile, used, free)
+        return InstanceSensors(number, profile, used, free, memory.reserved)
 
     found = {it.number: it for it in read_devices(handle, read) if it is not None}
     return tuple(found.values())

@@ -97,6 +97,7 @@ def read_detailed_sensors(
         decoder=decoder and decoder[0] / _PERCENT,
         memory_used=None if memory is None else memory.used - (memory.reserved or 0),
         memory_free=memory and memory.total - memory.used,
+        memory_reserved=memory and memory.reserved,
         rows_correctable=rows and rows[0],
         rows_uncorrectable=rows and rows[1],
         rows_failed=rows and bool(rows[3]),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -160,6 +161,26 @@ async def test_faults_are_counted_and_recoveries_too(tmp_path: Path) -> None:
         )
         assert page.value("metagpu_gpu_healthy", **first) == 1
         assert sum(page.values("metagpu_gpu_faults_total")) == 1
+
+
+async def test_dcgms_name_of_an_xid_outlives_the_gpu_and_ends_with_the_fault(
+    tmp_path: Path,
+) -> None:
+    """`DCGM_FI_DEV_XID_ERRORS` says 79 while the GPU is off the bus, and 0 after its reset."""
+    async with agent_at_work(tmp_path, metrics=ANY) as it:
+        await it.until(20, 20)
+        port = await port_of(it)
+
+        async def reads(code: int) -> bool:
+            _, _, text = await asked(port, "/dcgm")
+            last = "DCGM_FI_DEV_XID_ERRORS"
+            return Page(text).values(last, gpu="0", err_code=str(code)) == [code]
+
+        it.node.raise_xid(it.node.gpu(0), 79)
+        await it.until(20, 10)
+        await until(partial(reads, 79), deadline=30)
+        it.node.reset_gpu(it.node.gpu(0))
+        await until(partial(reads, 0), deadline=30)
 
 
 async def test_enforcement_is_counted(tmp_path: Path) -> None:

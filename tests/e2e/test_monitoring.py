@@ -50,6 +50,14 @@ PLACEHOLDERS = {
 }
 [JOINED] = re.findall(r"^label_replace.* DCGM_.*$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
 """The query of the documentation that joins our series with those of DCGM."""
+OF_DCGM = (
+    "DCGM_FI_DEV_FB_USED / (DCGM_FI_DEV_FB_USED + DCGM_FI_DEV_FB_FREE + DCGM_FI_DEV_FB_RESERVED)",
+    'avg by (hostname) (DCGM_FI_DEV_GPU_TEMP{hostname!=""})',
+    'avg by (Hostname) (DCGM_FI_DEV_GPU_TEMP{Hostname!=""})',
+    'DCGM_FI_DEV_GPU_UTIL{exported_pod!=""}',
+    'max by (gpu, UUID, err_msg) (DCGM_FI_DEV_XID_ERRORS{err_code=~"48|63|64|79|94|95|119|120"})',
+)
+"""Queries and an alert that people have for dcgm-exporter."""
 SOON_S = 40.0
 LINTS = 3
 """The status of `promtool check metrics` for metrics that it can read and would name otherwise."""
@@ -103,12 +111,16 @@ async def test_promtool_accepts_both_pages(tmp_path: Path) -> None:
 
 
 async def test_prometheus_scrapes_rules_and_dashboards(tmp_path: Path) -> None:
-    """Both pages are scraped, each rule is evaluated, and each query of a dashboard has data."""
+    """Both pages are scraped, each rule is evaluated, and each query of a dashboard has data.
+
+    So have queries that are written for dcgm-exporter.
+    """
     data = tmp_path / "prometheus"
     data.mkdir()
     async with at_work(tmp_path) as it:
         host = f"127.0.0.1:{await port_of(it)}"
         it.node.raise_xid(it.node.gpu(1), 31)
+        it.node.raise_xid(it.node.gpu(1), 63)
 
         def measure() -> None:
             with prometheus_of(data, {"/metrics": host, "/dcgm": host}, RULES) as prometheus:
@@ -139,7 +151,7 @@ def test_prometheus_names_the_pods_of_a_node(cluster: Cluster, tmp_path: Path) -
 
 def _await_data(prometheus: Prometheus) -> None:
     """Wait until each query of the dashboards has a series, and check rules and labels."""
-    queries = {query for found in expressions().values() for query in found}
+    queries = {query for found in expressions().values() for query in found} | {*OF_DCGM}
 
     def all_have_data() -> bool:
         if missing := [it for it in queries if not prometheus.query(_filled(it))]:
@@ -150,7 +162,8 @@ def _await_data(prometheus: Prometheus) -> None:
 
     [power] = prometheus.query('DCGM_FI_DEV_POWER_USAGE{gpu="1"}')
     labels = power["metric"]
-    assert (labels["namespace"], labels["pod"], labels["node"]) == ("red", "a", "gpu-1")
+    holder = labels["exported_namespace"], labels["exported_pod"]
+    assert (*holder, labels["node"]) == ("red", "a", "gpu-1")
     [used] = prometheus.query('metagpu_container_memory_used_bytes{namespace="red"}')
     assert used["metric"]["pod"] == "a"
     assert float(used["value"][1]) == 100 * MIB

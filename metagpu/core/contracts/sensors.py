@@ -58,7 +58,8 @@ class DetailedSensors(GpuSensors, frozen=True):
     Attributes:
         utilization: part of the time with a kernel on the GPU, 0 to 1; `memory_utilization` is the
             part with the memory read or written, `encoder` and `decoder` those of the engines.
-        memory_used: bytes in use without the part that the driver reserves; `memory_free` is free.
+        memory_used: bytes in use without the part that the driver reserves, `memory_reserved`;
+            `memory_free` is free.
         rows_correctable: memory rows that were remapped, of each kind.
         rows_failed: whether a row could not be remapped.
     """
@@ -69,6 +70,7 @@ class DetailedSensors(GpuSensors, frozen=True):
     decoder: float | None = None
     memory_used: int | None = None
     memory_free: int | None = None
+    memory_reserved: int | None = None
     rows_correctable: int | None = None
     rows_uncorrectable: int | None = None
     rows_failed: bool | None = None
@@ -79,10 +81,11 @@ class InstanceSensors(msgspec.Struct, frozen=True):
 
     Attributes:
         number: NVML's id of the GPU instance; `profile` is the number of its profile.
-        memory_used: bytes in use without the part that the driver reserves; `memory_free` is free.
+        memory_used: bytes in use, `memory_free` and `memory_reserved` as of a GPU.
     """
 
     number: int
     profile: int
     memory_used: int
     memory_free: int
+    memory_reserved: int | None = None

@@ -49,7 +49,7 @@ class EventCounters:
     """The counters; a GPU is `None` where NVML named none.
 
     Attributes:
-        last_xids: the last XID of each GPU.
+        last_xids: the last XID of each GPU, until the GPU is back in service.
         memory_errors: by GPU and whether the error was corrected.
         warnings: containers above their memory limit, by GPU.
         signals: by GPU and the signal's name.
@@ -62,7 +62,7 @@ class EventCounters:
     faults: Counter[tuple[GpuId, Fault | None]] = field(default_factory=Counter)
     recoveries: Counter[GpuId] = field(default_factory=Counter)
     xids: Counter[tuple[GpuId | None, int]] = field(default_factory=Counter)
-    last_xids: dict[GpuId | None, int] = field(default_factory=dict)
+    last_xids: dict[GpuId | None, XidReported] = field(default_factory=dict)
     memory_errors: Counter[tuple[GpuId | None, bool]] = field(default_factory=Counter)
     warnings: Counter[GpuId] = field(default_factory=Counter)
     signals: Counter[tuple[GpuId, str]] = field(default_factory=Counter)
@@ -95,9 +95,10 @@ class EventCounters:
                 self.faults[event.gpu, event.fault] += 1
             case GpuRecovered():
                 self.recoveries[event.gpu] += 1
+                self.last_xids.pop(event.gpu, None)
             case XidReported():
                 self.xids[event.gpu, event.code] += 1
-                self.last_xids[event.gpu] = event.code
+                self.last_xids[event.gpu] = event
             case MemoryErrorReported():
                 self.memory_errors[event.gpu, event.corrected] += 1
             case MemoryExceeded():

@@ -2,7 +2,8 @@
 
 Names, types and help texts are those of its `etc/default-counters.csv`, with the counters that are
 commented out there and that NVML knows. A series has the labels of a container where that container
-alone holds the GPU or the MIG instance, as it does without `--kubernetes-virtual-gpus`.
+alone holds the GPU or the MIG instance, as it does without `--kubernetes-virtual-gpus`. The node's
+name has both spellings: the exporter writes `hostname` since May 2026, and wrote `Hostname` before.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors, Nvl
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.shares import Lease, holders_of
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.model.xid_severity import rule_for
+from metagpu.core.state.events import XidReported
 from metagpu.plugins.metrics.samples import (
     FamilyFactory,
     MetricFamily,
@@ -22,13 +25,15 @@ from metagpu.plugins.metrics.samples import (
 
 _LABELS: Final = (
     *("gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID"),
-    *("Hostname", "DCGM_FI_DRIVER_VERSION", "container", "namespace", "pod"),
+    *("Hostname", "hostname", "DCGM_FI_DRIVER_VERSION", "container", "namespace", "pod"),
 )
 _gauge: Final = FamilyFactory(MetricType.GAUGE, _LABELS, "DCGM_FI_DEV_")
 _counter: Final = FamilyFactory(MetricType.COUNTER, _LABELS, "DCGM_FI_DEV_")
 _MEGA: Final = 1e6
 _MILLI: Final = 1000
 _PERCENT: Final = 100
+XID_KEPT_S: Final = 300.0
+"""Time for which an XID is shown: the default window of the exporter's own counter of XIDs."""
 
 SM_CLOCK: Final = _gauge("SM_CLOCK", "SM clock frequency (in MHz).")
 MEM_CLOCK: Final = _gauge("MEM_CLOCK", "Memory clock frequency (in MHz).")
@@ -41,9 +46,12 @@ GPU_UTIL: Final = _gauge("GPU_UTIL", "GPU utilization (in %).")
 MEM_COPY_UTIL: Final = _gauge("MEM_COPY_UTIL", "Memory utilization (in %).")
 ENC_UTIL: Final = _gauge("ENC_UTIL", "Encoder utilization (in %).")
 DEC_UTIL: Final = _gauge("DEC_UTIL", "Decoder utilization (in %).")
-XID_ERRORS: Final = _gauge("XID_ERRORS", "Value of the last XID error encountered.")
+XID_ERRORS: Final = _gauge(
+    "XID_ERRORS", "Value of the last XID error encountered.", "err_code", "err_msg"
+)
 FB_FREE: Final = _gauge("FB_FREE", "Framebuffer memory free (in MiB).")
 FB_USED: Final = _gauge("FB_USED", "Framebuffer memory used (in MiB).")
+FB_RESERVED: Final = _gauge("FB_RESERVED", "Framebuffer memory reserved (in MiB).")
 ECC_SBE: Final = _counter("ECC_SBE_VOL_TOTAL", "Total number of single-bit volatile ECC errors.")
 ECC_DBE: Final = _counter("ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.")
 NVLINK: Final = {
@@ -78,29 +86,47 @@ def dcgm_samples(
     snapshot: Snapshot,
     readings: Mapping[GpuId, DetailedSensors],
     instances: Mapping[GpuId, Sequence[InstanceSensors]],
-    last_xids: Mapping[GpuId | None, int],
+    last_xids: Mapping[GpuId | None, XidReported],
+    *,
     node: str,
+    now: float,
 ) -> Iterator[Sample]:
     """Yield one series of each value of a GPU or MIG instance, in DCGM's units.
 
     DCGM repeats the values of a GPU for each of its instances: a sum would count them several
-    times. Memory is the instances' own, and no series of the GPU where it has any, or may have.
+    times. Memory is the instances' own, and no series of the GPU where it has any, or may have. The
+    XID is remembered here: a GPU that NVML cannot read has it too.
     """
-    for gpu, reading in readings.items():
-        if (state := snapshot.gpus.get(gpu)) is None:
-            continue
-        hardware, host = _hardware(state.gpu), (node, snapshot.versions.driver)
+    for gpu, state in snapshot.gpus.items():
+        hardware, host = _hardware(state.gpu), (node, node, snapshot.versions.driver)
         labels = (*hardware, "", "", *host, *_container(state.leases.values()))
+        yield from _xid(labels, state, last_xids.get(gpu), now)
+        if (reading := readings.get(gpu)) is None:
+            continue
         yield from _samples(labels, _values(reading))
-        yield Sample(XID_ERRORS, labels, last_xids.get(gpu, 0))
         parts = instances.get(gpu, None if state.gpu.mig_enabled else ())
         if parts is not None and not parts:
             yield from _samples(labels, _memory(reading))
-        names = {it.number: it.name for it in state.gpu.mig_profiles}
-        for it in parts or ():
-            instance = names.get(it.profile, ""), str(it.number)
-            labels = (*hardware, *instance, *host, *_container(_leases(state, it.number)))
-            yield from _samples(labels, _memory(it))
+        names = {each.number: each.name for each in state.gpu.mig_profiles}
+        for part in parts or ():
+            instance = names.get(part.profile, ""), str(part.number)
+            labels = (*hardware, *instance, *host, *_container(_leases(state, part.number)))
+            yield from _samples(labels, _memory(part))
+
+
+def _xid(
+    labels: tuple[str, ...], state: GpuState, last: XidReported | None, now: float
+) -> Iterator[Sample]:
+    """Yield the last XID, and 0 once it is over; nothing where NVML delivers none.
+
+    An XID is over 5 minutes after it came, and not before the GPU is back in service.
+    """
+    if last is None and state.unheard is not None:
+        return
+    end = now if state.verdict.healthy else min(now, state.verdict.since)
+    code = last.code if last is not None and last.at + XID_KEPT_S > end else 0
+    meaning = rule_for(code, {}).meaning if code else "No Error"
+    yield Sample(XID_ERRORS, (*labels, str(code), meaning), code)
 
 
 def _samples(
@@ -158,6 +184,7 @@ def _values(it: DetailedSensors) -> Iterator[tuple[MetricFamily, float | None]]:
 def _memory(it: DetailedSensors | InstanceSensors) -> Iterator[tuple[MetricFamily, float | None]]:
     yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
     yield FB_USED, _scaled(it.memory_used, 1 / MIB)
+    yield FB_RESERVED, _scaled(it.memory_reserved, 1 / MIB)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

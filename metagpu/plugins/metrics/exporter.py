@@ -4,6 +4,7 @@ Sensors of all GPUs are read together: one that hangs costs no other its values.
 """
 
 import gzip
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -313,7 +314,9 @@ class Exporter:
 
         def render() -> HttpResponse:
             samples = dcgm_samples(
-                snapshot, readings or {}, instances or {}, last_xids, self._sources.node
+                *(snapshot, readings or {}, instances or {}, last_xids),
+                node=self._sources.node,
+                now=time.time(),
             )
             return _page(self._dcgm_renderer.render(samples))
 

@@ -113,9 +113,15 @@ class Prometheus:
             raise RigError(error.read().decode()) from error
 
 
+_OWN_POD = {"namespace": "kube-system", "pod": "metagpu-1", "container": "metagpu"}
+"""Labels of the scraped pod, as a PodMonitor adds them."""
+
+
 @contextmanager
 def prometheus_of(folder: Path, addresses: Mapping[str, str], rules: Path) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes addresses by path, until the block ends.
+
+    It scrapes as by the chart's PodMonitor: the names of dcgm-exporter without `honorLabels`.
 
     Args:
         folder: an empty folder for its data.
@@ -128,8 +134,8 @@ def prometheus_of(folder: Path, addresses: Mapping[str, str], rules: Path) -> It
         {
             "job_name": f"kube-system/metagpu{path.replace('/', '-')}",
             "metrics_path": path,
-            "honor_labels": True,
-            "static_configs": [{"targets": [address], "labels": {"node": "gpu-1"}}],
+            "honor_labels": path != "/dcgm",
+            "static_configs": [{"targets": [address], "labels": {"node": "gpu-1", **_OWN_POD}}],
         }
         for path, address in addresses.items()
     ]

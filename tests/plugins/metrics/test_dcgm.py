@@ -1,6 +1,10 @@
 """The page under dcgm-exporter's names."""
 
+import json
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from msgspec.structs import replace
@@ -11,10 +15,20 @@ from metagpu.core.contracts.sensors import (
     NvlinkError,
     ThrottleReason,
 )
-from metagpu.core.model.gpu import MIB
+from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import MigProfile
-from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ShareId
+from metagpu.core.model.shares import (
+    HardwareDevice,
+    Pause,
+    ProvisionedState,
+    ShareId,
+    Verdict,
+)
+from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.state.events import XidReported
+from metagpu.core.state.facts import GpuRecovered
 from metagpu.plugins.metrics import dcgm
+from metagpu.plugins.metrics.daemon import EventCounters
 from metagpu.plugins.metrics.exposition import PageRenderer
 from metagpu.plugins.metrics.gpus import sensor_samples
 from metagpu.plugins.metrics.samples import MetricType
@@ -39,14 +53,31 @@ DASHBOARD = ("GPU_TEMP", "POWER_USAGE", "SM_CLOCK", "FB_USED", "FB_FREE")
 DASHBOARD_LABELS = {"Hostname", "gpu", "UUID", "GPU_I_ID", "GPU_I_PROFILE"}
 
 
+EXPORTER = json.loads(Path(__file__).with_name("dcgm_exporter.json").read_text())
+"""Default counters and label template of dcgm-exporter, of the date in the file."""
+XID = "DCGM_FI_DEV_XID_ERRORS"
+NOW = 5000.0
+
+
 # The parser adds `_total` to the names of counters that lack it; the page does not.
 
 
 def page(**changes: object) -> Page:
     """Render the page of a node, of whose GPUs the first one is read."""
     snapshot, _ = node()
-    readings = {A.id: replace(READING, **changes)}
-    samples = dcgm.dcgm_samples(snapshot, readings, {}, {A.id: 79}, "gpu-1")
+    return rendered(
+        snapshot, {A.id: replace(READING, **changes)}, {A.id: XidReported(A.id, 79, NOW)}
+    )
+
+
+def rendered(
+    snapshot: Snapshot,
+    readings: Mapping[GpuId, DetailedSensors],
+    last_xids: Mapping[GpuId | None, XidReported] = MappingProxyType({}),
+    instances: Mapping[GpuId, Sequence[InstanceSensors]] = MappingProxyType({}),
+) -> Page:
+    """Render the page of a snapshot."""
+    samples = dcgm.dcgm_samples(snapshot, readings, instances, last_xids, node="gpu-1", now=NOW)
     return Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
 
 
@@ -60,7 +91,7 @@ def test_units_are_those_of_dcgm() -> None:
     assert it.value("DCGM_FI_DEV_GPU_UTIL") == 97
     assert it.value("DCGM_FI_DEV_FB_USED") == 13000
     assert it.value("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL_total") == 4
-    assert it.value("DCGM_FI_DEV_XID_ERRORS") == 79
+    assert it.value(XID, gpu="0") == 79
 
 
 def test_nvidias_dashboard_has_its_names_but_for_profiling() -> None:
@@ -91,8 +122,7 @@ def test_labels_are_those_of_dcgm() -> None:
 def test_a_gpu_of_one_container_names_it() -> None:
     """A container that alone holds a GPU is in the labels of all values."""
     snapshot, _ = node()
-    samples = dcgm.dcgm_samples(snapshot, {B.id: READING}, {}, {}, "gpu-1")
-    it = Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
+    it = rendered(snapshot, {B.id: READING})
     labels = it.labels("DCGM_FI_DEV_POWER_USAGE")
     assert (labels["namespace"], labels["pod"], labels["container"]) == ("team", "alice", "main")
 
@@ -107,13 +137,13 @@ def test_each_mig_instance_has_its_memory_and_its_container() -> None:
     devices[ShareId("free")] = HardwareDevice("MIG-3", 11, 0)
     gpu = replace(A, mig_profiles=(MigProfile("1g.5gb", 19, 1, 5 * 2**30, 7, ()),))
     state = replace(state, gpu=gpu, provisioned={"mig": ProvisionedState(devices=devices)})
-    instances = [InstanceSensors(it, 19, MIB, 2 * MIB) for it in (7, 9, 11)]
-    samples = dcgm.dcgm_samples(
-        replace(snapshot, gpus={A.id: state}), {A.id: READING}, {A.id: instances}, {}, "gpu-1"
+    instances = [InstanceSensors(it, 19, MIB, 2 * MIB, 3 * MIB) for it in (7, 9, 11)]
+    it = rendered(
+        replace(snapshot, gpus={A.id: state}), {A.id: READING}, instances={A.id: instances}
     )
-    it = Page(PageRenderer(dcgm.FAMILIES).render(samples).decode())
 
     assert it.values("DCGM_FI_DEV_FB_FREE", GPU_I_PROFILE="1g.5gb") == [2, 2, 2]
+    assert it.values("DCGM_FI_DEV_FB_RESERVED", GPU_I_PROFILE="1g.5gb") == [3, 3, 3]
     assert it.values("DCGM_FI_DEV_FB_USED", GPU_I_ID="") == []
     assert it.labels("DCGM_FI_DEV_POWER_USAGE")["GPU_I_ID"] == ""
     pods = {
@@ -133,9 +163,85 @@ def test_counters_have_dcgms_names() -> None:
     assert {it.type for it in dcgm.FAMILIES} == {MetricType.GAUGE, MetricType.COUNTER}
 
 
+def test_each_default_counter_of_the_exporter_is_served_or_named_with_a_reason() -> None:
+    """Each counter of the exporter's own default file is here with its type, or has a reason."""
+    served = {family.name: str(family.type) for family in dcgm.FAMILIES}
+    reasons = dict(re.findall(r"^\| `(DCGM_\w+)` \| (\S.*) \|$", DOCS.read_text(), re.MULTILINE))
+    missing = EXPORTER["counters"].keys() - served.keys()
+    assert missing == reasons.keys()
+    assert {it: served[it] for it in EXPORTER["counters"].keys() - missing} == {
+        name: kind for name, kind in EXPORTER["counters"].items() if name not in missing
+    }
+
+
+def test_each_label_of_the_exporters_template_is_there() -> None:
+    """Each series has the exporter's labels, also under a spelling that it had before."""
+    wanted = {*EXPORTER["labels"], *EXPORTER["labelsUntil"]}
+    for family in dcgm.FAMILIES:
+        of_xids = EXPORTER["labelsOfXids"] if family.name == XID else []
+        assert set(family.labels) == {*wanted, *of_xids}
+    labels = page().labels("DCGM_FI_DEV_GPU_TEMP")
+    assert labels["hostname"] == labels["Hostname"] == "gpu-1"
+
+
+def test_the_parts_of_memory_give_the_whole() -> None:
+    """Used, free and reserved memory have the same labels, so that queries can add them."""
+    it = page(memory_free=27340 * MIB, memory_reserved=620 * MIB)
+    parts = [it.labels(f"DCGM_FI_DEV_FB_{part}") for part in ("USED", "FREE", "RESERVED")]
+    assert parts[0] == parts[1] == parts[2]
+    assert it.value("DCGM_FI_DEV_FB_RESERVED") == 620
+
+
+@pytest.mark.parametrize(
+    ("code", "at", "out_since", "shown"),
+    [
+        (79, NOW - 3600, NOW - 3599, 79),  # out of service for an hour, because of it
+        (31, NOW - 3600, NOW - 60, 0),  # long over when the GPU went out of service
+        (31, NOW - 299, None, 31),
+        (31, NOW - 301, None, 0),
+    ],
+)
+def test_an_xid_is_shown_for_a_time(
+    code: int, at: float, out_since: float | None, shown: int
+) -> None:
+    """An XID is shown for 5 minutes, and while its GPU is out of service; NVML is not asked."""
+    snapshot, _ = node()
+    state = snapshot.gpus[A.id]
+    if out_since is not None:
+        state = replace(state, verdict=Verdict(healthy=False, since=out_since))
+    it = rendered(of_gpu(snapshot, state), {}, {A.id: XidReported(A.id, code, at)})
+    labels = it.labels(XID)
+    assert (it.value(XID), labels["err_code"]) == (shown, str(shown))
+    assert labels["UUID"] == A.id
+    meanings = {0: "No Error", 31: "GPU memory page fault", 79: "GPU has fallen off the bus"}
+    assert labels["err_msg"] == meanings[shown]
+
+
+def test_an_xid_is_over_when_its_gpu_is_back() -> None:
+    """A GPU that is back in service has XID 0 at once."""
+    counts = EventCounters()
+    counts.count(XidReported(A.id, 79, NOW))
+    counts.count(GpuRecovered(A.id, "well", NOW))
+    assert rendered(node()[0], {}, counts.last_xids).value(XID, gpu="0") == 0
+
+
+def test_without_delivery_of_xids_none_is_unknown() -> None:
+    """A GPU whose XIDs NVML does not deliver has no series that says 0."""
+    snapshot, _ = node()
+    deaf = replace(snapshot.gpus[A.id], unheard=Pause("NVML refused", NOW))
+    assert rendered(of_gpu(snapshot, deaf), {}).values(XID) == []
+    known = rendered(of_gpu(snapshot, deaf), {}, {A.id: XidReported(A.id, 79, NOW)})
+    assert known.value(XID) == 79
+
+
+def of_gpu(snapshot: Snapshot, state: GpuState) -> Snapshot:
+    """Return the snapshot with this GPU alone."""
+    return replace(snapshot, gpus={state.gpu.id: state})
+
+
 def test_every_name_is_documented_and_no_other() -> None:
     """The list in the documentation is that of the page."""
-    documented = re.findall(r"^\| `(DCGM_\w+)` \|", DOCS.read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `(DCGM_\w+)` \|$", DOCS.read_text(), re.MULTILINE)
     assert documented == [it.name for it in dcgm.FAMILIES]
 
 

@@ -52,7 +52,7 @@ def test_each_kind_of_event_has_its_count(event: Event, counted: tuple[str, obje
     counts.count(event)
 
     name, key = counted
-    last = {"last_xids": {event.gpu: event.code}} if isinstance(event, XidReported) else {}
+    last = {"last_xids": {event.gpu: event}} if isinstance(event, XidReported) else {}
     assert {
         it: dict(getattr(counts, it)) for it in EventCounters.__slots__ if getattr(counts, it)
     } == {name: {key: 2}} | last
