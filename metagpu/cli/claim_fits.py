@@ -6,7 +6,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from metagpu.cli.kube_documents import KubeDocument, Object
+from metagpu.compat.kube_documents import KubeDocument, Object
 from metagpu.core.config.errors import ConfigReason
 from metagpu.core.devices.devices import gpu_of_pool
 from metagpu.core.errors import MetagpuError, describe_error

@@ -110,7 +110,7 @@ def _classes_in(files: Sequence[str]) -> Mapping[str, Sequence[ExtendedResource]
     if not files:
         return {}
 
-    from metagpu.cli.kube_documents import read_documents
+    from metagpu.compat.kube_documents import read_documents
     from metagpu.sim.cluster.document_forms import check_document
 
     found: dict[str, list[ExtendedResource]] = {}

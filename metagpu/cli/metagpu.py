@@ -167,7 +167,7 @@ def _claim_fits(
 ) -> Sequence[Mapping[str, Any]]:
     """Return what the claims of manifests would get on this node, if it were idle."""
     from metagpu.cli.claim_fits import claim_fits
-    from metagpu.cli.kube_documents import read_documents
+    from metagpu.compat.kube_documents import read_documents
 
     documents = [it for file in files for it in read_documents(file)]
     gpus = {gpu: it.gpu.index for gpu, it in agent.registry.snapshot.gpus.items()}

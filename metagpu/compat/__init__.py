@@ -1,6 +1,6 @@
-"""Conversion of other programs' configuration files to `metagpu/v1`.
+"""Files of other programs: configurations to convert, manifests to read.
 
 Each format has a module with a pure function: documents in, plain data and notes out. A key is
-honoured, or one note names the effect that the key would have had. Nothing here reads a file, knows
-a GPU, or knows which backends are installed.
+honoured, or one note names the effect that the key would have had. Nothing here knows a GPU, or
+which backends are installed, and only `kube_documents` reads a file.
 """

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.cli.kube_documents import KubeDocument, read_documents
 from metagpu.cli.live import print_text
 from metagpu.cli.resource_names import resource_names_of
+from metagpu.compat.kube_documents import KubeDocument, read_documents
 from metagpu.core.config.errors import ConfigReason
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
@@ -306,7 +306,7 @@ def _encoded(documents: Sequence[Object], form: str) -> str:
         if len(documents) == 1:
             return encode(documents[0], form)
         return encode({"apiVersion": "v1", "kind": "List", "items": list(documents)}, form)
-    from metagpu.cli.kube_yaml import dump_document
+    from metagpu.compat.kube_yaml import dump_document
 
     return "---\n".join(map(dump_document, documents))
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from metagpu.cli.kube_documents import KubeDocument
+from metagpu.compat.kube_documents import KubeDocument
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.quantities import whole_number
 from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs

@@ -157,7 +157,7 @@ def test_what_is_no_claim_is_refused(
     (tmp_path / "claims.yaml").write_text(text)
     assert main(options) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "claims.yaml: document 1: " in line
+    assert "claims.yaml: 1: document 1: " in line
     assert error in line
 
 

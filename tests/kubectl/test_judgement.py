@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from metagpu.cli.kube_documents import KubeDocument
+from metagpu.compat.kube_documents import KubeDocument
 from metagpu.core.errors import MetagpuError
 from metagpu.core.reports.schema import StatusReport
 from metagpu.kubectl.claims import ReadClaims, claim_refs

@@ -258,7 +258,7 @@ def test_a_malformed_pod_is_one_clear_line(
     status, out, err = run(capsys, manifest, nodes_file(tmp_path, MIG))
 
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"kubectl metagpu: {manifest}: document 1: Pod p: ")
+    assert err.startswith(f"kubectl metagpu: {manifest}: 1: document 1: Pod p: ")
     assert sentence in err
 
 

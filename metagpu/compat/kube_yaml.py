@@ -5,7 +5,7 @@ text. A text that kubectl would take for something else is quoted.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import yaml
@@ -47,13 +47,25 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("!quoted", _TEXT_TO_QUOTE, list("yYnN-+.0123456789"))
 
 
-def load_documents(text: str) -> Iterator[Any]:
-    """Yield the documents of a manifest.
+def load_documents(text: str) -> Iterator[tuple[Any, yaml.Node]]:
+    """Yield the documents of a manifest, each with its node, which has its lines.
 
     Raises:
         yaml.YAMLError: the text is no YAML.
     """
-    yield from yaml.load_all(text, _Loader)
+    loader = _Loader(text)
+    try:
+        while loader.check_node() and (node := loader.get_node()) is not None:
+            yield loader.construct_document(node), node
+    finally:
+        loader.dispose()
+
+
+def items_of(node: yaml.Node | None) -> Sequence[yaml.Node]:
+    """Return the nodes below the key `items` of a list's node, none for another node."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    found = [value for key, value in pairs if key.value == "items"]
+    return found[-1].value if found and isinstance(found[-1], yaml.SequenceNode) else ()
 
 
 def dump_document(document: Mapping[str, Any]) -> str:

@@ -4,13 +4,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.errors import describe_error
+
+if TYPE_CHECKING:
+    import yaml
 
 Object = Mapping[str, Any]
 
@@ -26,15 +30,17 @@ class KubeDocument(msgspec.Struct, frozen=True):
         file: the name of the file, `-` for stdin.
         place: where it is in the file, as `document 2, items[0]`; empty documents count.
         value: the object; it has a kind, and its metadata is an object or absent.
+        line: the line that it begins with, 0 in JSON.
     """
 
     file: str
     place: str
     value: Object
+    line: int = 0
 
     def error(self, problem: str, reason: ConfigReason) -> ConfigError:
         """Return the error for a problem of this object."""
-        return ConfigError(problem, reason, file=self.file, path=self.place)
+        return ConfigError(problem, reason, file=self.file, line=self.line, path=self.place)
 
 
 def read_documents(file: str) -> Sequence[KubeDocument]:
@@ -45,14 +51,14 @@ def read_documents(file: str) -> Sequence[KubeDocument]:
     Raises:
         ConfigError: it cannot be read, or has something else, or nothing.
     """
-    documents = [(at, it) for at, it in enumerate(_parse(_read(file), file), 1) if it is not None]
+    documents = [it for it in enumerate(_parse(_read(file), file), 1) if it[1][0] is not None]
     if not documents:
         problem = "no objects of Kubernetes; write each with apiVersion and kind"
         raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT, file=file)
     return [
         found
-        for at, it in documents
-        for found in _objects_in(KubeDocument(file, f"document {at}", it))
+        for at, (value, node) in documents
+        for found in _objects_in(KubeDocument(file, f"document {at}", value, _line(node)), node)
     ]
 
 
@@ -64,20 +70,24 @@ def _read(file: str) -> str:
         raise ConfigError(f"cannot be read: {cause}", ConfigReason.UNREADABLE, file=file) from error
 
 
-def _parse(text: str, file: str) -> Sequence[Any]:
-    """Return the documents of a text; a document without anything in it is `None`.
+def _line(node: "yaml.Node | None") -> int:
+    return node.start_mark.line + 1 if node else 0
+
+
+def _parse(text: str, file: str) -> "Sequence[tuple[Any, yaml.Node | None]]":
+    """Return the documents of a text with their nodes; an empty one is `None`.
 
     Raises:
         ConfigError: it is neither JSON nor YAML.
     """
-    import yaml
+    import yaml  # noqa: PLC0415 - for files alone
 
-    from metagpu.cli.kube_yaml import load_documents
+    from metagpu.compat.kube_yaml import load_documents  # noqa: PLC0415 - as above
 
-    found: list[Any] = []
+    found: list[tuple[Any, yaml.Node | None]] = []
     try:
         with suppress(ValueError):  # a list of nodes as JSON takes YAML a hundred times as long
-            return [json.loads(text)]
+            return [(json.loads(text), None)]
         found.extend(load_documents(text))
     except RecursionError as error:
         problem = "no YAML: it is nested too deep"
@@ -97,7 +107,7 @@ def _parse(text: str, file: str) -> Sequence[Any]:
     return found
 
 
-def _objects_in(it: KubeDocument) -> Iterator[KubeDocument]:
+def _objects_in(it: KubeDocument, node: "yaml.Node | None") -> Iterator[KubeDocument]:
     """Yield an object, or those of a List.
 
     Raises:
@@ -108,8 +118,12 @@ def _objects_in(it: KubeDocument) -> Iterator[KubeDocument]:
         problem = "no object of Kubernetes; write it with apiVersion and kind"
         raise it.error(problem, ConfigReason.UNKNOWN_FORMAT)
     if kind.endswith("List") and isinstance(listed := it.value.get("items"), list):
-        for at, each in enumerate(listed):
-            yield from _objects_in(KubeDocument(it.file, f"{it.place}, items[{at}]", each))
+        from metagpu.compat.kube_yaml import items_of  # noqa: PLC0415 - for lists alone
+
+        nodes = chain(items_of(node), repeat(None))  # none for JSON
+        for at, (each, below) in enumerate(zip(listed, nodes, strict=False)):
+            place = f"{it.place}, items[{at}]"
+            yield from _objects_in(KubeDocument(it.file, place, each, _line(below)), below)
         return
     if not isinstance(it.value.get("metadata") or {}, dict):
         problem = f"{kind}: its metadata is not an object with a name"
