@@ -23,6 +23,7 @@ from tests.e2e.rig.traces import traces
 from tests.e2e.rig.waiting import wait_for
 
 PAGE = REPOSITORY / "docs" / "upgrade.md"
+MANIFEST = REPOSITORY / "deploy" / "uninstall.yaml"
 SOON_S = 60.0
 PODS_NODE = "gpu-1"
 """The node of the page."""
@@ -54,13 +55,13 @@ class Page:
     def __init__(self, release: Release, folder: Path) -> None:
         self._release = release
         text = PAGE.read_text().partition("\n## Uninstall\n")[2]
-        text = text.replace(PODS_NODE, release.node.name)
-        blocks = dict(re.findall(r"```(console|yaml)\n(.*?)```", text, re.DOTALL)[1::-1])
+        commands, *_ = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         self.commands = [
             shlex.split(line.removeprefix("$ "), comments=True)
-            for line in blocks["console"].splitlines()
+            for line in commands.replace(PODS_NODE, release.node.name).splitlines()
         ]
-        self.manifest: Document = yaml.safe_load(blocks["yaml"])
+        manifest = MANIFEST.read_text().replace(PODS_NODE, release.node.name)
+        self.manifest: Document = yaml.safe_load(manifest)
         self._file = folder / "metagpu-uninstall.yaml"
 
     def add_variables(self, **values: str) -> None:
