@@ -87,6 +87,21 @@ def test_explain_has_the_reason_of_an_empty_pool(
     ]
 
 
+def test_a_display_card_is_left_out_as_by_nvidias_plugin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fourth GPU of a DGX Station drives its screen: no pod gets it, and its row says why."""
+    file = tmp_path / "plugin.yaml"
+    file.write_text("version: v1\nflags: {migStrategy: none}\n")
+    station = "a100-80gb:3,dgx-display,a100-80gb"
+    assert main(["explain", "--config", str(file), "--simulate", station, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["resources"]["nvidia.com/gpu"]["capacity"] == 4
+    assert main(["explain", "--config", str(file), "--simulate", station]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "DGX Display" in line]
+    assert "it is a display card" in row
+
+
 def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     """In text there is a table, without colours unless the output is a terminal."""
     assert main(["explain", "--simulate", "t4:1"]) == 0

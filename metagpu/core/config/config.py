@@ -177,6 +177,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
         """Return why a GPU is not in this pool, `None` for a GPU that is."""
+        if gpu.is_display_card:
+            return "it is a display card"
         return None if self.gpus == "all" else self.gpus.exclusion_reason(gpu)
 
 

@@ -46,6 +46,11 @@ class Gpu(msgspec.Struct, frozen=True):
     ecc: bool | None = None
     mig_profiles: tuple[MigProfile, ...] = ()
 
+    @property
+    def is_display_card(self) -> bool:
+        """A card for the screen of a DGX Station alone, by NVIDIA's names of it."""
+        return self.name in {"DGX Display", "NVIDIA DGX Display"}
+
     def __str__(self) -> str:
         """Return the GPU's name in messages: the index, then the uuid."""
         return f"{self.index} ({self.id})"

@@ -28,9 +28,10 @@ _TDP: Final = {
     "h200": 700,
     "b200": 1000,
     "rtx-pro-6000": 600,
+    "dgx-display": 50,
 }
 """Watts, by the beginning of a model's key; the first one that fits."""
-_WITHOUT_MEMORY_SENSOR: Final = ("t4", "l40s", "rtx-pro-6000")
+_WITHOUT_MEMORY_SENSOR: Final = ("t4", "l40s", "rtx-pro-6000", "dgx-display")
 """Models with GDDR memory, of which NVML reports no temperature."""
 _IDLE_PART: Final = 0.15
 _IDLE_TEMPERATURE, _BUSY_TEMPERATURE = 32, 68

@@ -204,6 +204,8 @@ _ROWS: Final = (
         _BLACKWELL,
         0x2BB5,
     ),
+    # nvidia-smi of a DGX Station A100: total 4096; reserved: less the 3911 of older drivers.
+    GpuModel("dgx-display", "NVIDIA DGX Display", 4096, 185, (7, 5), _TURING, 0x1FB0),
 )
 
 GPU_MODELS: Final = {board.key: board for board in _ROWS}

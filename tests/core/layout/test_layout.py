@@ -88,6 +88,21 @@ def test_a_pool_of_all_gpus_has_its_reason() -> None:
     assert layout_of(gpu(0)).pool_assignments == (PoolAssignment(gpu(0), "all", "all GPUs"),)
 
 
+@pytest.mark.parametrize("name", ["DGX Display", "NVIDIA DGX Display"])
+def test_a_display_card_is_in_no_pool(name: str) -> None:
+    """A card that drives the screen of a DGX Station offers nothing, whatever a pool selects."""
+    text = pool().replace(
+        "- name: all", "- {name: own, gpus: {index: 1}, backends: []}\n  - name: all"
+    )
+    layout = layout_of(gpu(0), card := gpu(1, name=name, memory_mib=4096), text=text)
+
+    assert {share.gpu for share in layout.shares} == {gpu(0).id}
+    assert layout.pool_assignments[1] == PoolAssignment(
+        card, None, "no pool selects it (own: it is a display card; all: it is a display card)"
+    )
+    assert layout.unused_pools == {"own": "index 0 is not in 1; it is a display card"}
+
+
 def test_a_gpu_in_no_pool_offers_nothing() -> None:
     """A GPU outside all pools has no shares, and no resource is on offer for it."""
     layout = layout_of(gpu(2), text=TWO_POOLS)

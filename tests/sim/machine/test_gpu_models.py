@@ -10,7 +10,7 @@ def test_the_usual_models_exist() -> None:
     assert set(GPU_MODELS) == {
         *("v100-16gb", "v100-32gb", "t4", "l40s", "a30"),
         *("a100-40gb", "a100-pcie-40gb", "a100-80gb", "h100-80gb", "h200", "b200"),
-        "rtx-pro-6000",
+        *("rtx-pro-6000", "dgx-display"),
     }
 
 
@@ -69,7 +69,7 @@ def test_models_are_linked_as_in_real_machines() -> None:
     fabrics = {key: model.fabric for key, model in GPU_MODELS.items()}
 
     assert {key for key, fabric in fabrics.items() if fabric is NvlinkFabric.NONE} == {
-        *("t4", "l40s", "a30", "a100-pcie-40gb", "rtx-pro-6000")
+        *("t4", "l40s", "a30", "a100-pcie-40gb", "rtx-pro-6000", "dgx-display")
     }
     assert {key for key, fabric in fabrics.items() if fabric is NvlinkFabric.CUBE_MESH} == {
         *("v100-16gb", "v100-32gb")
