@@ -54,11 +54,40 @@ class NodeUsage(msgspec.Struct):
     warnings: Sequence[str] = ()
 
 
+class _Listed(NamedTuple):
+    """A pid that the driver lists: since when, and the pod of its first process."""
+
+    since: int
+    pod: str | None = None
+
+    def has(self, process: ProcessIdentity) -> bool:
+        """Return whether the pid is charged to this process.
+
+        The driver may list a pid after its process has ended. A process younger than the listing
+        is another one that has got the pid since, and uses nothing that is known of; but a pod
+        that lets its own next process have the pid gains nothing.
+        """
+        pod = process.container and process.container.pod_uid
+        return process.started <= self.since or (pod is not None and pod == self.pod)
+
+
 class _Listing(NamedTuple):
-    """The processes on a GPU, and since when the driver lists each pid."""
+    """The processes on a GPU, and what is known of each pid."""
 
     processes: Sequence[GpuProcess]
-    since: Mapping[int, int]
+    pids: dict[int, _Listed]
+
+    def own(self, identities: Mapping[int, ProcessIdentity]) -> Mapping[int, ProcessIdentity]:
+        """Return the identities of the listed processes, and note the pods of new ones."""
+        own = {
+            pid: identities[pid]
+            for pid, listed in self.pids.items()
+            if pid in identities and listed.has(identities[pid])
+        }
+        for pid, process in own.items():
+            if process.container and self.pids[pid].pod is None:
+                self.pids[pid] = self.pids[pid]._replace(pod=process.container.pod_uid)
+        return own
 
 
 class UsageCollector:
@@ -80,7 +109,7 @@ class UsageCollector:
         self._host = host
         self._registry = registry
         self._timing = timing
-        self._listed: dict[GpuId, Mapping[int, int]] = {}
+        self._listed: dict[GpuId, dict[int, _Listed]] = {}
         self._unknown: dict[GpuId, set[Container]] = {}
         self._checked: dict[GpuId, tuple[float, GpuUsage]] = {}
         self._utilization = UtilizationReader(driver, registry, timing)
@@ -187,12 +216,12 @@ class UsageCollector:
 
     async def _attribute(self, listings: Mapping[GpuId, _Listing]) -> Mapping[GpuId, GpuUsage]:
         """Attribute the processes of some GPUs: all are identified at once."""
-        pids = {pid for listing in listings.values() for pid in listing.since}
+        pids = {pid for listing in listings.values() for pid in listing.pids}
         identities = await self._host.identify(pids)
         containers = {
             identity.container
             for listing in listings.values()
-            for identity in _of_listing(listing, identities).values()
+            for identity in listing.own(identities).values()
             if identity.container
         }
         names = dict(await self._host.holders(containers))
@@ -203,7 +232,7 @@ class UsageCollector:
         found = {}
 
         for gpu, listing in listings.items():
-            own = _of_listing(listing, identities)
+            own = listing.own(identities)
             its = {
                 it.container: names[it.container] for it in own.values() if it.container in names
             }
@@ -226,8 +255,8 @@ class UsageCollector:
 
     def _list(self, gpu: GpuId, processes: Sequence[GpuProcess]) -> _Listing:
         """Note since when the driver lists each pid, in the host's ticks."""
-        now, before = self._host.clock(), self._listed.get(gpu, {})
-        self._listed[gpu] = {process.pid: before.get(process.pid, now) for process in processes}
+        new, before = _Listed(self._host.clock()), self._listed.get(gpu, {})
+        self._listed[gpu] = {process.pid: before.get(process.pid, new) for process in processes}
         return _Listing(processes, self._listed[gpu])
 
     def _log_unknown(self, gpu: GpuId, names: Mapping[Container, Holder]) -> None:
@@ -277,21 +306,6 @@ class CachedUsage:
                 known = await self._collector.with_utilization(known, self._age)
             self._usage = known
             return known
-
-
-def _of_listing(
-    listing: _Listing, identities: Mapping[int, ProcessIdentity]
-) -> Mapping[int, ProcessIdentity]:
-    """Return the identities of the listed processes.
-
-    The driver may list a pid after its process has ended. A process that is younger than the
-    listing is another one, which has got the pid since.
-    """
-    return {
-        pid: identities[pid]
-        for pid, since in listing.since.items()
-        if pid in identities and identities[pid].started <= since
-    }
 
 
 def _identities(usages: Collection[GpuUsage]) -> Collection[ProcessIdentity]:

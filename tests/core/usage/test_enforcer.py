@@ -12,6 +12,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 import pytest
+from anyio.abc import Process
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.config.memory import EnforcementPolicy
@@ -175,15 +176,36 @@ async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Pa
             await it.looked()
         it.put_pid(ended.pid, 50)  # the driver lists it still
 
-        other = await stack.enter_async_context(running())
-        while other.pid != ended.pid:
-            await anyio.Path(LAST_PID).write_text(str(ended.pid - 1))
-            other = await stack.enter_async_context(running())
+        other = await running_as(ended.pid, stack)
         it.put(other, 50, of=BOB)
         await it.looked()
 
         assert other.returncode is None
         assert it.enforcer.record.warnings == 0
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="needs to choose a pid")
+async def test_a_pod_gains_nothing_by_the_pid_of_its_own_ended_process(tmp_path: Path) -> None:
+    """A process with the pid of an earlier one of its pod is ended like any other."""
+    async with ground(tmp_path) as it, AsyncExitStack() as stack:
+        it.hold(ALICE, 25)
+        async with running() as ended:
+            it.put(ended, 20)
+            await it.looked()
+
+        other = await running_as(ended.pid, stack)
+        it.put(other, 50)
+
+        assert await other.wait() == -signal.SIGTERM
+
+
+async def running_as(pid: int, stack: AsyncExitStack) -> Process:
+    """Run a process with the pid of one that has ended."""
+    process = await stack.enter_async_context(running())
+    while process.pid != pid:
+        await anyio.Path(LAST_PID).write_text(str(pid - 1))
+        process = await stack.enter_async_context(running())
+    return process
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
