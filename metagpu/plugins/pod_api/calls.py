@@ -25,7 +25,7 @@ _DESCRIPTORS: Final = 2
 
 
 class RelayFailed(MetagpuError):
-    """Raised when the relay cannot be started, has ended, or hangs."""
+    """Raised when the relay cannot be started, has ended, hangs, or has lost its socket file."""
 
 
 class RelaySettings(msgspec.Struct, frozen=True):
@@ -114,13 +114,17 @@ async def relayed_calls(
                 "--pod-dir"
             )
         stack.callback(remove_socket, path, file_identity(path))
-        yield _calls(channel, silence)
+        yield _calls(path, channel, silence)
 
 
-async def _calls(channel: socket.socket, silence: float) -> AsyncGenerator[RelayedCall, None]:
+async def _calls(
+    path: Path, channel: socket.socket, silence: float
+) -> AsyncGenerator[RelayedCall, None]:
     while True:
         message, descriptors = await _receive(channel, silence)
         word, _, pid = message.partition(b" ")
+        if word == b"alive" and file_identity(path) is None:
+            raise RelayFailed(f"{path} was removed; it is made again")
         if word == b"call" and descriptors:  # none arrive where this process has no file left
             connection, *pidfds = descriptors
             peer = Peer(int(pid), pidfds[0]) if pidfds else None

@@ -419,6 +419,16 @@ async def test_a_relay_that_hangs_is_replaced(tmp_path: Path) -> None:
         assert relay not in children()
 
 
+async def test_a_socket_file_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    """Callers are answered again within seconds after root has removed the socket file."""
+    async with pod_socket(tmp_path) as it:
+        it.path.unlink()
+        await becomes(lambda: "was removed" in it.pods.problem)
+        await becomes(it.path.is_socket)
+
+        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+
+
 async def test_a_relay_that_cannot_listen_is_a_problem(tmp_path: Path) -> None:
     """A folder that the relay cannot use is a reason with the path and the fix."""
     folder = tmp_path / "none"
