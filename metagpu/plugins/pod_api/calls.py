@@ -25,7 +25,7 @@ _DESCRIPTORS: Final = 2
 
 
 class RelayFailed(MetagpuError):
-    """Raised when the relay cannot be started, has ended, hangs, or has lost its socket file."""
+    """Raised when there is no working relay: not started, ended, hung, or without its file."""
 
 
 class RelaySettings(msgspec.Struct, frozen=True):
