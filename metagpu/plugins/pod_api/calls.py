@@ -25,7 +25,7 @@ _DESCRIPTORS: Final = 2
 
 
 class RelayFailed(MetagpuError):
-    """Raised when there is no working relay: not started, ended, hung, or without its file."""
+    """Raised when the relay cannot be started, ends, hangs, or loses its file."""
 
 
 class RelaySettings(msgspec.Struct, frozen=True):
