@@ -1,18 +1,16 @@
 """The enforcer at work, on real processes of this machine that use simulated GPUs."""
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import msgspec
 import pytest
-from anyio.abc import Process
 from anyio.lowlevel import checkpoint
 
 from metagpu.core.config.memory import EnforcementPolicy
@@ -38,6 +36,7 @@ from tests.core.usage.enforcer_rig import (
     LONG,
     PERCENT,
     SOON,
+    Ground,
     Watched,
     ground,
     terms,
@@ -61,8 +60,8 @@ NEGLECTFUL: Final = (
     "time.sleep(60)"
 )
 """A parent that never asks how its child has ended: the child stays in the process table."""
-LAST_PID: Final = "/proc/sys/kernel/ns_last_pid"
-"""The pid after which the kernel looks for the next process's (proc(5))."""
+NO_PID: Final = 2**22 + 1
+"""No process has it: PID_MAX_LIMIT of linux/threads.h is less."""
 
 
 # --- who is ended ---------------------------------------------------------------------------------
@@ -165,47 +164,45 @@ async def test_a_zombie_that_is_still_listed_protects_no_other(tmp_path: Path) -
         assert " Z " in await anyio.Path(f"/proc/{child}/stat").read_text()
 
 
-@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="needs to choose a pid")
 async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Path) -> None:
     """A process that gets the pid of an ended process is not charged with its memory."""
-    async with ground(tmp_path) as it, AsyncExitStack() as stack:
+    async with ground(tmp_path) as it:
         it.hold(ALICE, 25)
         it.hold(BOB, 25)
-        async with running() as ended:
-            it.put(ended, 20)
-            await it.looked()
-        it.put_pid(ended.pid, 50)  # the driver lists it still
-
-        other = await running_as(ended.pid, stack)
-        it.put(other, 50, of=BOB)
+        await reuse_pid(it, of=BOB)
         await it.looked()
 
-        assert other.returncode is None
         assert it.enforcer.record.warnings == 0
+        assert not it.host.refused
 
 
-@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="needs to choose a pid")
 async def test_a_pod_gains_nothing_by_the_pid_of_its_own_ended_process(tmp_path: Path) -> None:
-    """A process with the pid of an earlier one of its pod is ended like any other."""
-    async with ground(tmp_path) as it, AsyncExitStack() as stack:
+    """A process with the pid of an earlier one of its pod is judged like any other."""
+    async with ground(tmp_path) as it:
         it.hold(ALICE, 25)
-        async with running() as ended:
-            it.put(ended, 20)
-            await it.looked()
+        await reuse_pid(it, of=ALICE)
 
-        other = await running_as(ended.pid, stack)
-        it.put(other, 50)
-
-        assert await other.wait() == -signal.SIGTERM
+        await becomes(lambda: bool(it.host.refused))
+        assert it.enforcer.record.warnings == 1
 
 
-async def running_as(pid: int, stack: AsyncExitStack) -> Process:
-    """Run a process with the pid of one that has ended."""
-    process = await stack.enter_async_context(running())
-    while process.pid != pid:
-        await anyio.Path(LAST_PID).write_text(str(pid - 1))
-        process = await stack.enter_async_context(running())
-    return process
+async def reuse_pid(node: Ground, *, of: Holder) -> None:
+    """Put a process over its limit on the GPU, by the pid of an ended one of `ALICE` there.
+
+    The pid is a number that no process has, so that none is signalled.
+    """
+    async with running() as process:
+        node.machine.add_container_process(NO_PID, ALICE, real=process.pid)
+        node.node.start_process(node.node.gpu(0), SimProcess(NO_PID, 20 * PERCENT))
+        await node.looked()
+    async with running() as process:
+        copy = anyio.Path(node.machine.folder / "stat")
+        await copy.write_bytes(await anyio.Path(f"/proc/{process.pid}/stat").read_bytes())
+        shown = anyio.Path(node.machine.proc / str(NO_PID) / "stat")
+        await shown.unlink()
+        await shown.symlink_to(copy)
+        node.machine.add_container_process(NO_PID, of)
+        node.node.start_process(node.node.gpu(0), SimProcess(NO_PID, 50 * PERCENT))
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
