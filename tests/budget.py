@@ -76,7 +76,7 @@ CAPABILITIES: Final = (
     Capability("cli, display, reports", 6900, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4240, ("kubectl/*",)),
+    Capability("kubectl", 4510, ("kubectl/*",)),
     Capability("webhook and translation", 3370, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip

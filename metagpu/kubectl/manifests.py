@@ -4,24 +4,38 @@
 """
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
 from metagpu.cli.resource_names import resource_names_of
 from metagpu.compat.kube_documents import KubeDocument, read_documents
 from metagpu.core.config.errors import ConfigReason
+from metagpu.core.model.quantities import whole_number
 from metagpu.display.encoding import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
+from metagpu.kubectl.pod_places import (
+    Keys,
+    Object,
+    PodPlace,
+    path_text,
+    places_in,
+    value_at,
+    values_outside,
+    with_value,
+)
 from metagpu.translation.claims import claim_pod
+from metagpu.translation.hami_annotations import GPUS_PREFIX
+from metagpu.translation.node_offers import FRACTION, MPS, NodeGroups, OfferedPart
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.translate import NodeWay, explain, translate
 from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
@@ -104,14 +118,6 @@ def check_pod(pod: Mapping[str, Any]) -> None:
     msgspec.convert(pod, _Pod)
 
 
-_TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
-    "Pod": (),
-    "PodTemplate": ("template",),
-    "CronJob": ("spec", "jobTemplate", "spec", "template"),
-}
-"""Where the pod of a manifest is, by its kind; elsewhere it is `spec.template`."""
-
-
 def read_objects(file: str) -> Sequence[KubeDocument]:
     """Read the objects of a file and check the pods in them; blocks.
 
@@ -120,13 +126,13 @@ def read_objects(file: str) -> Sequence[KubeDocument]:
     """
     found = read_documents(file)
     for it in found:
-        pod = pod_at(it.value, template_path(it.value))
-        try:
-            if pod is not None:
-                check_pod(pod)
-        except ValueError as error:
-            problem = f"{name_of(it.value)}: not as a pod has it: {error}"
-            raise it.error(problem, ConfigReason.INVALID_VALUE) from error
+        places = places_in(it.value)
+        for place in places:
+            try:
+                check_pod(place.pod(it.value))
+            except ValueError as error:
+                problem = f"{_named(it.value, place, places)}: not as a pod has it: {error}"
+                raise it.error(problem, ConfigReason.INVALID_VALUE) from error
     return found
 
 
@@ -137,42 +143,47 @@ def name_of(document: Mapping[str, Any]) -> str:
     return f"{document['kind']} {name}".strip()
 
 
-def template_path(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the way to the pod of an object that has one, by its kind."""
-    return _TEMPLATES.get(document["kind"], ("spec", "template"))
+def _named(document: Object, place: PodPlace, places: Sequence[PodPlace]) -> str:
+    """Return the name of a pod's object, with the place of the pod if there are several."""
+    name = name_of(document)
+    return f"{name}, {place.text}" if len(places) > 1 else name
 
 
-def pod_at(document: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the pod or pod template of an object, `None` where it has none."""
-    pod: Any = document
-    for key in path:
-        pod = pod.get(key) if isinstance(pod, Mapping) else None
-    if not isinstance(pod, Mapping) or not isinstance(pod.get("spec"), Mapping):
-        return None
-    return pod
-
-
-Object = Mapping[str, Any]
-
+_MOST_NAMED: Final = 3
+_RAY_GPUS: Final = "num-gpus"
+_RAY_GPU: Final = re.compile(r"gpu$|nvidia\.com/mig-\d+g\.\d+gb$")
+"""Names of resources that KubeRay takes for GPUs (1.4)."""
 _LONGEST: Final = 58
 """Characters of a name that a template is named by."""
 
 
-class TranslatedObject(msgspec.Struct):
-    """One object of a manifest, and its translation where it has a pod.
+class TranslatedPod(msgspec.Struct):
+    """One pod of an object, and its translation.
 
     Attributes:
-        name: kind and name, for sentences.
-        document: the object as it is to be applied.
+        name: kind and name of the object, for sentences.
         ways: what each node would give, for `--explain`.
-        template: the ResourceClaimTemplate that its pods claim, for `--claims`.
+        template: the ResourceClaimTemplate that the pods claim, for `--claims`.
+    """
+
+    name: str
+    pod: Object
+    outcome: Translation
+    ways: Sequence[NodeWay] = ()
+    template: Object | None = None
+
+
+class TranslatedObject(msgspec.Struct):
+    """One object of a manifest as it is to be applied.
+
+    Attributes:
+        left: sentences about what of it asks in such terms and is not translated.
     """
 
     name: str
     document: Object
-    outcome: Translation | None = None
-    ways: Sequence[NodeWay] = ()
-    template: Object | None = None
+    pods: Sequence[TranslatedPod] = ()
+    left: Sequence[str] = ()
 
 
 def read_nodes(file: Path) -> Sequence[Object]:
@@ -203,65 +214,148 @@ def print_translation(
     )
     objects = [it.value for it in read_objects(args.filename)]
     driver = args.claims_driver if args.claims else ""
-    templates = _template_names(objects)
-    found = [
-        _translated(it, offers, settings, driver, name)
-        for it, name in zip(objects, templates, strict=True)
-    ]
+    setup = _Setup(offers, NodeGroups(offers), settings, driver, _template_names(objects))
+    found = [_translated(it, setup) for it in objects]
     if args.explain:
         _print_ways(found)
     else:
-        documents = [each for it in found for each in (it.template, it.document) if each]
+        documents = [
+            each
+            for it in found
+            for each in (*(pod.template for pod in it.pods), it.document)
+            if each
+        ]
         print_text(_encoded(documents, args.output))
     for it in found:
         for sentence in _sentences(it):
-            print(f"kubectl metagpu: {it.name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-    outcomes = [it.outcome for it in found if it.outcome is not None]
-    return int(any(it.impossible or it.unreadable for it in outcomes))
+            print(f"kubectl metagpu: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+    outcomes = [pod.outcome for it in found for pod in it.pods]
+    failed = any(it.impossible or it.unreadable for it in outcomes)
+    return int(failed or any(it.left for it in found))
 
 
-def _translated(
-    document: Object,
-    nodes: Sequence[NodeOffer],
-    settings: TranslationSettings,
-    driver: str,
-    template_name: str,
-) -> TranslatedObject:
-    """Translate an object, into claims where a driver is named."""
-    name = name_of(document)
-    path = template_path(document)
-    pod = pod_at(document, path)
-    if pod is None:
-        return TranslatedObject(name, document)
+class _Setup(NamedTuple):
+    """What all objects of a manifest are translated with."""
+
+    nodes: Sequence[NodeOffer]
+    groups: NodeGroups
+    settings: TranslationSettings
+    driver: str
+    template_names: Iterator[str]
+
+
+def _translated(document: Object, setup: _Setup) -> TranslatedObject:
+    """Translate the pods of an object, into claims where a driver is named."""
+    places, pods = places_in(document), []
+    changed = document
+    for place in places:
+        it = _translated_pod(_named(document, place, places), place.pod(document), setup)
+        if it.template and (namespace := (document.get("metadata") or {}).get("namespace")):
+            metadata = {**it.template["metadata"], "namespace": namespace}
+            it.template = {**it.template, "metadata": metadata}
+        if it.outcome.operations:
+            changed = place.replaced(changed, it.pod)
+        pods.append(it)
+        changed, warnings = _with_ray_gpus(changed, place, setup.groups)
+        it.outcome = replace(it.outcome, warnings=(*it.outcome.warnings, *warnings))
+    left = list(_left(changed, places, setup.groups, setup.settings))
+    return TranslatedObject(name_of(document), changed, pods, left)
+
+
+def _translated_pod(name: str, pod: Object, setup: _Setup) -> TranslatedPod:
+    nodes, settings, template_name = setup.nodes, setup.settings, next(setup.template_names)
     ways = explain(pod, nodes, settings)
-    if driver:
-        claimed = claim_pod(pod, template_name, nodes, settings, driver)
-        template: Object | None = claimed.template
-        if template and (namespace := (document.get("metadata") or {}).get("namespace")):
-            template = {**template, "metadata": {**template["metadata"], "namespace": namespace}}
-        changed = _with_pod(document, path, claimed.pod)
-        return TranslatedObject(name, changed, claimed.outcome, ways, template)
+    if setup.driver:
+        claimed = claim_pod(pod, template_name, nodes, settings, setup.driver)
+        return TranslatedPod(name, claimed.pod, claimed.outcome, ways, claimed.template)
     outcome = translate(pod, nodes, settings)
-    changed = _with_pod(document, path, apply_patch(pod, outcome.operations))
-    return TranslatedObject(name, changed, outcome, ways)
+    return TranslatedPod(name, apply_patch(pod, outcome.operations), outcome, ways)
+
+
+def _left(
+    document: Object,
+    places: Sequence[PodPlace],
+    nodes: NodeGroups,
+    settings: TranslationSettings,
+) -> Iterator[str]:
+    """Yield what asks in HAMi's terms outside the pods of an object, each key once."""
+    names = frozenset(settings.names) - settings.dra_resources - nodes.offered
+    found: dict[str, tuple[Keys, Any]] = {}
+    for path, value in values_outside(document, places):
+        for text in (path[-1] if path else "", value):
+            if isinstance(text, str) and _without_kind(text) in names:
+                found.setdefault(text, (path, value))
+    for text, (path, value) in found.items():
+        is_quota = document["kind"] == "ResourceQuota"
+        memory = whole_number(value) if _without_kind(text) == settings.memory else 0
+        others = [_instead(part, memory or 0, is_quota=is_quota) for part in nodes.parts.values()]
+        yield (
+            f"{text} at {path_text(path[:-1])} is not translated, and no translated pod asks for "
+            f"it: write {' and '.join(others[:_MOST_NAMED]) or 'what nodes offer'} in its place"
+        )
+
+
+def _without_kind(name: str) -> str:
+    return name.removeprefix("requests.").removeprefix("limits.")
+
+
+def _instead(part: OfferedPart, memory: int, *, is_quota: bool) -> str:
+    """Return the name of a part, as a quota has it with the number that has some MiB together."""
+    if not is_quota:
+        return part.resource
+    number = f": {-(-memory // part.memory)} ({part.memory} MiB each)" if memory else ""
+    return f"requests.{part.resource}{number}"
+
+
+def _with_ray_gpus(
+    document: Object, place: PodPlace, nodes: NodeGroups
+) -> tuple[Object, Sequence[str]]:
+    """Return a Ray cluster whose group says its number of GPUs, where KubeRay reads another.
+
+    KubeRay takes the first of the sorted limits of the first container that looks like a GPU.
+    """
+    group = place.path[:-1]
+    found = value_at(document, group)
+    if not str(document.get("apiVersion")).startswith("ray.io/") or not place.path:
+        return document, ()
+    params, pod = found.get("rayStartParams") or {}, place.pod(document)
+    container: Object = next(iter(pod["spec"].get("containers") or ()), {})
+    limits = (container.get("resources") or {}).get("limits") or {}
+    amounts = {name: whole_number(limits[name]) or 0 for name in sorted(limits)}
+    parts = nodes.parts
+    gpus = sum(_gpus_of(pod, container, parts[it], amounts[it]) for it in parts if it in amounts)
+    read = next((it for name, it in amounts.items() if it and _RAY_GPU.search(name)), 0)
+    if _RAY_GPUS in params or gpus == read:
+        return document, ()
+    changed = {**found, "rayStartParams": {**params, _RAY_GPUS: str(gpus)}}
+    warning = (
+        f'{path_text(group)}.rayStartParams gets {_RAY_GPUS}: "{gpus}": Ray would count {read}'
+    )
+    return with_value(document, group, changed), (warning,)
+
+
+def _gpus_of(pod: Object, container: Object, part: OfferedPart, amount: int) -> int:
+    """Return how many GPUs an amount of a resource is of, for the programs of a container."""
+    if part.technique not in (FRACTION, MPS):
+        return amount
+    annotations = (pod.get("metadata") or {}).get("annotations") or {}
+    named = whole_number(annotations.get(GPUS_PREFIX + container["name"], 0))
+    return named or -(-amount // part.per_gpu)
 
 
 def _template_names(objects: Sequence[Object]) -> Iterator[str]:
-    """Yield a name for each object's template, which no other of its namespace has.
+    """Yield a name for each pod's template, which no other of its namespace has.
 
     Where objects have one name, their templates have the kind too, and a number if need be.
     """
     kept = {
         (_namespace(it), _own_name(it)) for it in objects if it["kind"] == "ResourceClaimTemplate"
     }
-    wanted = [
-        (_namespace(it), _template_name(_own_name(it)))
-        for it in objects
-        if pod_at(it, template_path(it)) is not None
-    ]
+    with_pods = [it for it in objects for _ in places_in(it)]
+    wanted = [(_namespace(it), _template_name(_own_name(it))) for it in with_pods]
     times = Counter([*wanted, *kept])
     used = {key for key, number in times.items() if number == 1} | kept
-    for it in objects:
+    for it in with_pods:
         namespace, own = _namespace(it), _own_name(it)
         name = _template_name(own)
         if times[namespace, name] > 1:
@@ -290,17 +384,6 @@ def _template_name(own: str) -> str:
     return f"{own}-gpus"
 
 
-def _with_pod(document: Object, path: Sequence[str], pod: Object) -> Object:
-    """Return a copy of an object with another pod at a path."""
-    if not path:
-        return pod
-    outer = [reduce(lambda at, key: at[key], path[:depth], document) for depth in range(len(path))]
-    inner = pod
-    for at, key in zip(reversed(outer), reversed(path), strict=True):
-        inner = {**at, key: inner}
-    return inner
-
-
 def _encoded(documents: Sequence[Object], form: str) -> str:
     if form == "json":
         if len(documents) == 1:
@@ -312,19 +395,17 @@ def _encoded(documents: Sequence[Object], form: str) -> str:
 
 
 def _sentences(it: TranslatedObject) -> Iterator[str]:
-    if it.outcome is None:
-        return
-    yield from it.outcome.warnings
-    if it.outcome.impossible:
-        yield it.outcome.impossible
+    for pod in it.pods:
+        for sentence in (*pod.outcome.warnings, pod.outcome.impossible):
+            if sentence:
+                yield f"{pod.name}: {sentence}"
+    yield from (f"{it.name}: {sentence}" for sentence in it.left)
 
 
 def _print_ways(found: Iterable[TranslatedObject]) -> None:
     """Print what each node would give to each pod."""
     parts: list[Cell | TextTable] = []
-    for it in found:
-        if it.outcome is None:
-            continue
+    for it in (pod for each in found for pod in each.pods):
         if not it.ways:
             parts.append(Cell(f"{it.name}: nothing to translate, it stays as it is"))
             continue

@@ -10,7 +10,7 @@ from metagpu.compat.kube_documents import KubeDocument
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.quantities import whole_number
 from metagpu.kubectl.claims import ClaimRef, ClaimRequest, claim_refs
-from metagpu.kubectl.manifests import pod_at, template_path
+from metagpu.kubectl.pod_places import places_in
 from metagpu.translation import affinity
 
 Object = Mapping[str, Any]
@@ -97,15 +97,17 @@ def scheduler_says(pod: Object) -> str:
 
 
 def pods_in(documents: Iterable[KubeDocument]) -> Sequence[Object]:
-    """Return the pods of a manifest: Pods, and the templates of workloads."""
+    """Return the pods of a manifest, each with the name of its object."""
     found = []
     for it in documents:
-        pod = pod_at(it.value, template_path(it.value))
-        if pod is None:  # a Service, for example
-            continue
-        own, outer = pod.get("metadata") or {}, it.value.get("metadata") or {}
-        named = {**own, **{key: outer[key] for key in ("name", "namespace") if key in outer}}
-        found.append({**pod, "metadata": named})
+        places, outer = places_in(it.value), it.value.get("metadata") or {}
+        named = {key: outer[key] for key in ("name", "namespace") if key in outer}
+        for place in places:
+            pod = place.pod(it.value)
+            metadata = {**(pod.get("metadata") or {}), **named}
+            if len(places) > 1:
+                metadata["name"] = f"{named.get('name', '')} {place.text}".strip()
+            found.append({**pod, "metadata": metadata})
     return found
 
 

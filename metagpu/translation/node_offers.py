@@ -228,6 +228,11 @@ class NodeGroups:
             )
         return self._offered
 
+    @property
+    def parts(self) -> Mapping[str, OfferedPart]:
+        """What nodes offer, by resource: of each that of one group."""
+        return {part.resource: part for group in self.groups for part in group.parts}
+
     def remember(self, key: bytes, compute: Callable[[], T]) -> T:
         """Return what `compute` finds in the nodes.
 

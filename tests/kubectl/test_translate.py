@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from metagpu.kubectl.manifests import pod_at, template_path
+from metagpu.kubectl.pod_places import places_in
 from metagpu.kubectl.program import main
 from metagpu.plugins.cluster.gpu_labels import node_labels
 from metagpu.translation.values import NodeOffer
@@ -459,9 +459,7 @@ def template_names(
     made = [it for it in documents if it["kind"] == "ResourceClaimTemplate" and "kept" not in it]
     found = [it["metadata"]["name"] for it in made]
     claims = [
-        pod_at(it, template_path(it))["spec"]["resourceClaims"]  # type: ignore[index]
-        for it in documents
-        if it["kind"] != "ResourceClaimTemplate"
+        place.pod(it)["spec"]["resourceClaims"] for it in documents for place in places_in(it)
     ]
     assert [own["resourceClaimTemplateName"] for [own] in claims] == found
     return found
