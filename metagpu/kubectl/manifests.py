@@ -144,7 +144,7 @@ def name_of(document: Mapping[str, Any]) -> str:
 
 
 def _named(document: Object, place: PodPlace, places: Sequence[PodPlace]) -> str:
-    """Return the name of a pod's object, with the place of the pod if there are several."""
+    """Return the name of a pod's object, with the pod's place among several."""
     name = name_of(document)
     return f"{name}, {place.text}" if len(places) > 1 else name
 
@@ -235,7 +235,7 @@ def print_translation(
 
 
 class _Setup(NamedTuple):
-    """What all objects of a manifest are translated with."""
+    """The nodes and settings that all objects of a manifest are translated with."""
 
     nodes: Sequence[NodeOffer]
     groups: NodeGroups
@@ -300,7 +300,7 @@ def _without_kind(name: str) -> str:
 
 
 def _instead(part: OfferedPart, memory: int, *, is_quota: bool) -> str:
-    """Return the name of a part, as a quota has it with the number that has some MiB together."""
+    """Return the name of a part; in a quota with the number that has some MiB."""
     if not is_quota:
         return part.resource
     number = f": {-(-memory // part.memory)} ({part.memory} MiB each)" if memory else ""
@@ -310,7 +310,7 @@ def _instead(part: OfferedPart, memory: int, *, is_quota: bool) -> str:
 def _with_ray_gpus(
     document: Object, place: PodPlace, nodes: NodeGroups
 ) -> tuple[Object, Sequence[str]]:
-    """Return a Ray cluster whose group says its number of GPUs, where KubeRay reads another.
+    """Return a Ray cluster whose group says the GPUs that KubeRay reads wrong.
 
     KubeRay takes the first of the sorted limits of the first container that looks like a GPU.
     """
@@ -335,7 +335,7 @@ def _with_ray_gpus(
 
 
 def _gpus_of(pod: Object, container: Object, part: OfferedPart, amount: int) -> int:
-    """Return how many GPUs an amount of a resource is of, for the programs of a container."""
+    """Return how many GPUs an amount of a resource belongs to."""
     if part.technique not in (FRACTION, MPS):
         return amount
     annotations = (pod.get("metadata") or {}).get("annotations") or {}

@@ -1,4 +1,4 @@
-"""Places of pods in objects: a Pod, a template of a workload, or one in a custom resource."""
+"""Places of pods in objects: Pods, and templates of workloads and custom resources."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -114,7 +114,7 @@ def values_outside(document: Object, places: Sequence[PodPlace]) -> Iterator[tup
 
 
 def _walk(document: Object, ends: Callable[[Keys, Any], bool]) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values of an object in their order, and none inside those where it ends."""
+    """Yield the values of an object in order, none inside those where it ends."""
     waiting: list[tuple[Keys, Any]] = [((), document)]
     while waiting:
         path, value = waiting.pop()

@@ -230,7 +230,7 @@ class NodeGroups:
 
     @property
     def parts(self) -> Mapping[str, OfferedPart]:
-        """What nodes offer, by resource: of each that of one group."""
+        """The parts that nodes offer, by resource: of each that of one group."""
         return {part.resource: part for group in self.groups for part in group.parts}
 
     def remember(self, key: bytes, compute: Callable[[], T]) -> T:

@@ -232,7 +232,7 @@ def test_each_pod_of_an_object_is_named_by_its_place(
 
 
 def test_a_pod_is_found_once_and_a_schema_is_none() -> None:
-    """What only looks like a template has no pod: nothing is changed that is not understood."""
+    """A schema, or an object that only looks like a template, has no pod."""
     schema = {"spec": {"properties": {"spec": {"containers": {"type": "array"}}}}}
     sidecars = custom("apps.kruise.io/v1alpha1", "SidecarSet", containers=[{"name": "a"}])
 
