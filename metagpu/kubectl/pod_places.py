@@ -1,4 +1,4 @@
-"""Places of pods in objects: Pods, and templates of workloads and custom resources."""
+"""Places of pods in objects: Pods, templates of workloads, custom resources."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
