@@ -105,7 +105,13 @@ def health_cell(gpu: UsedGpuReport) -> Cell:
         return Cell(gpu.reason, _OUT_OF_SERVICE)
     if gpu.cordon:
         return Cell(f"cordoned: {gpu.cordon}", "yellow")
+    if gpu.suspended:
+        return Cell("; ".join(_suspended(gpu)), "yellow")
     return _HEALTHY
+
+
+def _suspended(gpu: UsedGpuReport) -> Sequence[str]:
+    return [f"{backend} suspended: {reason}" for backend, reason in gpu.suspended.items()]
 
 
 def gpu_problems(answer: UsageReport, *, wide: bool) -> Iterator[Cell]:
@@ -115,5 +121,7 @@ def gpu_problems(answer: UsageReport, *, wide: bool) -> Iterator[Cell]:
             yield Cell(f"GPU {gpu.index} is out of service: {gpu.reason}", _OUT_OF_SERVICE)
         if gpu.cordon and not wide:
             yield Cell(f"GPU {gpu.index} is cordoned: {gpu.cordon}", "yellow")
+        if not wide or gpu.cordon or not gpu.healthy:
+            yield from (Cell(f"GPU {gpu.index}: {line}", "yellow") for line in _suspended(gpu))
         for device, reason in gpu.faults.items():
             yield Cell(f"{device} of GPU {gpu.index} is out of service: {reason}", _OUT_OF_SERVICE)

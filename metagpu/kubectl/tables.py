@@ -178,8 +178,9 @@ def _gpu_problem(gpu: UsedGpuReport) -> str:
         return f"GPU {gpu.index} is cordoned: {gpu.cordon}"
     if gpu.failure:
         return f"GPU {gpu.index} could not be read: {gpu.failure}"
-    faults = "; ".join(f"{device}: {reason}" for device, reason in gpu.faults.items())
-    return f"GPU {gpu.index}: {faults}" if faults else ""
+    problems = [f"{device}: {reason}" for device, reason in gpu.faults.items()]
+    problems += [f"{backend} suspended: {reason}" for backend, reason in gpu.suspended.items()]
+    return f"GPU {gpu.index}: {'; '.join(problems)}" if problems else ""
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -18,7 +18,7 @@ from anyio import to_thread
 
 from metagpu.cli import live
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
-from metagpu.core.state.facts import SharesClaimed
+from metagpu.core.state.facts import BackendSuspended, SharesClaimed
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.kubectl.program import main
 from metagpu.kubectl.viewer import KUBELET_FOLDER
@@ -333,6 +333,20 @@ async def test_gpu_nodes_without_a_daemon_are_found(
         status, out, err = await it.run("doctor")
         assert (status, "none of 1 nodes have a problem" in out) == (0, True)
         assert "nodes without a daemon are not looked for: " in err
+
+
+async def test_a_suspended_gpu_is_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`top` and `get gpus` say which backend is suspended, and why."""
+    async with cluster(tmp_path, capsys) as it:
+        gpu = next(iter(it.scene.it.agent.registry.snapshot.gpus))
+        it.scene.it.agent.registry.apply(
+            BackendSuspended(gpu, "fraction", "waits for a reset", at=0)
+        )
+        for command in (("top", "nodes"), ("get", "gpus")):
+            _, out, _ = await it.run(*command)
+            assert "GPU 0: fraction suspended: waits for a reset" in " ".join(out.split())
 
 
 async def test_a_gpu_is_cordoned_from_afar(

@@ -811,6 +811,7 @@ class UsedGpuReport(ReportPart, frozen=True, omit_defaults=True):
         since: time since which it is healthy or not, ISO 8601 in UTC.
         faults: reason by the uuid of a faulty MIG device.
         cordon: why no new shares of it are given; `null` for no cordon.
+        suspended: why a backend gives no shares of it, by the backend; not in a pod's own answer.
         policy: what happens to processes over their memory: `off`, `warn` or `kill`.
         failure: why its usage cannot be read; `null` where it can.
         devices: MIG devices of which the asking pod holds a share; a pod's own answer alone.
@@ -832,6 +833,7 @@ class UsedGpuReport(ReportPart, frozen=True, omit_defaults=True):
     cordon: str | None
     policy: str
     failure: str | None
+    suspended: dict[str, str] = {}
     devices: list[HeldDeviceReport] | None = None
     slices: int | None = None
 

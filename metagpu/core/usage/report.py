@@ -184,6 +184,7 @@ def _gpu_report(
         since=iso_time(state.verdict.since),
         faults={device: verdict.reason for device, verdict in state.mig_faults.items()},
         cordon=state.cordon.reason if state.cordon else None,
+        suspended={backend: pause.reason for backend, pause in state.suspended.items()},
         policy=str(rules.settings(gpu.id).policy),
         failure=failure,
     )
@@ -192,7 +193,7 @@ def _gpu_report(
 def _gpu_report_for_pod(
     state: GpuState, usages: Sequence[ContainerUsage], node_usage: NodeUsage, rules: ReportRules
 ) -> UsedGpuReport:
-    """Return a GPU's report for a pod, without cordon and without other pods' devices."""
+    """Return a GPU's report for a pod, without what concerns other pods."""
     provisioned = {
         share: device
         for backend in state.provisioned.values()
@@ -214,7 +215,9 @@ def _gpu_report_for_pod(
         for placement in profile.placements
     ]
     slices = max(ends, default=0) if devices else 0
-    return replace(details, cordon=None, faults=faults, devices=devices, slices=slices)
+    return replace(
+        details, cordon=None, suspended={}, faults=faults, devices=devices, slices=slices
+    )
 
 
 def _device_report(
