@@ -833,7 +833,7 @@ class UsedGpuReport(ReportPart, frozen=True, omit_defaults=True):
     cordon: str | None
     policy: str
     failure: str | None
-    suspended: dict[str, str] = msgspec.field(default_factory=dict)
+    suspended: dict[str, str] = field(default_factory=dict)
     devices: list[HeldDeviceReport] | None = None
     slices: int | None = None
 

@@ -61,7 +61,8 @@ class ClusterTiming(msgspec.Struct, frozen=True):
         restart_delay: after a fault of our own, before everything starts again.
         shutdown_timeout: for the API server, at the end of the daemon, to remove the labels.
         backoff_first: the delay after a first failure.
-        backoff_longest: the limit of that delay, which doubles with each failure.
+        backoff_longest: the limit of that delay, which doubles with each failure; that of
+            client-go's reflectors.
         reconcile_interval: between two runs of a reconciler; one run covers all changes meanwhile.
         free_labels_interval: likewise for the labels, where they follow what is free.
         lower_interval: likewise for allocatable numbers that fall: until the Node has the new
@@ -83,7 +84,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
     restart_delay: float = 30.0
     shutdown_timeout: float = 2.0
     backoff_first: float = 0.2
-    backoff_longest: float = 60.0
+    backoff_longest: float = 30.0
     reconcile_interval: float = 0.1
     free_labels_interval: float = 1.0
     lower_interval: float = 0.02
