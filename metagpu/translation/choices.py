@@ -67,6 +67,8 @@ def most_gpus(part: OfferedPart, each: int) -> int:
 
 def shares_on_gpu(request: GpuRequest, part: OfferedPart) -> int:
     """Return the shares of one GPU that a request needs, 0 where no GPU has enough."""
+    if request.least > part.room:
+        return 0
     if part.technique in (MIG, WHOLE):
         nominal = not request.memory
         if nominal and part.technique == WHOLE:

@@ -21,6 +21,8 @@ _TECHNIQUES: Final = frozenset((MIG, FRACTION, MPS, WHOLE))
 PRODUCT: Final = "nvidia.com/gpu.product"
 GPU_COUNT: Final = "nvidia.com/gpu.count"
 GPU_MEMORY: Final = "nvidia.com/gpu.memory"
+_ALIKE: Final = 1.2
+"""Memory of a GPU by that of its shares, at most: what a driver reserves is in no share."""
 _INSTANCE: Final = re.compile(r"nvidia\.com/mig-\d+g\..+")
 
 
@@ -56,6 +58,11 @@ class OfferedPart(msgspec.Struct, frozen=True):
             return self.memory
         rounded_up = self.per_gpu * (self.memory + 1) - 1
         return max(self.per_gpu * self.memory, min(self.gpu_memory, rounded_up))
+
+    @property
+    def differ(self) -> bool:
+        """True if some GPU has clearly more memory than the smallest, which a share is of."""
+        return self.technique != MIG and self.gpu_memory > self.room * _ALIKE
 
 
 def parts_of(node: NodeOffer) -> tuple[OfferedPart, ...]:

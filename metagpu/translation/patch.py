@@ -208,6 +208,8 @@ def _relied_on(
 ) -> Iterator[Expression]:
     """Yield what a number of shares relies on."""
     resource, technique = choice.resource, choice.part.technique
+    if request.least:
+        yield _above_or_below(GPU_MEMORY, "Gt", request.least - 1)
     if technique in (FRACTION, MPS):
         yield from _of_shares(request, choice, parts)
     elif technique == MIG and not request.memory:  # percents of no larger GPU

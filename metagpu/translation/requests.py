@@ -21,6 +21,7 @@ class GpuRequest(msgspec.Struct, frozen=True):
         memory: MiB of each; 0 where none are named.
         percentage: of the memory of each GPU; 0 where none is named.
         cores: percent of the multiprocessors of each; 0 where none is named.
+        least: MiB that a whole GPU has to have.
         names: the amounts as the pod has them, by resource name.
         alone: whether an init container asks that ends before the others start.
         others: all resource names of the container beside these.
@@ -35,6 +36,7 @@ class GpuRequest(msgspec.Struct, frozen=True):
     names: Mapping[str, str]
     alone: bool = False
     others: frozenset[str] = frozenset()
+    least: int = 0
 
     @property
     def whole(self) -> bool:
@@ -116,7 +118,7 @@ def _to_replace(
 def _request(
     path: str, container: Object, names: Mapping[str, str], settings: TranslationSettings
 ) -> GpuRequest:
-    """Return the request of a container.
+    """Return the request of a container; 100 % of the cores are a GPU, as in HAMi.
 
     Raises:
         ValueError: an amount is no whole number, or none that a GPU can have.
@@ -126,16 +128,18 @@ def _request(
     if percentage > _WHOLE:
         raise ValueError(f"{settings.memory_percentage}: {percentage} is more than a GPU has")
     memory = numbers.get(settings.memory, 0)
+    exclusive = numbers.get(settings.cores, 0) >= _WHOLE
     return GpuRequest(
         path,
         str(container.get("name") or ""),
         numbers.get(settings.gpu, int(names.keys() != {settings.priority})),
-        memory,
-        0 if memory else percentage,
+        0 if exclusive else memory,
+        0 if exclusive or memory else percentage,
         min(numbers.get(settings.cores, 0), _WHOLE),
         names,
         alone="/initContainers/" in path and container.get("restartPolicy") != "Always",
         others=frozenset(_amounts(container).keys() - names.keys()),
+        least=memory if exclusive else 0,
     )
 
 

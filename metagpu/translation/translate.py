@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from metagpu.translation.choices import choose, most_gpus, needed_memory, shares_on_gpu
+from metagpu.translation.choices import choose, most_gpus, shares_on_gpu
 from metagpu.translation.hami_annotations import MODE, annotations_of
 from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.patch import expressions_for, operations_for
@@ -67,22 +67,24 @@ def _of_request(
     if not known:
         return f"no node offers parts of GPUs by {by}"
     room, resource, name = max((part.room, part.resource, name) for name, part in known)
-    wanted = max(needed_memory(request, part) for _, part in known)
+    size = f"{request.memory} MiB" if request.memory else f"{request.percentage} %"
     most = max(
         (most_gpus(part, each) for _, part in known if (each := shares_on_gpu(request, part))),
         default=0,
     )
     if most:
-        asked = "whole GPUs" if request.whole else f"parts of {wanted} MiB"
+        asked = "whole GPUs" if request.whole else f"parts of {size}"
         return (
             f"{request.count} {asked} are asked for, and a pod gets {most} at most of one node; "
             f"ask for {settings.gpu}: {most} at most"
         )
-    size = f"{wanted} MiB" if wanted else f"{request.percentage} %"
-    asked = "a whole GPU is" if request.whole else f"{size} of one GPU are"
+    least = f" of {request.least} MiB" if request.least else ""
+    asked = f"a whole GPU{least} is" if request.whole else f"{size} of one GPU are"
+    differ = any(part.resource == resource and part.differ for _, part in known)
+    larger = ", or make a pool of the larger GPUs" if differ else ""
     return (
-        f"{asked} asked for, and the most of one GPU by {by} is {room} MiB: {resource} on {name}; "
-        f"ask for {settings.memory}: {room} at most"
+        f"{asked} asked for, and {resource} on {name} promises {room} MiB of one GPU, the most by "
+        f"{by}; ask for {settings.memory}: {room} at most{larger}"
     )
 
 

@@ -72,6 +72,11 @@ class TranslationSettings(msgspec.Struct, frozen=True):
         """All resource names that a translation replaces."""
         return (self.gpu, self.memory, self.memory_percentage, self.cores, self.priority)
 
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The resource names of memory."""
+        return (self.memory, self.memory_percentage)
+
 
 class Translation(msgspec.Struct, frozen=True):
     """The outcome for one pod.

@@ -54,6 +54,11 @@ def _of_container(
     request: GpuRequest, choice: Choice, settings: TranslationSettings
 ) -> Iterator[str]:
     technique = choice.part.technique
+    if request.cores and request.whole and {*request.names} & {*settings.sizes}:
+        yield (
+            f"{settings.cores}: {request.cores} keeps other pods off the GPU, as in HAMi: "
+            f"{choice.resource} is all of it"
+        )
     if request.cores and technique != MPS and not request.whole:
         has = "limits memory alone; shares of backend mps limit threads too"
         if technique == MIG:

@@ -27,6 +27,13 @@ FRACTIONS = node("fractions", "a100-40gb")
 FRACTIONS_80 = node("fractions-80", "a100-80gb")
 MPS = node("mps", "a100-40gb", "mps")
 WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
+MIXED = msgspec.structs.replace(
+    FRACTIONS, labels={**FRACTIONS.labels, "nvidia.com/gpu.memory": "81920"}
+)
+"""A node with one GPU of 40 GB among others of 80: its label has the memory of the least share."""
+EXCLUSIVE = {"nvidia.com/gpumem": 3000, "nvidia.com/gpucores": 100}
+LARGE = {**EXCLUSIVE, "nvidia.com/gpumem": 70000}
+"""HAMi gives such a pod a GPU that no other pod is on, and keeps others off it."""
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,13 @@ WHOLE = node("whole", "a100-40gb", "whole", more="resource: example.com/gpu")
         ((MPS, FRACTIONS), CORE, {"nvidia.com/gpumem": 8000}, {"cnvrg.io/metagpu": "20"}),
         ((FRACTIONS, MPS), CORE, THREADS, {"nvidia.com/gpu.mps": "30"}),
         ((FRACTIONS, MPS), {}, THREADS, {"nvidia.com/gpu.mps": "30"}),
+        # all multiprocessors are a GPU of one's own, as in HAMi
+        ((FRACTIONS,), {}, EXCLUSIVE, {"cnvrg.io/metagpu": "100"}),
+        ((MPS,), {}, EXCLUSIVE, {"nvidia.com/gpu.mps": "100"}),
+        ((A100,), {}, EXCLUSIVE, {"nvidia.com/mig-7g.40gb": "1"}),
+        ((FRACTIONS, WHOLE), {}, EXCLUSIVE, {"example.com/gpu": "1"}),
+        ((FRACTIONS,), {}, {**HALF, "nvidia.com/gpucores": 120}, {"cnvrg.io/metagpu": "100"}),
+        ((FRACTIONS_80,), {}, LARGE, {"cnvrg.io/metagpu": "100"}),
         # a mode is meant for whole GPUs too
         ((WHOLE, A100), MIG, {"nvidia.com/gpu": 1}, {"nvidia.com/mig-7g.40gb": "1"}),
         ((WHOLE, FRACTIONS), CORE, {"nvidia.com/gpu": 1}, {"cnvrg.io/metagpu": "100"}),
@@ -204,6 +218,8 @@ def test_shares_that_mean_different_memory_are_distinguished_by_a_label() -> Non
         (A100, {}, HALF, ["memory Lt 40961"]),
         (WHOLE, {"nvidia.com/vgpu-mode": "whole"}, THREADS, ["memory Gt 7999"]),
         (WHOLE, {}, {"nvidia.com/gpu": 1}, []),
+        (WHOLE, {}, EXCLUSIVE, ["memory Gt 2999"]),
+        (FRACTIONS, {}, EXCLUSIVE, ["memory Gt 2999", "backend In fraction", "replicas In 100"]),
     ],
 )
 def test_what_a_number_of_shares_relies_on_is_required(
@@ -306,6 +322,10 @@ def test_a_resource_of_the_gpus_own_name_is_replaced_in_place() -> None:
         ((FRACTIONS,), MIG, SEED, "without the annotation nvidia.com/vgpu-mode it gets 40 of"),
         ((A100,), {}, {"nvidia.com/gpumem": 50000}, "ask for nvidia.com/gpumem: 40192 at most"),
         ((FRACTIONS,), {}, {"nvidia.com/gpumem": 50000}, "for nvidia.com/gpumem: 40960 at most"),
+        ((MIXED,), {}, {"nvidia.com/gpumem": 70000}, "promises 40999 MiB of one GPU"),
+        ((MIXED,), {}, {"nvidia.com/gpumem": 70000}, "make a pool of the larger GPUs"),
+        ((FRACTIONS,), {}, LARGE, "a whole GPU of 70000 MiB"),
+        ((MPS,), {}, {**HALF, "nvidia.com/gpu": 2}, "2 parts of 50 % are asked for"),
         ((FRACTIONS,), {}, {**SEED, "nvidia.com/gpu": 3}, "ask for nvidia.com/gpu: 2 at most"),
         ((A100,), {}, {**SEED, "nvidia.com/gpu": 9}, "ask for nvidia.com/gpu: 6 at most"),
         ((WHOLE,), {}, {"nvidia.com/gpu": 3}, "ask for nvidia.com/gpu: 2 at most"),
@@ -406,6 +426,7 @@ def test_an_init_container_has_what_the_others_have_later() -> None:
     [
         (A100, {}, {**SEED, "nvidia.com/gpucores": 30}, "nvidia.com/gpucores: 30 has no effect"),
         (FRACTIONS, {}, {**HALF, "nvidia.com/gpucores": 30}, "shares of backend mps limit threads"),
+        (FRACTIONS, {}, EXCLUSIVE, "gpucores: 100 keeps other pods off the GPU, as in HAMi"),
         (FRACTIONS, {}, SEED, "from 2 GPUs where the pool has `split: accept`"),
         (A100, {}, {**SEED, "nvidia.com/priority": 1}, "nvidia.com/priority has no effect"),
         (A100, {"nvidia.com/use-gpuuuid": "GPU-1"}, SEED, "no Node label has the uuids"),
