@@ -5,8 +5,9 @@ No other module of `compat` knows these options.
 
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Final, Literal
+
+import msgspec
 
 from metagpu.compat.contract import Data, Origin
 from metagpu.core.config.errors import ConfigReason
@@ -14,6 +15,10 @@ from metagpu.core.config.errors import ConfigReason
 Strategy = Literal["none", "single", "mixed"]
 """NVIDIA's three strategies for the names of MIG instances."""
 
+MIG_PREFIX: Final = "nvidia.com/mig-"
+_MIG_RESOURCE: Final = re.compile(
+    rf"{MIG_PREFIX}([0-9]+g\.[0-9]+gb)((?:-me)?|\.me(?:\.all)?|\.gfx)"
+)
 _PLACEMENTS: Final = {"distributed": "spread", "packed": "binpack"}
 """The `placement` of backends that place parts of GPUs, by NVIDIA's allocation policy."""
 
@@ -39,46 +44,68 @@ def fraction(
     return {"backend": "fraction", "resource": resource, **size, **names}
 
 
-def timeslice(resource: str, replicas: int, *, refuse_several: bool, policy: str | None) -> Data:
-    """Offer GPUs several times over."""
-    return {
-        "backend": "timeslice",
-        "resource": resource,
-        "replicas": replicas,
-        **({"failRequestsGreaterThanOne": True} if refuse_several else {}),
-        **({"allocationPolicy": policy} if policy else {}),
-    }
-
-
 def mps(resource: str, replicas: int, *, policy: str | None = None) -> Data:
     """Offer equal parts of GPUs under MPS."""
     return {"backend": "mps", "resource": resource, "replicas": replicas, **_placement(policy)}
 
 
-def mig_layout(
-    layout: Mapping[str, int],
-    resource: str | Mapping[str, str] | None = None,
-    *,
-    replicas: Mapping[str, int] = MappingProxyType({}),
-    refuse_several: bool = False,
-) -> Data:
-    """Offer fixed MIG instances, a number of each profile.
+class Sharing(msgspec.Struct, frozen=True):
+    """NVIDIA's options of sharing, which hold for GPUs and instances alike.
 
-    Args:
-        layout: number of instances, by profile.
-        resource: the name of all instances, or by profile the names that are not NVIDIA's.
-        replicas: how many times over the instances of a profile are offered.
+    Attributes:
+        by_mps: whether containers share through MPS, not by time-slices.
         refuse_several: whether a container may hold one replica at most.
+        policy: NVIDIA's policy for the placement of replicas.
     """
-    names = resource if resource is None or isinstance(resource, str) else dict(resource)
-    return {
-        "backend": "mig",
-        **({"resource": names} if names else {}),
-        **({"replicas": dict(replicas)} if replicas else {}),
-        **({"failRequestsGreaterThanOne": True} if replicas and refuse_several else {}),
-        "layout": dict(layout),
-        "enableMig": True,
-    }
+
+    by_mps: bool = False
+    refuse_several: bool = False
+    policy: str | None = None
+
+    def gpus(self, resource: str, replicas: int) -> Data:
+        """Offer GPUs several times over, or equal parts of them under MPS."""
+        if self.by_mps:
+            return mps(resource, replicas, policy=self.policy)
+        shared = {"backend": "timeslice", "resource": resource, "replicas": replicas}
+        return {**shared, **self._time_slicing()}
+
+    def instances(
+        self,
+        source: Data,
+        resource: str | Mapping[str, str],
+        replicas: int | Mapping[str, int],
+    ) -> Data:
+        """Offer the instances of `mig_layout` or `mig_existing`, some of them shared.
+
+        Args:
+            source: where the instances come from.
+            resource: the name of all instances, or by profile the names that are not NVIDIA's.
+            replicas: how many times over the instances are offered: all, or by profile.
+        """
+        named: Data = {"resource": resource} if resource else {}
+        if replicas in (1, {}):
+            return {"backend": "mig", **named, **source}
+        if self.by_mps:
+            shared: Data = {"mps": {"replicas": replicas, **_placement(self.policy)}}
+        else:
+            shared = {"replicas": replicas, **self._time_slicing()}
+        return {"backend": "mig", **named, **shared, **source}
+
+    def _time_slicing(self) -> Data:
+        return {
+            **({"failRequestsGreaterThanOne": True} if self.refuse_several else {}),
+            **({"allocationPolicy": self.policy} if self.policy else {}),
+        }
+
+
+def mig_layout(layout: Mapping[str, int]) -> Data:
+    """Name fixed MIG instances, a number of each profile."""
+    return {"layout": dict(layout), "enableMig": True}
+
+
+def mig_existing() -> Data:
+    """Name the MIG instances that are there."""
+    return {"existing": True}
 
 
 def mig_off() -> Data:
@@ -86,28 +113,15 @@ def mig_off() -> Data:
     return {"backend": "mig", "disableMig": True}
 
 
-def mig_existing(resource: str | None) -> Data:
-    """Offer the MIG instances that are there; one resource name for all, or their own."""
-    return {"backend": "mig", "existing": True, **({"resource": resource} if resource else {})}
-
-
-def mig_mps(
-    layout: Mapping[str, int],
-    resource: str | Mapping[str, str],
-    replicas: Mapping[str, int],
-    *,
-    policy: str | None = None,
-) -> Data:
-    """Offer fixed MIG instances, some of them as equal parts under MPS."""
-    return {
-        **mig_layout(layout, resource),
-        "mps": {"replicas": dict(replicas), **_placement(policy)},
-    }
-
-
 def mig_resource(profile: str) -> str:
     """Name the instances of a profile as NVIDIA's device plugin does."""
-    return f"nvidia.com/mig-{profile.replace('+', '.')}"
+    return f"{MIG_PREFIX}{profile.replace('+', '.')}"
+
+
+def mig_profile(resource: str) -> str | None:
+    """Return the profile of NVIDIA's name for it, `None` for another name."""
+    found = _MIG_RESOURCE.fullmatch(resource)
+    return found and found[1] + found[2].replace(".", "+", 1)
 
 
 def mig_on_demand(profiles: Sequence[str]) -> Data:
@@ -119,8 +133,11 @@ def _placement(policy: str | None) -> Data:
     return {"placement": _PLACEMENTS[policy]} if policy else {}
 
 
+_INDEX: Final = re.compile("[0-9]+")
 _GPU_UUID: Final = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_MIG_DEVICE: Final = re.compile(r"\d+:\d+|MIG-[0-9a-fA-F-]{36}|MIG-GPU-[0-9a-fA-F-]{36}/\d+/\d+")
+_MIG_DEVICE: Final = re.compile(
+    r"[0-9]+:[0-9]+|MIG-[0-9a-fA-F-]{36}|MIG-GPU-[0-9a-fA-F-]{36}/[0-9]+/[0-9]+"
+)
 _WRITE: Final = 'write "all", a number of GPUs, or a list of indices and uuids'
 
 
@@ -156,7 +173,11 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
         raise origin.document.error(origin.path, problem, ConfigReason.MISSING)
     for place, reference in enumerate(value):
         text = str(reference)
-        if not (text.isdecimal() or _GPU_UUID.fullmatch(text) or _MIG_DEVICE.fullmatch(text)):
+        if not (
+            (text.isascii() and text.isdecimal())
+            or _GPU_UUID.fullmatch(text)
+            or _MIG_DEVICE.fullmatch(text)
+        ):
             raise origin.document.error(
                 f"{origin.path}[{place}]",
                 f"{reference!r} is not a device; write an index such as 0, or a uuid such as "

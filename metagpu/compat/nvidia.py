@@ -4,11 +4,14 @@ What the plugin reads and then drops has no effect here either: `resources`, `re
 (docs/decisions/0021).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from metagpu.compat import backend_options, mig_parted, nvidia_file, variables
+from metagpu.compat.backend_options import Strategy
 from metagpu.compat.contract import (
     ConfigDraft,
     ConversionContext,
@@ -24,8 +27,7 @@ from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigReason
 
 
-@dataclass
-class SharedEntry:
+class SharedEntry(msgspec.Struct, frozen=True):
     """One shared resource: its full name, and the `resource` name that is offered."""
 
     replicated: ReplicatedResource
@@ -34,100 +36,9 @@ class SharedEntry:
     origin: Origin
 
 
-@dataclass
-class LayoutInstances:
-    """The instances of the chosen layout.
-
-    Attributes:
-        one_name: the resource name of all instances, `None` where each profile has its own.
-        shared: resource and number of replicas of the shared instances, by unshared name.
-        refuse_several: whether a container may hold one replica at most.
-        by_mps: whether containers share through MPS, not by time slices.
-        allocation_policy: NVIDIA's policy for the placement of replicas.
-    """
-
-    layout: Sequence[LayoutEntry]
-    one_name: str | None
-    shared: dict[str, tuple[str, int]] = field(default_factory=dict)
-    refuse_several: bool = False
-    by_mps: bool = False
-    allocation_policy: str | None = None
-
-    @property
-    def names(self) -> set[str]:
-        """The resource names of the instances, as far as they are not shared."""
-        return {self._name(profile) for each in self.layout for profile in each.instances}
-
-    def share(
-        self, entries: Sequence[SharedEntry], draft: ConfigDraft, *, refuse_several: bool
-    ) -> None:
-        """Record the shared instances; the first entry of a name wins."""
-        self.refuse_several = refuse_several
-        names = self.names
-
-        for entry in (each for each in entries if each.name in names):
-            if entry.name in self.shared:
-                draft.add_note(entry.origin, "has no effect: the entry before it takes all of them")
-                continue
-            self.shared[entry.name] = entry.resource, entry.replicated.replicas
-
-    def backend_for(self, layout: dict[str, int]) -> Data:
-        """Offer the instances of some GPUs: a number of each profile."""
-        own = {profile: self._name(profile) for profile in layout}
-        shared = {it: self.shared[name] for it, name in own.items() if name in self.shared}
-        names = {it: shared[it][0] if it in shared else name for it, name in own.items()}
-        replicas = {profile: count for profile, (_, count) in shared.items()}
-        resource = (
-            names[next(iter(layout))]
-            if self.one_name is not None and layout
-            else {
-                it: n
-                for it, n in names.items()
-                if it in shared or n != backend_options.mig_resource(it)
-            }
-        )
-        if replicas and self.by_mps:
-            return backend_options.mig_mps(
-                layout, resource, replicas, policy=self.allocation_policy
-            )
-        return backend_options.mig_layout(
-            layout, resource, replicas=replicas, refuse_several=self.refuse_several
-        )
-
-    def _name(self, profile: str) -> str:
-        return self.one_name or backend_options.mig_resource(profile)
-
-
 def pool_name(layout: dict[str, int]) -> str:
     """Return a pool's name in the style of mig-parted's layouts: 2x2g.10gb-3x1g.5gb."""
     return "-".join(f"{count}x{profile}" for profile, count in sorted(layout.items())[::-1])
-
-
-def offer_single(
-    wanted: Sequence[LayoutEntry], instances: LayoutInstances, draft: ConfigDraft
-) -> None:
-    """Offer all instances of a layout; all GPUs need instances of the same profile.
-
-    A GPU with another layout is not offered, and its pool has the reason. NVIDIA's plugin would not
-    start at all, and no GPU of the node would be offered.
-    """
-    for entry in wanted:
-        if wrong := _mismatch(entry, wanted):
-            reason = (
-                "the strategy single wants instances of one profile on all GPUs, and "
-                f"{wrong}; choose mixed, or another layout"
-            )
-            off = [] if entry.mig_enabled else [backend_options.mig_off()]
-            rules = {"reason": reason}
-            draft.add_pool("not-single", entry.gpus, off, entry.origin, rules=rules)
-            draft.add_note(entry.origin, f"its GPUs are not offered: {reason}")
-            continue
-        backend = instances.backend_for(entry.instances)
-        draft.add_pool(pool_name(entry.instances), entry.mig_gpus, [backend], entry.origin)
-
-    if not any(entry.gpus is None for entry in wanted):
-        text = "GPUs that this layout does not name are not offered under single"
-        draft.add_note(wanted[-1].origin, text)
 
 
 def _mismatch(entry: LayoutEntry, wanted: Sequence[LayoutEntry]) -> str:
@@ -145,7 +56,6 @@ def _mismatch(entry: LayoutEntry, wanted: Sequence[LayoutEntry]) -> str:
 
 _PREFIX: Final = "nvidia.com/"
 _GPU: Final = "nvidia.com/gpu"
-_MIG: Final = "nvidia.com/mig-"
 _DROPPED: Final = "has no effect, as in NVIDIA's plugin, which drops it"
 
 
@@ -195,28 +105,32 @@ class _NvidiaConversion:
     file: nvidia_file.NvidiaFile
     settings: NvidiaSettings
     environment: Mapping[str, str]
-    entries: list[SharedEntry] = field(default_factory=list)
-    by_mps: bool = False
-    instances: LayoutInstances = field(init=False)
+    entries: dict[str, SharedEntry] = field(default_factory=dict)
+    sharing: backend_options.Sharing = field(default_factory=backend_options.Sharing)
 
-    def __post_init__(self) -> None:
-        single = self.settings.mig_strategy == "single"
-        has_instances = any(each.instances for each in self.layout)
-        self.instances = LayoutInstances(self.layout, _GPU if single and has_instances else None)
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy for the names of MIG instances."""
+        return self.settings.mig_strategy or ("mixed" if self.layout else "none")
+
+    @property
+    def has_instances(self) -> bool:
+        """True if the layout has instances."""
+        return any(entry.instances for entry in self.layout)
 
     def run(self) -> None:
         """Fill the draft."""
         variables.set_flags(self.draft, self.settings, self._flag)
         self._set_sharing()
         self._note_dropped()
-        if self.instances.one_name is not None:
-            offer_single(self.layout, self.instances, self.draft)
+        if self.strategy == "single" and self.has_instances:
+            self._offer_single()
             return
 
         self._note_strategy()
         for entry in self.layout:
             if entry.mig_enabled:
-                backend = self.instances.backend_for(entry.instances)
+                backend = self._layout_backend(entry)
                 name = pool_name(entry.instances) or "no-instances"
                 self.draft.add_pool(name, entry.mig_gpus, [backend], entry.origin)
             else:
@@ -226,21 +140,63 @@ class _NvidiaConversion:
             rest = "not-in-layout" if self.layout else None
             self._add_gpus(None, self._existing_instances(), rest)
 
+    def _offer_single(self) -> None:
+        """Offer all instances of a layout; all GPUs need instances of the same profile.
+
+        A GPU with another layout is not offered, and its pool has the reason. NVIDIA's plugin would
+        not start at all, and no GPU of the node would be offered.
+        """
+        for entry in self.layout:
+            if wrong := _mismatch(entry, self.layout):
+                reason = (
+                    "the strategy single wants instances of one profile on all GPUs, and "
+                    f"{wrong}; choose mixed, or another layout"
+                )
+                off = [] if entry.mig_enabled else [backend_options.mig_off()]
+                rules = {"reason": reason}
+                self.draft.add_pool("not-single", entry.gpus, off, entry.origin, rules=rules)
+                self.draft.add_note(entry.origin, f"its GPUs are not offered: {reason}")
+                continue
+            name, backend = pool_name(entry.instances), self._layout_backend(entry)
+            self.draft.add_pool(name, entry.mig_gpus, [backend], entry.origin)
+
+        if not any(entry.gpus is None for entry in self.layout):
+            text = "GPUs that this layout does not name are not offered under single"
+            self.draft.add_note(self.layout[-1].origin, text)
+
+    def _layout_backend(self, entry: LayoutEntry) -> Data:
+        return self._instances(backend_options.mig_layout(entry.instances), entry.instances)
+
     def _existing_instances(self) -> list[Data]:
         """Return the backend of existing instances, where no layout is given."""
-        strategy = self.settings.mig_strategy
-        if self.layout or strategy not in ("mixed", "single"):
+        if self.layout or self.strategy == "none":
             return []
-        return [backend_options.mig_existing(_GPU if strategy == "single" else None)]
+        named = filter(None, map(backend_options.mig_profile, self.entries))
+        return [self._instances(backend_options.mig_existing(), named)]
+
+    def _instances(self, source: Data, profiles: Iterable[str]) -> Data:
+        """Offer instances by the strategy's names, shared where an entry says so."""
+        if self.strategy == "single":
+            name, count = _GPU, 1
+            if (entry := self.entries.get(_GPU)) is not None:
+                name, count = entry.resource, entry.replicated.replicas
+            return self.sharing.instances(source, name, count)
+        shared = {
+            profile: entry
+            for profile in profiles
+            if (entry := self.entries.get(backend_options.mig_resource(profile))) is not None
+        }
+        names = {profile: entry.resource for profile, entry in shared.items()}
+        counts = {profile: entry.replicated.replicas for profile, entry in shared.items()}
+        return self.sharing.instances(source, names, counts)
 
     # --- the file as a whole ----------------------------------------------------------------------
 
     def _note_strategy(self) -> None:
         """Add notes where MIG's strategy has no effect in metagpu."""
-        strategy = self.settings.mig_strategy or ("mixed" if self.layout else "none")
         origin = self._flag("flags.migStrategy", "MIG_STRATEGY")
 
-        if strategy == "none" and any(entry.instances for entry in self.layout):
+        if self.strategy == "none" and self.has_instances:
             self.draft.add_note(
                 origin,
                 "has no effect here; it would have offered a GPU in MIG mode as a whole GPU, which "
@@ -252,14 +208,13 @@ class _NvidiaConversion:
         if self.file.resources is not None and self.file.resources.is_given:
             text = f"{_DROPPED}; in metagpu's own format, each pool has names of its own: resource"
             self.draft.add_note(self._at("resources"), text)
-        for entry in self.entries:
+        for entry in self.entries.values():
             given = entry.replicated
             if given.rename and _full(given.rename) != entry.resource:
                 at = Origin(entry.origin.document, f"{entry.origin.path}.rename")
                 text = f"{_DROPPED}; in metagpu's own format it is resource: {_full(given.rename)}"
                 self.draft.add_note(at, text)
             devices = Origin(entry.origin.document, f"{entry.origin.path}.devices")
-            backend_options.check_devices(given.devices, devices)
             if given.devices != "all":
                 text = (
                     f"{_DROPPED}; in metagpu's own format, the GPUs of a pool are chosen by gpus, "
@@ -276,27 +231,38 @@ class _NvidiaConversion:
         for origin, _ in given[1:]:
             self.draft.add_note(origin, "has no effect: where sharing.mps is given, that wins")
         for origin, replication in given[:1]:
-            self.by_mps = replication is sharing.mps
-            self.entries = list(self._entries(origin, replication))
-            if self.by_mps and replication.fail_requests_greater_than_one:
+            by_mps, refuse = replication is sharing.mps, replication.fail_requests_greater_than_one
+            self.sharing = backend_options.Sharing(
+                by_mps, bool(refuse) and not by_mps, self.settings.allocation_policy
+            )
+            self._set_entries(list(self._entries(origin, replication)))
+            if by_mps and refuse:
                 self.draft.add_note(
                     self._at(f"{origin.path}.failRequestsGreaterThanOne"),
                     "has no effect here; under MPS a container may hold several parts of one GPU",
                 )
 
-        self.instances.by_mps, self.instances.allocation_policy = (
-            self.by_mps,
-            self.settings.allocation_policy,
-        )
-        self.instances.share(self.entries, self.draft, refuse_several=self._refuses_several())
-        for entry in self.entries:
-            if entry.name == _GPU or entry.name in self.instances.names:
-                continue
-            if entry.name.startswith(_MIG):
-                text = "has no effect here; it would have shared MIG instances"
-            else:
+    def _set_entries(self, entries: Sequence[SharedEntry]) -> None:
+        """Record the shared resources: of two entries, the larger number counts."""
+        for entry in sorted(entries, key=lambda each: -each.replicated.replicas):
+            if self.entries.setdefault(entry.name, entry) is not entry:
+                most = self.entries[entry.name].replicated.replicas
+                text = f"has no effect: another entry of this name has {most} replicas"
+                self.draft.add_note(entry.origin, text)
+            elif not self._is_offered(entry.name):
                 text = f"has no effect: no GPU has this name; there are: {_GPU}"
-            self.draft.add_note(entry.origin, text)
+                if entry.name.startswith(backend_options.MIG_PREFIX):
+                    text = f"has no effect: no instance has this name (migStrategy {self.strategy})"
+                self.draft.add_note(entry.origin, text)
+
+    def _is_offered(self, name: str) -> bool:
+        """Return whether GPUs or instances may have a name while they are not shared."""
+        if name == _GPU or self.strategy == "single":
+            return name == _GPU
+        if self.layout:
+            profiles = {it for entry in self.layout for it in entry.instances}
+            return name in map(backend_options.mig_resource, profiles)
+        return self.strategy == "mixed" and backend_options.mig_profile(name) is not None
 
     def _entries(self, origin: Origin, replication: NvidiaReplication) -> Iterator[SharedEntry]:
         if not replication.resources:
@@ -306,6 +272,9 @@ class _NvidiaConversion:
 
         for number, each in enumerate(replication.resources):
             here = Origin(origin.document, f"{origin.path}.resources[{number}]")
+            backend_options.check_devices(
+                each.devices, Origin(origin.document, f"{here.path}.devices")
+            )
             name = _full(each.name)
             resource = f"{name}.shared" if replication.rename_by_default else name
             yield SharedEntry(each, name, resource, here)
@@ -316,35 +285,15 @@ class _NvidiaConversion:
         self, within: Data | None, first: Sequence[Data] = (), pool: str | None = None
     ) -> None:
         """Offer GPUs without MIG instances, shared or whole; `first` are other backends."""
-        shared = [entry for entry in self.entries if entry.name == _GPU]
-        for entry in shared[1:]:
-            self.draft.add_note(entry.origin, "has no effect: the entry before it takes all GPUs")
-        for entry in shared[:1]:
-            backend = self._shared_backend(entry.resource, entry.replicated.replicas)
+        if (entry := self.entries.get(_GPU)) is not None:
+            backend = self.sharing.gpus(entry.resource, entry.replicated.replicas)
             name = pool or entry.resource.rpartition("/")[2]
             count = Origin(entry.origin.document, f"{entry.origin.path}.replicas")
-            parts = {f"backends[{len(first)}].replicas": count}
+            parts = {f"backends[{place}].replicas": count for place in range(len(first) + 1)}
             self.draft.add_pool(name, within, [*first, backend], entry.origin, parts=parts)
-        if not shared:
+        else:
             backend = backend_options.whole(_GPU)
             self.draft.add_pool(pool or "gpu", within, [*first, backend], self.root)
-
-    def _shared_backend(self, resource: str, replicas: int) -> Data:
-        if self.by_mps:
-            return backend_options.mps(resource, replicas, policy=self.settings.allocation_policy)
-        return backend_options.timeslice(
-            resource,
-            replicas,
-            refuse_several=self._refuses_several(),
-            policy=self.settings.allocation_policy,
-        )
-
-    def _refuses_several(self) -> bool:
-        """Return whether a container may hold one replica at most; never under MPS."""
-        if self.by_mps:
-            return False
-        slicing = self.file.sharing and self.file.sharing.time_slicing
-        return bool(slicing and slicing.fail_requests_greater_than_one)
 
     def _at(self, path: str) -> Origin:
         return Origin(self.root.document, path)

@@ -57,12 +57,16 @@ def test_what_the_plugin_drops_has_no_effect_and_a_note() -> None:
     ]
 
 
-def test_an_entry_that_comes_too_late_has_a_note() -> None:
-    """A second entry after one that takes all GPUs of a name has no effect."""
-    assert notes(slices("    - name: nvidia.com/gpu\n      replicas: 2\n")) == [
+@pytest.mark.parametrize(("count", "larger", "line"), [(2, 4, 7), (5, 5, 5)])
+def test_of_two_entries_the_larger_number_counts(count: int, larger: int, line: int) -> None:
+    """Of two entries of one name the one with more replicas counts; the other has a note."""
+    text = slices(f"    - name: gpu\n      replicas: {count}\n")
+
+    assert offered(converted(text), *FOUR) == {"nvidia.com/gpu": 4 * larger}
+    assert notes(text) == [
         (
-            "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: the entry before it takes "
-            "all GPUs"
+            f"f.yaml: {line}: sharing.timeSlicing.resources[{line // 7}]: has no effect: another "
+            f"entry of this name has {larger} replicas"
         )
     ]
 
@@ -251,8 +255,8 @@ def test_a_name_that_no_gpu_has() -> None:
     ]
     assert notes(SLICES.replace("nvidia.com/gpu", "nvidia.com/mig-1g.5gb")) == [
         (
-            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect here; it would have shared "
-            "MIG instances"
+            "f.yaml: 5: sharing.timeSlicing.resources[0]: has no effect: no instance has this name "
+            "(migStrategy none)"
         )
     ]
 

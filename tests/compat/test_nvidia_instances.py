@@ -74,24 +74,81 @@ def test_instances_under_one_name_are_shared_through_mps() -> None:
     assert notes(plugin, SEVEN) == []
 
 
-def test_unsupported_sharing_of_instances_has_notes() -> None:
-    """A second entry for one name, and instances without a layout, have notes."""
+def test_sharing_without_effect_has_notes() -> None:
+    """The smaller of two entries of one name, and entries for no instance, have notes."""
     name = "nvidia.com/mig-1g.5gb"
     twice = slices(f"    - {{name: {name}, replicas: 2}}\n").replace("nvidia.com/gpu", name)
 
     assert notes(twice, SEVEN) == [
         (
-            "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: the entry before it takes "
-            "all of them"
+            "f.yaml: 7: sharing.timeSlicing.resources[1]: has no effect: another entry of this "
+            "name has 4 replicas"
         )
     ]
     several = slices(way="mps").replace("nvidia.com/gpu", name)
-    assert notes(several) == [
-        (
-            "f.yaml: 5: sharing.mps.resources[0]: has no effect here; it would have shared MIG "
-            "instances"
-        )
+    for strategy in ("none", "single"):
+        assert notes(f"{several}flags: {{migStrategy: {strategy}}}\n") == [
+            (
+                "f.yaml: 5: sharing.mps.resources[0]: has no effect: no instance has this name "
+                f"(migStrategy {strategy})"
+            )
+        ]
+    assert notes(f"{several}flags: {{migStrategy: mixed}}\n") == []
+    assert len(notes(several.replace("1g.5gb", "tiny") + "flags: {migStrategy: mixed}\n")) == 1
+
+
+@pytest.mark.parametrize("policy", ["packed", "distributed"])
+def test_every_source_of_devices_is_shared_alike(policy: str) -> None:
+    """GPUs, instances of a layout, and instances that are there get each of NVIDIA's options."""
+    head = "    renameByDefault: true\n    failRequestsGreaterThanOne: true\n"
+    flags = (
+        f"flags: {{migStrategy: STRATEGY, plugin: {{sharedDevicesAllocationPolicy: {policy}}}}}\n"
+    )
+    plugin = slices(head=head, more="    - {name: mig-1g.5gb.me, replicas: 3}\n") + flags
+    single, by_profile = (plugin.replace("STRATEGY", it) for it in ("single", "mixed"))
+    options = {"failRequestsGreaterThanOne": True, "allocationPolicy": policy}
+    four = {"resource": "nvidia.com/gpu.shared", "replicas": 4, **options}
+    three = {"resource": {"1g.5gb+me": "nvidia.com/mig-1g.5gb.me.shared"}, **options}
+    three["replicas"] = {"1g.5gb+me": 3}
+    layout = SEVEN.replace("{1g.5gb: 7}", "{1g.5gb+me: 1}")
+
+    assert [it["backends"] for it in pools(single)] == [
+        [
+            {"backend": "mig", **four, "existing": True},
+            {"backend": "timeslice", **four},
+        ]
     ]
+    [in_layout] = pools(single, layout)
+    assert in_layout["backends"] == [
+        {"backend": "mig", **four, "layout": {"1g.5gb+me": 1}, "enableMig": True}
+    ]
+    [existing] = pools(by_profile)
+    assert existing["backends"][0] == {"backend": "mig", **three, "existing": True}
+    [in_layout, _] = pools(by_profile, layout)
+    assert in_layout["backends"] == [
+        {"backend": "mig", **three, "layout": {"1g.5gb+me": 1}, "enableMig": True}
+    ]
+
+
+def test_existing_instances_are_shared_through_mps() -> None:
+    """MPS is for instances that are there too, with its placement."""
+    plugin = slices(way="mps", more="    - {name: mig-1g.5gb, replicas: 3}\n")
+    plugin += "flags: {migStrategy: STRATEGY, plugin: {sharedDevicesAllocationPolicy: packed}}\n"
+    [one_name] = pools(plugin.replace("STRATEGY", "single"))
+    [by_profile] = pools(plugin.replace("STRATEGY", "mixed"))
+
+    assert one_name["backends"][0] == {
+        "backend": "mig",
+        "resource": "nvidia.com/gpu",
+        "mps": {"replicas": 4, "placement": "binpack"},
+        "existing": True,
+    }
+    assert by_profile["backends"][0] == {
+        "backend": "mig",
+        "resource": {"1g.5gb": "nvidia.com/mig-1g.5gb"},
+        "mps": {"replicas": {"1g.5gb": 3}, "placement": "binpack"},
+        "existing": True,
+    }
 
 
 def test_single_names_all_instances_nvidia_com_gpu() -> None:

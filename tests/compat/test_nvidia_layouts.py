@@ -126,9 +126,9 @@ def test_existing_instances_are_offered(strategy: str, expected: dict[str, int])
     existing = {mig.id: [instance(mig, "1g.5gb@0", 7), instance(mig, "1g.5gb@1", 8)]}
     config = Config(Document(to_yaml(converted(mixed(strategy)).data), "f"), BACKENDS)
     whole = [gpu(n) for n in range(1, 5)]
-    layout = build_layout(config, [mig, *whole], Injection(), existing)
-
-    assert Counter(share.resource for share in layout.shares) == expected
+    for gpus in ([mig, *whole], [*whole, mig]):  # the order of GPUs decides nothing
+        layout = build_layout(config, gpus, Injection(), existing)
+        assert Counter(share.resource for share in layout.shares) == expected
     assert notes(mixed(strategy)) == []
 
 
@@ -141,6 +141,26 @@ def test_single_offers_instances_of_one_size() -> None:
 
     assert layout.shares == ()
     assert "under one name instances of several sizes" in layout.pool_assignments[0].reason
+
+    other = mig_gpu(1)
+    existing = {
+        mig.id: [instance(mig, "1g.5gb@0", 7)],
+        other.id: [instance(other, "2g.10gb@2", 8)],
+    }
+    layout = build_layout(config, [mig, other, gpu(2)], Injection(), existing)
+    assert layout.shares == ()
+    assert "another GPU of this node offers" in layout.pool_assignments[2].reason
+
+
+def test_an_instance_of_an_unknown_profile_is_left_out() -> None:
+    """An instance whose profile NVML does not list is not offered, and the others are."""
+    mig = mig_gpu(0)
+    unknown = replace(instance(mig, "2g.10gb@2", 8), profile=999)
+    existing = {mig.id: [instance(mig, "1g.5gb@0", 7), unknown]}
+    config = Config(Document(to_yaml(converted(mixed("mixed")).data), "f"), BACKENDS)
+    layout = build_layout(config, [mig], Injection(), existing)
+
+    assert [share.resource for share in layout.shares] == ["nvidia.com/mig-1g.5gb"]
 
 
 def test_gpus_leave_mig_mode() -> None:

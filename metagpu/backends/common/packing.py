@@ -27,6 +27,17 @@ class PlacementPolicy(StrEnum):
     SPREAD = "spread"
 
 
+class AllocationPolicy(StrEnum):
+    """The device whose replica comes first, in the words of NVIDIA's plugin.
+
+    - distributed: the GPU or instance with the fewest replicas taken: each container waits least.
+    - packed: the one with the most replicas taken, so that others stay idle.
+    """
+
+    DISTRIBUTED = "distributed"
+    PACKED = "packed"
+
+
 class GpuCandidate(msgspec.Struct, frozen=True):
     """One GPU as the choice sees it.
 

@@ -23,7 +23,7 @@ from metagpu.backends.mig.planner import (
     KINDS,
     UnplaceableLayout,
     capacity_metrics,
-    choose_least_shared,
+    choose_replicas,
     free_capacity,
     instance_metrics,
 )
@@ -136,21 +136,27 @@ class MigBackend(
         return self._options.existing is True
 
     def with_existing(
-        self, gpu: Gpu, instances: Sequence[MigInstance]
+        self, gpu: Gpu, instances: Mapping[Gpu, Sequence[MigInstance]]
     ) -> tuple[Options, "MigBackend"]:
-        """Return the backend for the finished instances of one GPU.
+        """Return the backend for the finished instances of one GPU of its pool.
 
-        One resource name is for instances of one size: with several, none is offered.
+        One resource name is for instances of one size: with several in the pool, none is offered.
         """
-        finished = [instance for instance in instances if len(instance.compute_instances) == 1]
-        slots = sorted(slot_of_instance(gpu.mig_profiles, it) for it in finished)
-        if (
-            isinstance(self._options.resource, str)
-            and len({slot.partition("@")[0] for slot in slots}) > 1
-        ):
-            slots = []
-        options = replace(self._options, existing=tuple(slots))
+        slots = tuple(_finished_slots(gpu, instances.get(gpu, ())))
+        if isinstance(self._options.resource, str):
+            every = (slot for pair in instances.items() for slot in _finished_slots(*pair))
+            if len({slot.partition("@")[0] for slot in every}) > 1:
+                slots = ()
+        options = replace(self._options, existing=slots)
         return options, MigBackend(options, self._injection)
+
+    def existing_resources(
+        self, instances: Mapping[Gpu, Sequence[MigInstance]]
+    ) -> Sequence[ResourceName]:
+        """Return the one name of all instances, where there are some."""
+        name = self._options.resource
+        finished = any(_finished_slots(*pair) for pair in instances.items())
+        return (ResourceName(name),) if isinstance(name, str) and finished else ()
 
     @property
     def provision_timeout(self) -> float:
@@ -218,14 +224,15 @@ class MigBackend(
     ) -> Sequence[Share]:
         """Choose the placements that leave most future capacity; closed GPUs come last.
 
-        Of a layout, choose the instances with the fewest containers, or units of one instance
-        under MPS. The snapshot, not the kubelet, decides which shares are free: the kubelet may
-        not have the newest list yet.
+        Of a layout, choose instances by the allocation policy, or units of one instance under MPS.
+        The snapshot, not the kubelet, decides which shares are free: the kubelet may not have the
+        newest list yet.
         """
         if self._options.fixed_layout is not None:
             if any(is_mps_share(share.id) for share in (*required, *available)):
                 return choose_units(size, available, required, snapshot, self._mps)
-            return choose_least_shared(size, available, required, snapshot)
+            policy = self._options.allocation_policy
+            return choose_replicas(size, available, required, snapshot, policy)
 
         required_by_gpu = by_gpu(required)
         candidates = [
@@ -339,6 +346,14 @@ class MigBackend(
     def _mps(self) -> MigMpsOptions:
         """The options of units; another pool may have cut them, under the same name."""
         return self._options.mps or MigMpsOptions()
+
+
+def _finished_slots(gpu: Gpu, instances: Sequence[MigInstance]) -> Sequence[str]:
+    """Return the slots of instances that a container can have."""
+    finished = [each for each in instances if len(each.compute_instances) == 1]
+    names = {profile.number for profile in gpu.mig_profiles}
+    known = (each for each in finished if each.profile in names)
+    return sorted(slot_of_instance(gpu.mig_profiles, each) for each in known)
 
 
 async def _stay_suspended(context: GpuContext, reason: str) -> None:

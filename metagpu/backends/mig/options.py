@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
+from metagpu.backends.common.packing import AllocationPolicy
 from metagpu.backends.mig.planner import UnplaceableLayout, layout_name, place_layout
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, profile_resource, share_id
 from metagpu.backends.mig.provisioner import LEAVING
@@ -26,8 +27,10 @@ _MAX_DEADLINE: Final = 15.0
 """Seconds: a new lease waits 20 s for the kubelet's report."""
 _KEEP_WARM: Final = 30.0
 """Seconds, by default."""
-_MAX_REPLICAS: Final = 100
-"""Of an instance: with two digits every id stays within the kubelet's 63 characters."""
+_MAX_REPLICAS: Final = 1000
+"""Of an instance: with three digits every id stays within the kubelet's 63 characters."""
+_ANY: Final = "MIG instance"
+"""Stands for the profiles of existing instances that no option names."""
 
 
 class CreateAt(StrEnum):
@@ -55,6 +58,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             its part.
         fail_requests_greater_than_one: whether a container that asks for several replicas is
             refused.
+        allocation_policy: the instance whose replica comes first.
         enable_mig: whether metagpu enables MIG mode, on unused GPUs.
         create: when a container waits for its instance: while its pod is admitted, or when it
             starts. By default when it starts, if the device list strategy allows that.
@@ -70,6 +74,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     replicas: int | dict[str, int] = 1
     mps: MigMpsOptions | None = None
     fail_requests_greater_than_one: bool = False
+    allocation_policy: AllocationPolicy = AllocationPolicy.DISTRIBUTED
     enable_mig: bool = False
     create: CreateAt | None = None
     keep_warm: Duration | None = None
@@ -86,7 +91,9 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             )
         if self.disable_mig and self.enable_mig:
             raise ValueError("enableMig and disableMig contradict each other; give one of them")
-        for name in self.profile_names:
+        named = dict.fromkeys(it for names in self._profiles_by_key.values() for it in names)
+        # NVML names the profiles of existing instances.
+        for name in (*(self.profile_names if self.existing is False else ()), *named):
             if not _PROFILE.fullmatch(name):
                 raise ValueError(
                     f"{name!r} is not a MIG profile such as 1g.5gb or 1g.5gb+me; "
@@ -96,7 +103,10 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             self._check_profiles()
         else:
             self._check_layout(layout)
-            self._check_replicas(layout)
+            self._check_replicas(self.profile_names if self.existing is False else (_ANY, *named))
+        if self.existing is False:
+            for key, names in self._profiles_by_key.items():
+                _check_known(key, names, self.profile_names)
         self._check_resources()
         if not 1 <= self.deadline <= _MAX_DEADLINE:
             raise ValueError(f"deadline is {self.deadline:g}s; allowed: 1s to {_MAX_DEADLINE:g}s")
@@ -122,6 +132,13 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     def warm_seconds(self) -> float:
         """The seconds for which an idle instance is kept."""
         return _KEEP_WARM if self.keep_warm is None else self.keep_warm
+
+    @property
+    def _profiles_by_key(self) -> Mapping[str, Iterable[str]]:
+        """The profiles that options name, by the key that names them."""
+        given = {"resource": self.resource, "replicas": self.replicas}
+        own = {key: names for key, names in given.items() if isinstance(names, dict)}
+        return {**own, **(self.mps.profiles_by_key if self.mps else {})}
 
     def resource_of(self, profile: str) -> ResourceName:
         """Return the resource name of a profile, by default that of NVIDIA's plugin."""
@@ -177,8 +194,6 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
 
     def _check_resources(self) -> None:
         names = self.profile_names
-        if isinstance(self.resource, dict) and self.existing is False:
-            _check_known("resource", self.resource, names)
         first: dict[ResourceName, str] = {}
         for name in names:
             resource = self.resource_of(name)
@@ -190,19 +205,15 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
                 )
             first[resource] = name
 
-    def _check_replicas(self, layout: Mapping[str, int]) -> None:
-        if isinstance(self.replicas, dict):
-            _check_known("replicas", self.replicas, layout)
-        for name in layout:
+    def _check_replicas(self, profiles: Iterable[str]) -> None:
+        for name in profiles:
             if not 1 <= (count := self.replicas_of(name)) <= _MAX_REPLICAS:
                 raise ValueError(f"replicas is {count}; allowed: 1 to {_MAX_REPLICAS}")
-            if count > 1 and self.uses_mps(name):
+            if count > 1 and self.mps is not None and self.mps.includes(name):
                 raise ValueError(
                     f"containers of a {name} either take turns (replicas) or compute at the same "
                     "time (mps); name other profiles in one of the two"
                 )
-        for key, names in (self.mps.profiles_by_key if self.mps else {}).items():
-            _check_known(key, names, layout)
 
 
 def _check_known(key: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -276,7 +287,7 @@ def no_shares_reason(options: MigOptions, gpu: Gpu) -> str:
     if isinstance(placed := placed_profiles(options, gpu), UnplaceableLayout):
         return layout_problem(options, placed)
     if not options.profile_names:
-        return "it has no MIG instances, or under one name instances of several sizes"
+        return "it has no MIG instances, or its pool has under one name instances of several sizes"
     return _profiles_problem(options, gpu)
 
 

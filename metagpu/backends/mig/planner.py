@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from metagpu.backends.common.packing import AllocationPolicy
 from metagpu.backends.mig.profiles import (
     MigGeometry,
     PlacedProfile,
@@ -259,14 +260,19 @@ def _place(
     return tuple(placed for placed in geometry.placed_profiles if placed in chosen)
 
 
-def choose_least_shared(
-    size: int, available: Sequence[Share], required: Sequence[Share], snapshot: Snapshot
+def choose_replicas(
+    size: int,
+    available: Sequence[Share],
+    required: Sequence[Share],
+    snapshot: Snapshot,
+    policy: AllocationPolicy,
 ) -> list[Share]:
-    """Choose shares of the instances with the fewest containers, required ones first.
+    """Choose shares of instances by the policy, the required ones first.
 
     Among equal instances, the GPU with the lowest index comes first. Shares that cannot be given
     now come last: the kubelet may not have the newest list yet.
     """
+    packed = policy is AllocationPolicy.PACKED
     shares_by_gpu = by_gpu([*required, *available])
     taken = Counter((share.gpu, slot_of(share.id)) for share in required)
     for gpu in shares_by_gpu:
@@ -281,8 +287,9 @@ def choose_least_shared(
                 continue
             last = share.id in unhealthy or not open_to(state, share.backend)
             instance = gpu, slot_of(share.id)
-            ranked.append(((last, taken[instance], state.gpu.index, share.number), share))
-            taken[instance] += 1
+            rank = -taken[instance] if packed else taken[instance]
+            ranked.append(((last, rank, state.gpu.index, share.number), share))
+            taken[instance] += not packed  # the first of a packed request stays first
     ranked.sort(key=lambda pair: pair[0])
     return [*required, *(share for _, share in ranked)][:size]
 

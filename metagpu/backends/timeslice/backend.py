@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 import anyio
 import structlog
 
-from metagpu.backends.common.packing import GpuCandidate, candidates_of
+from metagpu.backends.common.packing import AllocationPolicy, GpuCandidate, candidates_of
 from metagpu.core.availability.reasons import open_to
 from metagpu.core.contracts.backend import (
     GpuContext,
@@ -37,18 +37,6 @@ from metagpu.core.model.request_errors import SharingUnavailable, TooManyReplica
 from metagpu.core.model.shares import Share, Verdict
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import LogOnce
-
-
-class AllocationPolicy(StrEnum):
-    """The GPU that comes first, in the words of NVIDIA's device plugin.
-
-    - distributed: the GPU with the fewest replicas taken, so that each container waits least.
-    - packed: the GPU with the most replicas taken, so that other GPUs stay idle.
-    """
-
-    DISTRIBUTED = "distributed"
-    PACKED = "packed"
-
 
 _Rank = tuple[int, ...]
 

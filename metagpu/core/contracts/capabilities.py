@@ -18,7 +18,7 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import OfferRule, RequestRule
 from metagpu.core.model.privileges import Privilege
-from metagpu.core.model.shares import Share
+from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot
 
 
@@ -257,8 +257,16 @@ class OffersExisting(Backend):
         """True if the options ask for that; resources then follow from shares."""
 
     @abstractmethod
-    def with_existing(self, gpu: Gpu, instances: Sequence[MigInstance]) -> tuple[Options, Backend]:
-        """Return the backend, and its options, for one GPU with these instances."""
+    def with_existing(
+        self, gpu: Gpu, instances: Mapping[Gpu, Sequence[MigInstance]]
+    ) -> tuple[Options, Backend]:
+        """Return the backend and options of one GPU, by its pool's instances."""
+
+    @abstractmethod
+    def existing_resources(
+        self, instances: Mapping[Gpu, Sequence[MigInstance]]
+    ) -> Sequence[ResourceName]:
+        """Return the resources that these instances have for themselves."""
 
 
 class HasMetrics(Backend):

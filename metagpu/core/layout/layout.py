@@ -182,14 +182,18 @@ def build_layout(
     backend_assignments: list[BackendAssignment] = []
     shares: list[Share] = []
     counts = Counter[ResourceName]()
-    answering: dict[ResourceName, Backend] = {}
     by_name = {pool.name: pool for pool, _ in pools}
-    for gpu in gpus:
-        assignment, backends, pool_reason = _assign_pool(gpu, pools)
+    assigned = [(gpu, *_assign_pool(gpu, pools)) for gpu in gpus]
+    instances: dict[str | None, dict[Gpu, Sequence[MigInstance]]] = {}
+    for gpu, assignment, *_ in assigned:
+        instances.setdefault(assignment.pool, {})[gpu] = existing.get(gpu.id, ())
+    answering = _answering_instances(pools, instances)
+    for gpu, assigned_pool, pool_backends, pool_reason in assigned:
+        assignment, backends = assigned_pool, pool_backends
         if assignment.pool is not None:
             options = config.options[assignment.pool]
             found = [
-                _with_existing(gpu, *pair, existing.get(gpu.id, ()))
+                _with_existing(gpu, *pair, instances[assignment.pool])
                 for pair in zip(options, backends, strict=True)
             ]
             backend_assignments += found
@@ -266,11 +270,25 @@ def _assign_pool(
 
 
 def _with_existing(
-    gpu: Gpu, options: Options, backend: Backend, instances: Sequence[MigInstance]
+    gpu: Gpu, options: Options, backend: Backend, instances: Mapping[Gpu, Sequence[MigInstance]]
 ) -> BackendAssignment:
     if isinstance(backend, OffersExisting) and backend.offers_existing:
         options, backend = backend.with_existing(gpu, instances)
     return BackendAssignment(gpu, options, backend)
+
+
+def _answering_instances(
+    pools: Iterable[tuple[Pool, list[Backend]]],
+    instances: Mapping[str | None, Mapping[Gpu, Sequence[MigInstance]]],
+) -> dict[ResourceName, Backend]:
+    """Return the backends of existing instances that have one name in a pool."""
+    found: dict[ResourceName, Backend] = {}
+    for pool, backends in pools:
+        for backend in backends:
+            if isinstance(backend, OffersExisting) and backend.offers_existing:
+                for resource in backend.existing_resources(instances.get(pool.name, {})):
+                    found.setdefault(resource, backend)
+    return found
 
 
 def _answering_backends(
@@ -346,8 +364,9 @@ def _answers(
 ) -> bool:
     """Return whether a share is of the kind that answers for its resource.
 
-    The first share decides. Only where resources follow from what exists may a second backend have
-    one: NVIDIA's strategy `single` on a node with whole GPUs and instances.
+    Existing instances come first, then the first share. Only where resources follow from what
+    exists may a second backend have one: NVIDIA's strategy `single` on a node with whole GPUs and
+    instances.
     """
     for backend in backends:
         if backend.name == share.backend:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from metagpu.backends.common.packing import AllocationPolicy
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.options import MigOptions
 from metagpu.core.availability.conflict import conflicts
@@ -73,7 +74,7 @@ def test_the_longest_ids_are_legal() -> None:
     """Ids have legal length with the most replicas of every profile of every GPU model."""
     gpus = [mig_gpu(0, name) for name, model in GPU_MODELS.items() if model.mig_profiles]
     lengths = [
-        max(len(it.id) for it in backend({profile.name: 1}, replicas=100).shares(gpu))
+        max(len(it.id) for it in backend({profile.name: 1}, replicas=1000).shares(gpu))
         for gpu in gpus
         for profile in gpu.mig_profiles
     ]
@@ -83,8 +84,8 @@ def test_the_longest_ids_are_legal() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("replicas: 101", "replicas is 101; allowed: 1 to 100"),
-        ("replicas: {1g.5gb: 0}", "replicas is 0; allowed: 1 to 100"),
+        ("replicas: 1001", "replicas is 1001; allowed: 1 to 1000"),
+        ("replicas: {1g.5gb: 0}", "replicas is 0; allowed: 1 to 1000"),
         ("replicas: {2g.10gb: 2}", "replicas names 2g.10gb, which this backend does not offer"),
         ("resource: {2g.10gb: a.b/c}", "resource names 2g.10gb, which this backend does not offer"),
     ],
@@ -96,6 +97,25 @@ def test_options_that_make_no_sense(options: str, message: str) -> None:
         f"pools: [{{name: a, backends: [{{backend: mig, layout: {{1g.5gb: 7}}, {options}}}]}}]"
     )
     with pytest.raises(ConfigError, match=rf"t.yaml: 2: pools\[0\].backends\[0\].*{message}"):
+        parse(text, "t.yaml", BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("replicas: 1001", "replicas is 1001; allowed: 1 to 1000"),
+        ("replicas: {1g.5gb: 0}", "replicas is 0; allowed: 1 to 1000"),
+        ("replicas: {small: 2}", "'small' is not a MIG profile"),
+        ("replicas: 2, mps: {}", "containers of a MIG instance either take turns"),
+        ("replicas: {1g.5gb: 2}, mps: {replicas: {1g.5gb: 2}}", "containers of a 1g.5gb either"),
+    ],
+)
+def test_options_of_existing_instances_that_make_no_sense(options: str, message: str) -> None:
+    """Wrong options are refused before the instances are known."""
+    backends = f"[{{backend: mig, existing: true, {options}}}]"
+    text = f"version: metagpu/v1\npools: [{{name: a, backends: {backends}}}]"
+
+    with pytest.raises(ConfigError, match=message):
         parse(text, "t.yaml", BACKENDS)
 
 
@@ -123,6 +143,20 @@ def test_a_container_gets_the_instance_that_the_fewest_have() -> None:
         *("0:3g.20gb@0-t0", "0:3g.20gb@4-t0", "1:3g.20gb@0-t0", "1:3g.20gb@4-t0"),
         *("0:3g.20gb@0-t1", "0:3g.20gb@4-t1"),
     ]
+
+
+def test_packed_replicas_fill_an_instance_first() -> None:
+    """With `packed` the instance with the most holders is taken until it is full."""
+    packed = backend(allocation_policy=AllocationPolicy.PACKED)
+    snapshot, given = node(A, B), list[str]()
+    for _ in range(2):
+        free = [it for state in snapshot.gpus.values() for it in state.shares]
+        free = [it for it in free if it.id not in snapshot.gpus[it.gpu].leases]
+        shares = packed.prefer(free, (), 2, snapshot)
+        given += [f"{snapshot.gpus[it.gpu].gpu.index}:{slots([it])[0]}" for it in shares]
+        snapshot = after(SharesClaimed(tuple(shares), at=1), since=snapshot)
+
+    assert given == ["0:3g.20gb@0-t0", "0:3g.20gb@0-t1", "0:3g.20gb@0-t2", "0:3g.20gb@4-t0"]
 
 
 def test_blocked_shares_come_last() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.backends.common.packing import GpuCandidate
-from metagpu.backends.timeslice.backend import AllocationPolicy, choose_replicas
+from metagpu.backends.common.packing import AllocationPolicy, GpuCandidate
+from metagpu.backends.timeslice.backend import choose_replicas
 from metagpu.core.model.shares import Share
 from tests.rigs.build import gpu, share
 
