@@ -20,7 +20,7 @@ from metagpu.cli import arguments, mgctl
 from metagpu.cli.options import Variable
 from metagpu.cli.parser import actions_of, commands_of
 from metagpu.host.service import SETTINGS
-from metagpu.kubectl import arguments as kubectl
+from metagpu.kubectl import program as kubectl
 from metagpu.plugins.pod_api.command import HELP
 
 FOLDER: Final = Path(__file__).parents[1] / "dist" / "man" / "man1"

@@ -20,7 +20,7 @@ from metagpu.core.contracts.backend import installed_backends
 from metagpu.core.model.xid_severity import DEFAULT_XIDS, Severity
 from metagpu.core.reports.doctor import CHECKS
 from metagpu.core.usage.report import usage_report
-from metagpu.kubectl import arguments as kubectl_arguments
+from metagpu.kubectl import program as kubectl_program
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.machine.gpu_models import GPU_MODELS, NvlinkFabric
 from metagpu.sim.machine.spec import build_node
@@ -69,7 +69,7 @@ def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
     program, *rest = words
     if program == "kubectl":
         program, *rest = rest
-        reads = kubectl_arguments.parser()
+        reads = kubectl_program.parser()
     else:
         reads = arguments.parser() if program == "metagpu" else mgctl.parser()
 

@@ -1,12 +1,52 @@
-"""The program `kubectl-metagpu`, which kubectl runs as `kubectl metagpu`."""
+"""The program of `kubectl metagpu`: its arguments, their help and their examples."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any, Final
 
-from metagpu.cli.options import resolve_environment
-from metagpu.cli.parser import complete_line, completions, run_command, wants_file
-from metagpu.kubectl.arguments import parser
+from metagpu import __version__
+from metagpu.cli.options import Variable, add_page_address, resolve_environment
+from metagpu.cli.parser import (
+    Parser,
+    add_command,
+    add_reason,
+    complete_line,
+    completions,
+    run_command,
+    wants_file,
+)
+from metagpu.cli.resource_names import add_resource_names
+from metagpu.display.encoding import WIDE_FORMATS
+from metagpu.display.options import add_output, add_sort_by, add_watch
+from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
+
+SHORTEST_INTERVAL: Final = 0.5
+"""Seconds between two looks of `web`: the page takes no more changes than two a second."""
+OBJECTS: Final = {
+    "nodes": ("node", "no"),
+    "gpus": ("gpu",),
+    "pods": ("pod", "po"),
+    "namespaces": ("namespace", "ns"),
+}
+"""The objects of `get` and `top`, and their other names."""
+DEFAULTS: Final = TranslationSettings()
+SHORTEST_TIMEOUT: Final = 0.1
+"""Seconds: in less, no node answers through the API server."""
+ANSWER_TIMEOUT: Final = 5.0
+"""Seconds for each node's answer."""
+DRAIN_TIMEOUT: Final = 300.0
+"""Seconds until the last pod has left a GPU."""
+_SUMMARIES: Final = {
+    "nodes": "the nodes: their GPUs, what is held, used and out of order",
+    "gpus": "the GPUs of all nodes",
+    "pods": "the containers that hold shares, and their use",
+    "namespaces": "what the pods of each namespace hold and use together",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +73,374 @@ def complete() -> int:
     # kubectl's marks: 0 completes names of files, 4 does not.
     print(":0" if wants_file(program, words) else ":4")  # noqa: T201 - as above
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser; `command` of its result is the command's name."""
+    program = Parser(
+        prog="kubectl metagpu",
+        description="Shows the GPUs of a cluster, who holds them, and why a pod gets none.",
+        epilog="examples:\n  kubectl metagpu top nodes\n  kubectl metagpu get pods -A -o wide\n"
+        "  kubectl metagpu why my-pod",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program.add_argument("--version", action="version", version=f"kubectl-metagpu {__version__}")
+    commands = program.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
+    for add in (
+        *(_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu),
+        *(_explain, _translate, _web),
+    ):
+        add(commands)
+    return program
+
+
+def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
+    it = add_command(
+        commands,
+        "top",
+        "show load, memory and shares; live on a terminal, until q is pressed",
+        "kubectl metagpu top gpus --sort-by utilization",
+    )
+    for one in _objects(it, "show", "kubectl metagpu top {kind}"):
+        add_output(one, WIDE_FORMATS)
+        add_watch(one)
+        _add_connection(one)
+
+
+def _get(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "get",
+        "list nodes, gpus, pods or namespaces, for people or programs",
+        "kubectl metagpu get pods -A -o json",
+    )
+    for one in _objects(it, "list", "kubectl metagpu get {kind} -o wide"):
+        add_output(one, WIDE_FORMATS)
+        add_watch(one)
+        _add_connection(one)
+
+
+def _objects(it: Parser, verb: str, example: str) -> Iterator[Parser]:
+    """Add a command for each kind of objects, and yield its parser for more options."""
+    kinds = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    for kind, aliases in OBJECTS.items():
+        summary = f"{verb} {_SUMMARIES[kind]}"
+        one = add_command(kinds, kind, summary, example.format(kind=kind), aliases)
+        one.set_defaults(kind=kind)
+        _add_selection(one, kind)
+        yield one
+
+
+def _why(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "why",
+        "say why a pod gets no GPU: of each node what is missing, and what to change",
+        "kubectl metagpu why train-0 -n team-a",
+    )
+    it.add_argument(
+        "pod",
+        metavar="POD",
+        type=_pod_or_controller,
+        help="a pod, or KIND/NAME of its controller, such as job/train or deployment/web",
+    )
+    _add_namespace(it)
+    add_output(it)
+    _add_connection(it)
+
+
+def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "fit",
+        "say where the pod of a manifest would fit, and why not elsewhere; nothing is created",
+        "kubectl metagpu fit -f pod.yaml",
+    )
+    _add_filename(it, "a Pod, or a workload such as a Deployment")
+    _add_namespace(it)
+    add_output(it)
+    _add_connection(it)
+
+
+def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "doctor",
+        "check the daemons of all nodes; print what is wrong, and the fixes",
+        "kubectl metagpu doctor",
+    )
+    _add_selector(it, "nodes")
+    add_output(it, WIDE_FORMATS)
+    _add_connection(it)
+
+
+def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "cordon",
+        "stop giving new shares of a GPU, by an annotation of its Node; running pods stay",
+        'kubectl metagpu cordon gpu-1/3 --reason "replace the fan"',
+    )
+    _add_gpu(it)
+    add_reason(it)
+    _add_connection(it)
+
+
+def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "uncordon",
+        "give shares of a cordoned GPU again",
+        "kubectl metagpu uncordon gpu-1/3",
+    )
+    _add_gpu(it)
+    _add_connection(it)
+
+
+def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "drain-gpu",
+        "evict the pods that hold shares of a GPU, after its cordon. It shows them first, and asks "
+        "for consent on a terminal",
+        'kubectl metagpu drain-gpu gpu-1/3 --reason "replace the fan"',
+    )
+    _add_gpu(it)
+    add_reason(it)
+    it.add_argument("-y", "--yes", action="store_true", help="evict without a question")
+    it.add_argument(
+        "--force",
+        action="store_true",
+        help="also evict pods of DaemonSets, and pods without a controller, which nothing restarts",
+    )
+    it.add_argument("--dry-run", action="store_true", help="show what it would do, and do nothing")
+    it.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        dest="drain_timeout",
+        type=_seconds(SHORTEST_TIMEOUT),
+        default=DRAIN_TIMEOUT,
+        help="until the last pod has left the GPU (default: %(default)g)",
+    )
+    _add_connection(it, timeout=False)
+
+
+def _add_gpu(it: argparse.ArgumentParser) -> None:
+    it.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
+
+
+def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "explain",
+        "print what a node offers to the kubelet, and why",
+        "kubectl metagpu explain gpu-1",
+    )
+    it.add_argument("node", metavar="NODE", help="the name of the node")
+    it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
+    add_output(it)
+    _add_connection(it)
+
+
+def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "translate",
+        "print a manifest whose pods ask for resources of the nodes, and no more in HAMi's terms "
+        "(nvidia.com/gpumem and the like); nothing is created",
+        "kubectl metagpu translate -f pod.yaml | kubectl apply -f -",
+    )
+    _add_filename(it, "Pods, workloads such as a Deployment, and other objects, which stay")
+    it.add_argument(
+        "--nodes",
+        type=Path,
+        metavar="FILE",
+        help="the nodes, as `kubectl get nodes -o json` or `-o yaml` prints them (default: those "
+        "of the cluster)",
+    )
+    it.add_argument(
+        "--order",
+        metavar="NAMES",
+        type=_techniques,
+        default=DEFAULTS.order,
+        help="the techniques by preference, for pods that name none (default: "
+        f"{','.join(DEFAULTS.order)})",
+    )
+    it.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default=DEFAULTS.policy,
+        help="between resources that would serve a pod: the one with the least waste, or the one "
+        "with the most room (default: %(default)s)",
+    )
+    add_resource_names(it)
+    it.add_argument(
+        "--dra-resources",
+        metavar="NAMES",
+        default="",
+        help="names in limits that DRA serves, and no Node counts: requests for them are left as "
+        "they are (default: those of the cluster's DeviceClasses, with --nodes none)",
+    )
+    it.add_argument(
+        "--claims",
+        action="store_true",
+        help="print ResourceClaimTemplates with the alternatives in order, and pods that claim "
+        "them, in place of resources of the nodes",
+    )
+    it.add_argument(
+        "--claims-driver",
+        metavar="NAME",
+        default="gpu.metagpu.io",
+        help="the name of the DRA driver, as in the configuration: gpu.nvidia.com asks for MIG "
+        "devices and whole GPUs by NVIDIA's DeviceClasses (default: %(default)s)",
+    )
+    it.add_argument(
+        "--explain", action="store_true", help="show what each node would give, not the manifest"
+    )
+    it.add_argument(
+        "-o",
+        "--output",
+        metavar="FORMAT",
+        choices=("yaml", "json"),
+        default="yaml",
+        help="one of yaml, json (default: %(default)s)",
+    )
+    _add_connection(it, timeout=False)
+
+
+def _techniques(text: str) -> tuple[str, ...]:
+    """Read the names of techniques, divided by commas."""
+    names = tuple(it.strip() for it in text.split(","))
+    if unknown := [it for it in names if it not in TECHNIQUES]:
+        known = ", ".join(TECHNIQUES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a technique; give some of {known}")
+    return names
+
+
+def _web(commands: Any) -> None:  # noqa: ANN401 - as above
+    it = add_command(
+        commands,
+        "web",
+        "show all GPUs of the cluster in a browser: serve the page on this machine alone, with "
+        "your rights, until an interrupt",
+        "kubectl metagpu web --open",
+    )
+    add_page_address(it)
+    it.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="start a browser with the page (default: only print its URL)",
+    )
+    it.add_argument(
+        "--interval",
+        metavar="SECONDS",
+        type=_seconds(SHORTEST_INTERVAL),
+        default=2.0,
+        help="between two looks at the nodes, while a browser shows the page "
+        "(default: %(default)g)",
+    )
+    _add_selector(it, "nodes")
+    _add_namespace(
+        it,
+        "show what waits of this namespace (default: of all, or of the context's namespace where "
+        "you may list no others)",
+    )
+    it.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="show what waits of all, or fail"
+    )
+    _add_connection(it)
+
+
+def _name(text: str) -> str:
+    """Read the name of an object: of another one the API server has no path."""
+    if re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a name; one has a-z 0-9 - and dots, alphanumeric at both ends"
+    )
+
+
+def _pod_or_controller(text: str) -> str:
+    """Read the name of a pod, or kind and name of a controller."""
+    kind, slash, name = text.rpartition("/")
+    return f"{_name(kind)}/{_name(name)}" if slash else _name(text)
+
+
+def _namespace(text: str) -> str:
+    """Read the name of a namespace; an empty one is that of the context."""
+    return _name(text) if text else ""
+
+
+def _seconds(least: float) -> Callable[[str], float]:
+    """Return a reader of seconds, of a least number of them."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (seconds := float(text)) < inf:
+                return seconds
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds, {least:g} or more")
+
+    return read
+
+
+def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
+    if kind == "pods":
+        _add_namespace(it)
+    everywhere = "of all namespaces" if kind == "pods" else "no effect: these are of the cluster"
+    it.add_argument("-A", "--all-namespaces", action="store_true", help=everywhere)
+    _add_selector(it, "nodes" if kind in ("nodes", "gpus") else "pods")
+    add_sort_by(it)
+
+
+def _add_filename(it: argparse.ArgumentParser, objects: str) -> None:
+    help_ = f"a manifest with {objects}; - is stdin"
+    it.add_argument("-f", "--filename", required=True, metavar="FILE", help=help_)
+
+
+def _add_selector(it: argparse.ArgumentParser, objects: str) -> None:
+    it.add_argument(
+        "-l",
+        "--selector",
+        metavar="LABELS",
+        default="",
+        help=f"only {objects} with these labels, as kubectl takes them",
+    )
+
+
+def _add_namespace(
+    it: argparse.ArgumentParser, meaning: str = "default: that of the context"
+) -> None:
+    it.add_argument("-n", "--namespace", metavar="NAME", type=_namespace, default="", help=meaning)
+
+
+def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> None:
+    it.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        default=Variable(("KUBECONFIG",), convert=Path),
+        help="address and credentials of the API server (default: ~/.kube/config)",
+    )
+    it.add_argument("--context", metavar="NAME", help="the context of the kubeconfig")
+    it.add_argument(
+        "--agent-namespace",
+        metavar="NAME",
+        default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
+        help="the namespace that metagpu is installed in (default: the only one with daemons)",
+    )
+    if timeout:
+        it.add_argument(
+            "--timeout",
+            metavar="SECONDS",
+            type=_seconds(SHORTEST_TIMEOUT),
+            default=ANSWER_TIMEOUT,
+            help="for each node's answer (default: %(default)g)",
+        )
+    else:
+        it.set_defaults(timeout=ANSWER_TIMEOUT)
 
 
 if __name__ == "__main__":

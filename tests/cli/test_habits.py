@@ -14,13 +14,13 @@ import structlog
 from metagpu.cli import arguments, metagpu, mgctl
 from metagpu.cli.loading import configure_log
 from metagpu.cli.parser import actions_of, commands_of
-from metagpu.kubectl import arguments as kubectl_arguments
+from metagpu.kubectl import program as kubectl_program
 from metagpu.kubectl.program import main as kubectl_main
 
 PROGRAMS = {
     "metagpu": arguments.parser(),
     "mgctl": mgctl.parser(),
-    "kubectl metagpu": kubectl_arguments.parser(),
+    "kubectl metagpu": kubectl_program.parser(),
 }
 SHARED = {
     "cordon": {"--reason"},
@@ -82,8 +82,8 @@ def test_an_option_has_one_meaning(option: str) -> None:
 def test_each_object_takes_all_namespaces() -> None:
     """`-A` is no error where objects are of the cluster, as kubectl takes it."""
     for command in ("get", "top"):
-        parser = kubectl_arguments.parser()
-        for kind in kubectl_arguments.OBJECTS:
+        parser = kubectl_program.parser()
+        for kind in kubectl_program.OBJECTS:
             assert parser.parse_args([command, kind, "-A"]).all_namespaces
 
 

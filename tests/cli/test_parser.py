@@ -17,7 +17,7 @@ from metagpu.__main__ import main as program
 from metagpu.cli import arguments, mgctl
 from metagpu.cli.metagpu import main
 from metagpu.cli.parser import completions, run_command
-from metagpu.kubectl import arguments as kubectl_arguments
+from metagpu.kubectl import program as kubectl_program
 from metagpu.kubectl.commands import COMMANDS
 from metagpu.kubectl.program import complete
 
@@ -138,7 +138,7 @@ def test_other_failures_are_not_hidden() -> None:
 PARSERS = {
     "metagpu": arguments.parser,
     "mgctl": mgctl.parser,
-    "kubectl-metagpu": kubectl_arguments.parser,
+    "kubectl-metagpu": kubectl_program.parser,
 }
 
 

@@ -13,11 +13,10 @@ import pytest
 from anyio import to_thread
 
 from metagpu.kubectl import web
-from metagpu.kubectl.arguments import parser
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.judgement import waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
-from metagpu.kubectl.program import main
+from metagpu.kubectl.program import main, parser
 from metagpu.kubectl.viewer import ClusterViewer
 from metagpu.kubectl.web import ClusterView, serve_cluster
 from metagpu.sim.kubelet.kubelet import SimPod

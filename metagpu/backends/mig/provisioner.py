@@ -5,9 +5,9 @@ provisioner then asks again.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import anyio
 import msgspec
@@ -42,12 +42,13 @@ class Blocker(NamedTuple):
 
 
 class MigModePolicy(Protocol):
-    """The MIG mode that a pool wants of one GPU."""
+    """The MIG mode that a pool wants of one GPU.
 
-    @property
-    def enables(self) -> bool:
-        """True if the pool wants MIG on: no other backend can use the GPU then."""
-        ...
+    Attributes:
+        enables: whether the pool wants MIG on: no other backend can use the GPU then.
+    """
+
+    enables: ClassVar[bool]
 
     async def ensure(self) -> Blocker | None:
         """Change the mode if allowed and possible; return why it is not the wanted one.
@@ -63,38 +64,22 @@ def expected_problem(gpu: Gpu, *, enable: bool, disable: bool = False) -> str:
 
     Empty where the mode is right, or where metagpu changes it as soon as the GPU is unused.
     """
-    if disable:
-        return _disabling_problem(gpu)
-    if gpu.mig_enabled is None:
+    if gpu.mig_enabled is None and not disable:
         return _NO_MIG
-    if gpu.mig_enabled:
-        return ""
-    if not enable:
+    if not (gpu.mig_enabled or enable or disable):
         return _disabled(gpu)
-    if gpu.architecture in _RESET_ARCHITECTURES:
-        return (
-            "MIG mode is off; metagpu enables it once the GPU is unused, and the GPU then needs a "
-            f"reset: {_reset_command(gpu)}"
-        )
+    if gpu.mig_enabled is disable and gpu.architecture in _RESET_ARCHITECTURES:
+        change = LEAVING if disable else ENTERING
+        return f"{change}; the GPU then needs a reset: {_reset_command(gpu)}"
     return ""
-
-
-def _disabling_problem(gpu: Gpu) -> str:
-    if not gpu.mig_enabled or gpu.architecture not in _RESET_ARCHITECTURES:
-        return ""
-    return f"{LEAVING}; the GPU then needs a reset: {_reset_command(gpu)}"
 
 
 class MigModeEnabler(msgspec.Struct, frozen=True):
     """The policy of a GPU with instances; `enable` allows metagpu to turn MIG on."""
 
+    enables: ClassVar[bool] = True
     context: GpuContext
     enable: bool
-
-    @property
-    def enables(self) -> bool:
-        """True."""
-        return True
 
     async def ensure(self) -> Blocker | None:
         """Enable MIG if allowed and possible; return why it is off, `None` if it is on.
@@ -116,7 +101,7 @@ class MigModeEnabler(msgspec.Struct, frozen=True):
         return await self._enable()
 
     async def _enable(self) -> Blocker | None:
-        context, gpu = self.context, self.context.state.gpu
+        context = self.context
         if context.state.kubelet.mig_devices_of_other_plugins is None:
             return Blocker(
                 "MIG mode is off; metagpu enables it after the kubelet has reported which pods "
@@ -126,33 +111,17 @@ class MigModeEnabler(msgspec.Struct, frozen=True):
         # Reported before the check for use: from now on no container is given another share, and
         # the check sees every earlier lease.
         context.report(ProvisionedState(exclusive=True))
-        try:
-            if use := await _use(context):
-                context.report(ProvisionedState())
-                return Blocker(f"MIG mode is off; metagpu enables it once the GPU is unused: {use}")
-            mode = await context.mig.set_mode(gpu.id, enabled=True)
-        except DriverError as error:
+        blocker = await _change_mode(context, _use(context), enable=True)
+        if blocker is not None:
             context.report(ProvisionedState())  # other backends may use the GPU while this fails
-            return Blocker(f"MIG mode is off and cannot be enabled: {error}")
-
-        if mode.enabled:
-            log.info("mig mode enabled", gpu=str(gpu))
-            return None
-        context.report(ProvisionedState())
-        if not mode.pending:
-            return Blocker(f"MIG mode is off and cannot be enabled: {mode.reason}")
-        return _reset(gpu, f"it was switched on, but {mode.reason}")
+        return blocker
 
 
 class MigModeDisabler(msgspec.Struct, frozen=True):
     """The policy of a GPU that leaves MIG mode."""
 
+    enables: ClassVar[bool] = False
     context: GpuContext
-
-    @property
-    def enables(self) -> bool:
-        """False."""
-        return False
 
     async def ensure(self) -> Blocker | None:
         """Disable MIG if possible; return a blocker until the GPU is known without it.
@@ -168,9 +137,7 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
             return Blocker(_LEFT) if gpu.mig_enabled else None
         if not mode.pending:
             return _reset(gpu, "it is switched off")
-        if use := await self._use():
-            return Blocker(f"{LEAVING}: {use}", empties=True)
-        return await self._disable()
+        return await _change_mode(context, self._use(), enable=False) or Blocker(_LEFT)
 
     async def _use(self) -> str:
         """Return what keeps MIG on, empty for nothing."""
@@ -183,19 +150,23 @@ class MigModeDisabler(msgspec.Struct, frozen=True):
             return f"it has {len(instances)} instances"
         return ""
 
-    async def _disable(self) -> Blocker | None:
-        context, gpu = self.context, self.context.state.gpu
-        try:
-            mode = await context.mig.set_mode(gpu.id, enabled=False)
-        except DriverError as error:
-            return Blocker(f"MIG mode is on and cannot be disabled: {error}")
 
-        if not mode.enabled:
-            log.info("mig mode disabled", gpu=str(gpu))
-            return Blocker(_LEFT)
-        if mode.pending:
-            return Blocker(f"MIG mode is on and cannot be disabled: {mode.reason}")
-        return _reset(gpu, f"it was switched off, but {mode.reason}")
+async def _change_mode(context: GpuContext, use: Awaitable[str], *, enable: bool) -> Blocker | None:
+    """Change the mode of an unused GPU; return what keeps it, `None` for nothing."""
+    gpu = context.state.gpu
+    failed = f"MIG mode is {'off and cannot be enabled' if enable else 'on and cannot be disabled'}"
+    try:
+        if used := await use:
+            return Blocker(f"{ENTERING if enable else LEAVING}: {used}", empties=not enable)
+        mode = await context.mig.set_mode(gpu.id, enabled=enable)
+    except DriverError as error:
+        return Blocker(f"{failed}: {error}")
+    if mode.enabled is enable:
+        log.info("mig mode changed", gpu=str(gpu), enabled=enable)
+        return None
+    if mode.pending is not enable:
+        return Blocker(f"{failed}: {mode.reason}")
+    return _reset(gpu, f"it was switched {'on' if enable else 'off'}, but {mode.reason}")
 
 
 async def _use(context: GpuContext, *, any_backend: bool = False) -> str:
@@ -209,6 +180,7 @@ async def _use(context: GpuContext, *, any_backend: bool = False) -> str:
     return ""
 
 
+ENTERING: Final = "MIG mode is off; metagpu enables it once the GPU is unused"
 LEAVING: Final = "MIG mode is on; metagpu turns it off once the GPU is unused"
 _LEFT: Final = "MIG mode is off now; other backends offer the GPU after the next check of all GPUs"
 _NO_MIG: Final = "the GPU does not support MIG"

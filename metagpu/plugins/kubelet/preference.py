@@ -33,52 +33,48 @@ from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 
 class SharesRequest(msgspec.Struct, frozen=True):
-    """A request for preferred shares, as the kubelet makes it.
+    """A request of the kubelet for preferred shares, and what it is answered from.
 
     Attributes:
+        backend: the backend of the shares, which chooses among equal GPUs.
+        snapshot: everything known now.
         available: the shares that the kubelet has free.
         required: the shares that must be chosen.
         size: the number of shares to choose, the required ones included.
         rooms: shares that one GPU should have free, for later containers of the pod, best first.
     """
 
+    backend: Backend
+    snapshot: Snapshot
     available: Sequence[Share]
     required: Sequence[Share]
     size: int
     rooms: tuple[int, ...] = ()
 
+    def prefer(
+        self, available: Sequence[Share], required: Sequence[Share], size: int
+    ) -> Sequence[Share]:
+        """Return the backend's choice, wherever there is room for it."""
+        return self.backend.prefer(available, required, size, self.snapshot)
 
-def prefer_with_room(
-    asked: SharesRequest, available: Sequence[Share], backend: Backend, snapshot: Snapshot
-) -> Sequence[Share]:
-    """Return the backend's choice, on a GPU with room if there is one."""
-    for room in asked.rooms:
-        if shares := prefer_in_room(room, asked, available, backend, snapshot):
-            return shares
-    return backend.prefer(available, asked.required, asked.size, snapshot)
+    def prefer_with_room(self, available: Sequence[Share]) -> Sequence[Share]:
+        """Return the backend's choice, on a GPU with room if there is one."""
+        for room in self.rooms:
+            if shares := self.prefer_in_room(room, available):
+                return shares
+        return self.prefer(available, self.required, self.size)
 
-
-def prefer_in_room(
-    room: int,
-    asked: SharesRequest,
-    available: Sequence[Share],
-    backend: Backend,
-    snapshot: Snapshot,
-) -> Sequence[Share]:
-    """Return shares of the GPU where a request as large as the room would go."""
-    there = backend.prefer(available, asked.required, room, snapshot)
-    if len(there) != room or len(by_gpu(there)) != 1:
-        return ()
-    here = [share for share in available if share.gpu == there[0].gpu]
-    return backend.prefer(here, asked.required, asked.size, snapshot)
+    def prefer_in_room(self, room: int, available: Sequence[Share]) -> Sequence[Share]:
+        """Return shares of the GPU where a request as large as the room would go."""
+        there = self.prefer(available, self.required, room)
+        if len(there) != room or len(by_gpu(there)) != 1:
+            return ()
+        here = [share for share in available if share.gpu == there[0].gpu]
+        return self.prefer(here, self.required, self.size)
 
 
 def prefer_by_annotations(
-    preference: GpuPreference,
-    asked: SharesRequest,
-    default: Sequence[Share],
-    backend: Backend,
-    snapshot: Snapshot,
+    preference: GpuPreference, asked: SharesRequest, default: Sequence[Share]
 ) -> tuple[Sequence[Share], str]:
     """Choose shares by a preference: as much of it as can be followed.
 
@@ -86,13 +82,11 @@ def prefer_by_annotations(
         preference: the preference of the pod's annotations.
         asked: the kubelet's request.
         default: the choice without a preference.
-        backend: the backend of the shares, which chooses among equal GPUs.
-        snapshot: everything known now.
 
     Returns:
         The shares, and why the preference is not followed in full; empty where it is.
     """
-    choice = _Choice(preference, asked, default, backend, snapshot)
+    choice = _Choice(preference, asked, default)
     if len(choice.usable) < asked.size:
         return default, choice.too_few()
 
@@ -119,29 +113,23 @@ class _Choice:
     """
 
     def __init__(
-        self,
-        preference: GpuPreference,
-        asked: SharesRequest,
-        default: Sequence[Share],
-        backend: Backend,
-        snapshot: Snapshot,
+        self, preference: GpuPreference, asked: SharesRequest, default: Sequence[Share]
     ) -> None:
         self._preference = preference
         self._asked = asked
         self._default_gpus = len(by_gpu(default))
-        self._backend = backend
-        self._snapshot = snapshot
+        self._snapshot = asked.snapshot
         self._named = {
             gpu
-            for gpu, state in snapshot.gpus.items()
-            if not preference.misfit(state.gpu) and open_to(state, backend.name)
+            for gpu, state in asked.snapshot.gpus.items()
+            if not preference.misfit(state.gpu) and open_to(state, asked.backend.name)
         }
         possible = (it for it in asked.available if it.gpu in self._named)
         self.usable = list(dict.fromkeys([*asked.required, *possible]))
 
     def by_default(self) -> Sequence[Share]:
         """Return the backend's own choice among the usable shares."""
-        return prefer_with_room(self._asked, self.usable, self._backend, self._snapshot)
+        return self._asked.prefer_with_room(self.usable)
 
     def by_policy(self) -> Iterator[Sequence[Share]]:
         """Yield choices on equally full GPUs each, the first by the policy first.
@@ -154,9 +142,9 @@ class _Choice:
         for room, gpus in product((*self._asked.rooms, self._asked.size), levels):
             level = [share for share in self.usable if share.gpu in gpus]
             if room == self._asked.size:
-                shares = self._prefer(level, (), room)
+                shares = self._asked.prefer(level, (), room)
             else:
-                shares = prefer_in_room(room, self._asked, level, self._backend, self._snapshot)
+                shares = self._asked.prefer_in_room(room, level)
             if shares and len(by_gpu(shares)) <= self._default_gpus:
                 yield shares
 
@@ -187,7 +175,7 @@ class _Choice:
             return "they are not those that the kubelet requires"
         try:
             refuse(shares, self._snapshot)
-            self._backend.check(shares, self._snapshot)
+            self._asked.backend.check(shares, self._snapshot)
         except RequestError as error:
             return str(error)
         return ""
@@ -233,23 +221,18 @@ class _Choice:
                 by_fullness(self._fullness([s for it in enough.values() for s in it]), policy)
             )
             enough = {gpu: it for gpu, it in enough.items() if gpu in first}
-        shares = self._prefer([it for those in enough.values() for it in those], must, size)
+        shares = self._asked.prefer([it for those in enough.values() for it in those], must, size)
         if not shares:
             return ()
         # A backend may take one share from each GPU: ask it again for the first alone.
         gpu = shares[0].gpu
-        return shares if len(by_gpu(shares)) == 1 else self._prefer(enough[gpu], must, size)
+        return shares if len(by_gpu(shares)) == 1 else self._asked.prefer(enough[gpu], must, size)
 
     def _fullness(self, shares: Sequence[Share]) -> Mapping[GpuId, tuple[int, int]]:
         if not shares:
             return {}
         on_offer = self._snapshot.offers[shares[0].resource].ids
         return {gpu: (len(it), len(on_offer[gpu])) for gpu, it in by_gpu(shares).items()}
-
-    def _prefer(
-        self, available: Sequence[Share], required: Sequence[Share], size: int
-    ) -> Sequence[Share]:
-        return self._backend.prefer(available, required, size, self._snapshot)
 
 
 AMBIGUOUS: Final = (
@@ -426,12 +409,12 @@ class ShareChooser:
             available = free if len(free) >= asked.size else available
             required = list(filter(None, map(known, asked.required)))
             rooms = self._matcher.rooms(asked.size, snapshot)
-            wanted = SharesRequest(available, required, asked.size, rooms)
             try:
                 backend = self._backend(self._resource)
-                preferred = prefer_with_room(wanted, available, backend, snapshot)
+                wanted = SharesRequest(backend, snapshot, available, required, asked.size, rooms)
+                preferred = wanted.prefer_with_room(available)
                 chosen = [share.id for share in preferred]
-                preferred = self._by_annotations(wanted, preferred, backend, snapshot)
+                preferred = self._by_annotations(wanted, preferred)
                 chosen = [share.id for share in preferred]
             except Exception:  # noqa: BLE001 - no error here may fail the pod
                 self._log.exception(
@@ -442,18 +425,11 @@ class ShareChooser:
             return chosen
         return list(dict.fromkeys([*asked.required, *chosen, *asked.available]))[: asked.size]
 
-    def _by_annotations(
-        self,
-        asked: SharesRequest,
-        default: Sequence[Share],
-        backend: Backend,
-        snapshot: Snapshot,
-    ) -> Sequence[Share]:
-        container = self._matcher.match(asked.size, snapshot)
+    def _by_annotations(self, asked: SharesRequest, default: Sequence[Share]) -> Sequence[Share]:
+        container = self._matcher.match(asked.size, asked.snapshot)
         if container is None:
             return default
-        preference = container.preference
-        shares, reason = prefer_by_annotations(preference, asked, default, backend, snapshot)
+        shares, reason = prefer_by_annotations(container.preference, asked, default)
         if reason:
             self._matcher.report(container, reason)
         return shares
