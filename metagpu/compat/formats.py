@@ -75,6 +75,7 @@ def recognize(document: Document) -> ConfigFormat:
         (ConfigFormat.HAMI, "nodeconfig" in folded or isinstance(data.get("nvidia"), dict)),
         (ConfigFormat.NVIDIA, not {"flags", "sharing", "imex"}.isdisjoint(folded)),
         (ConfigFormat.NVIDIA, version == "v1" and folded <= {"version", "resources"}),
+        (ConfigFormat.NVIDIA, not data),  # its defaults
     ):
         if matches:
             return form

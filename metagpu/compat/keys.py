@@ -42,7 +42,10 @@ class IgnoredKey(msgspec.Struct, frozen=True):
 
 
 def fold_case(
-    document: Document, decoded_as: type, ignored: Iterable[str] = (), path: str = ""
+    document: Document,
+    decoded_as: type,
+    ignored: Iterable[str] = (),
+    exact: Iterable[type] = (),
 ) -> None:
     """Spell keys as the struct does, where they differ from it in case alone.
 
@@ -50,21 +53,27 @@ def fold_case(
 
     Args:
         document: the file; its keys are renamed.
-        decoded_as: the struct that the value at `path` is decoded as.
+        decoded_as: the struct that the file is decoded as.
         ignored: the paths of further known keys.
-        path: the start.
+        exact: the structs in it that the program reads in one case, with all below them.
     """
-    info = msgspec.inspect.type_info(decoded_as)
-    _fold(Origin(document, path), document.at(path), info, frozenset(ignored))
+    info, left = msgspec.inspect.type_info(decoded_as), frozenset(exact)
+    _fold(Origin(document, ""), document.data, info, frozenset(ignored), left)
 
 
 def _fold(
-    origin: Origin, value: object, info: msgspec.inspect.Type, ignored: frozenset[str]
+    origin: Origin,
+    value: object,
+    info: msgspec.inspect.Type,
+    ignored: frozenset[str],
+    exact: frozenset[type],
 ) -> None:
     if isinstance(info, msgspec.inspect.UnionType):
         for member in info.types:
-            _fold(origin, value, member, ignored)
+            _fold(origin, value, member, ignored, exact)
     elif isinstance(info, msgspec.inspect.StructType) and isinstance(value, dict):
+        if info.cls in exact:
+            return
         fields = {field.encode_name: field.type for field in info.fields}
         siblings = (it.rpartition(".") for it in ignored)
         plain = _plain(origin.path)
@@ -76,10 +85,11 @@ def _fold(
                 origin.document.rename_key(origin.path, key, right)
         for key in fields.keys() & value.keys():
             here = Origin(origin.document, key_path(origin.path, key))
-            _fold(here, value[key], fields[key], ignored)
+            _fold(here, value[key], fields[key], ignored, exact)
     elif isinstance(value, list) and (item := getattr(info, "item_type", None)) is not None:
         for number, inner in enumerate(value):
-            _fold(Origin(origin.document, f"{origin.path}[{number}]"), inner, item, ignored)
+            here = Origin(origin.document, f"{origin.path}[{number}]")
+            _fold(here, inner, item, ignored, exact)
 
 
 def ignored_keys(
@@ -136,7 +146,11 @@ def _note_ignored(
 
     parent = plain.rpartition(".")[0]
     siblings = [name.rpartition(".")[2] for name in ignored if name.rpartition(".")[0] == parent]
-    yield here.note(f"unknown key, has no effect{suggest(key, [*fields, *siblings])}")
+    names = [*fields, *siblings]
+    if right := next((name for name in names if name.lower() == key.lower()), ""):
+        yield here.note(f"has no effect: the program takes this key in one case alone: {right}")
+    else:
+        yield here.note(f"unknown key, has no effect{suggest(key, names)}")
 
 
 def _plain(path: str) -> str:

@@ -74,7 +74,8 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
 
     draft = ConfigDraft()
     for document in plugins:
-        fold_case(document, nvidia_file.NvidiaFile, nvidia_file.IGNORED_KEYS)
+        exact = (nvidia_file.NvidiaReplication, nvidia_file.PatternName)
+        fold_case(document, nvidia_file.NvidiaFile, nvidia_file.IGNORED_KEYS, exact)
     for document in layouts:
         draft.notes += ignored_keys(document, mig_parted.MigPartedFile, {})
     environment = context.environment

@@ -6,8 +6,9 @@ mig-parted 0.12, read in their sources. A variable wins over the file, as in tho
 `cli/options.py` reads those that name files, profiles, roots and the node.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -176,8 +177,8 @@ _DISABLE, _ENABLE = NVIDIA_VARIABLES[-2:]
 _STRATEGIES: Final = ("none", "single", "mixed")
 _POLICIES: Final = ("distributed", "packed")
 _EVERY_XID: Final = frozenset(("all", "xids"))
-_MAX_DIGITS: Final = 9
-"""Of an XID: a longer number is none."""
+_XID: Final = re.compile("[0-9]{1,9}")
+"""A number of NVIDIA's plugin, in which 0 stands for all XIDs."""
 
 
 class NvidiaSettings(msgspec.Struct, frozen=True):
@@ -188,6 +189,13 @@ class NvidiaSettings(msgspec.Struct, frozen=True):
     device_list_strategies: tuple[str, ...] = ()
     allocation_policy: str | None = None
     xids: Mapping[int, str] = {}
+    other_xids: Literal["application", "fatal"] | None = None
+
+    @property
+    def health(self) -> Data:
+        """The section `health` of metagpu's own format."""
+        named = {"xids": dict(self.xids)} if self.xids else {}
+        return named | ({"otherXids": self.other_xids} if self.other_xids else {})
 
 
 def merge_settings(flags: NvidiaFlags | None, environment: Mapping[str, str]) -> NvidiaSettings:
@@ -201,7 +209,12 @@ def merge_settings(flags: NvidiaFlags | None, environment: Mapping[str, str]) ->
     lists = environment.get("DEVICE_LIST_STRATEGY") or plugin.device_list_strategy or ()
     listed = lists.split(",") if isinstance(lists, str) else lists
     passing = parse_bool("PASS_DEVICE_SPECS", environment)
-    disabled = {} if _names_all(_ENABLE, environment) else _xids(_DISABLE, environment)
+    disabled, enabled = (_xids(variable, environment) for variable in (_DISABLE, _ENABLE))
+    others = None
+    if enabled is None:
+        others = "fatal"
+    elif disabled is None:
+        others = "application"
 
     return msgspec.convert(
         {
@@ -211,9 +224,10 @@ def merge_settings(flags: NvidiaFlags | None, environment: Mapping[str, str]) ->
             "allocation_policy": _one_of("SHARED_DEVICES_ALLOCATION_POLICY", _POLICIES, environment)
             or plugin.shared_devices_allocation_policy,
             "xids": {
-                **dict.fromkeys(disabled, "application"),
-                **dict.fromkeys(_xids(_ENABLE, environment), "fatal"),
+                **dict.fromkeys((disabled or ()) if enabled is not None else (), "application"),
+                **dict.fromkeys(enabled or (), "fatal"),
             },
+            "other_xids": others,
         },
         NvidiaSettings,
     )
@@ -242,8 +256,8 @@ def set_flags(
                 "container its GPU twice",
             )
         draft.set("deviceListStrategy", strategies, origin)
-    if settings.xids:
-        draft.set("health", {"xids": dict(settings.xids)}, origin_of("", _ENABLE))
+    if settings.health:
+        draft.set("health", settings.health, origin_of("", _ENABLE))
 
 
 def nvidia_variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote]:
@@ -255,11 +269,7 @@ def nvidia_variable_notes(environment: Mapping[str, str]) -> Iterator[CompatNote
         if ignored.is_requested(value):
             yield note_variable(variable, ignored.text)
 
-    for variable in (_DISABLE, _ENABLE):
-        if _names_all(variable, environment):
-            text = "has no effect on all XIDs at once; name those that differ"
-            yield note_variable(variable, text)
-    if _names_all(_ENABLE, environment) and _xids(_DISABLE, environment):
+    if _xids(_ENABLE, environment) is None and _xids(_DISABLE, environment) != []:
         text = f"has no effect, as in NVIDIA's plugin: {_ENABLE} wins"
         yield note_variable(_DISABLE, text)
 
@@ -272,16 +282,11 @@ def _one_of(variable: str, allowed: tuple[str, ...], environment: Mapping[str, s
     return value or None
 
 
-def _names_all(variable: str, environment: Mapping[str, str]) -> bool:
-    listed = environment.get(variable, "").lower().split(",")
-    return not _EVERY_XID.isdisjoint(map(str.strip, listed))
-
-
-def _xids(variable: str, environment: Mapping[str, str]) -> list[int]:
-    """Read a list of XIDs; a part that is no XID is skipped, as in NVIDIA's plugin."""
-    listed = map(str.strip, environment.get(variable, "").split(","))
-    numbers = (int(it) for it in listed if it.isdecimal() and len(it) <= _MAX_DIGITS)
-    return [number for number in numbers if number > 0]
+def _xids(variable: str, environment: Mapping[str, str]) -> list[int] | None:
+    """Read a list of XIDs, `None` for all; other words are skipped, as there."""
+    listed = [it.strip() for it in environment.get(variable, "").lower().split(",")]
+    numbers = [int(it) for it in listed if _XID.fullmatch(it)]
+    return None if 0 in numbers or not _EVERY_XID.isdisjoint(listed) else numbers
 
 
 _OWN_FILE = "has no effect with a file in metagpu's own format; see docs/compat.md"

@@ -323,6 +323,25 @@ async def test_existing_instances_are_offered_and_left_alone(tmp_path: Path) -> 
     assert node.gpus[0].mig.provisioning.requested == 0
 
 
+async def test_existing_instances_are_shared(tmp_path: Path) -> None:
+    """Several pods have one instance of another program at once, the first one's under packed."""
+    gpus = "{model: a100-40gb, mig: true, instances: [1g.5gb@0, 1g.5gb@1]}, {model: t4}"
+    node, shared = await a_node(tmp_path, gpus), f"resource: {GPU}, replicas: 3"
+    text = mig_pool(
+        f"existing: true, {shared}, allocationPolicy: packed}}, {{backend: timeslice, {shared}"
+    )
+    async with agent_at_work(tmp_path, node, text) as it:
+        await it.until(6, 6, GPU)
+        granted = [
+            (await it.kubelet.admit(SimPod.single(f"pod{n}", {GPU: 1})))["main"].envs[
+                "NVIDIA_VISIBLE_DEVICES"
+            ]
+            for n in range(6)
+        ]
+        assert len(set(granted)) == 2
+        assert len(set(granted[:3])) == 1
+
+
 async def test_a_plan_counts_existing_instances(tmp_path: Path) -> None:
     """A plan for the instances that are there reads them, and changes nothing."""
     gpus = "{model: a100-40gb, mig: true, instances: [1g.5gb@0, 2g.10gb@2]}"

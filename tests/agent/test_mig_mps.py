@@ -59,6 +59,18 @@ def paused(it: Scene) -> dict[str, str]:
 pytestmark = [pytest.mark.usefixtures("left"), pytest.mark.long]
 
 
+async def test_existing_instances_have_control_daemons(tmp_path: Path) -> None:
+    """Pods compute on an instance of another program, which stays."""
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true, instances: [1g.5gb@0]}")
+    async with shared(tmp_path, "existing: true, mps: {replicas: 4}", node=node) as it:
+        await it.until(4, 4, SHARED)
+        granted = [(await it.kubelet.admit(pod(f"pod{n}")))["main"] for n in range(4)]
+        assert {one.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for one in granted} == {"25"}
+        for n in range(4):
+            await it.kubelet.delete(pod(f"pod{n}"))
+    assert placements(node) == ["1g.5gb@0"]
+
+
 async def test_four_pods_compute_on_one_instance(tmp_path: Path) -> None:
     """Each instance has its own control daemon; a pod has a quarter of one instance."""
     async with shared(tmp_path) as it:

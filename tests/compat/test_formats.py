@@ -13,7 +13,7 @@ from metagpu.compat.contract import ConversionContext
 from metagpu.compat.formats import ConfigFormat
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError
-from tests.compat.rig import FILES, converted, offered, refusal
+from tests.compat.rig import FILES, converted, notes, offered, refusal
 from tests.rigs.build import gpu
 
 FORMS = (
@@ -225,9 +225,10 @@ def test_a_misspelt_file_is_not_taken_for_another(text: str, message: str) -> No
     ("text", "expected"),
     [
         (
-            "Version: v1\nsharing:\n  timeslicing:\n    Resources: [{Name: gpu, replicas: 4}]",
+            "Version: v1\nsharing:\n  timeslicing:\n    resources: [{name: gpu, replicas: 4}]",
             {"nvidia.com/gpu": 16},
         ),
+        ("{}", {"nvidia.com/gpu": 4}),
         ("devicesharing: [{resourcename: a.b/c, UUID: ['*'], metagpuspergpu: 3}]", {"a.b/c": 12}),
         ('{"nvidia": {"DeviceSplitCount": 3}}', {"nvidia.com/gpu": 12}),
         ("nvidia: {DeviceSplitCount: 3}", {"nvidia.com/gpu": 40}),
@@ -238,6 +239,21 @@ def test_keys_are_read_in_the_case_that_their_program_takes(
 ) -> None:
     """Go's JSON and viper take keys in any case; the YAML of HAMi does not."""
     assert offered(converted(text), *(gpu(n) for n in range(4))) == expected
+
+
+def test_below_sharing_nvidias_keys_count_in_their_own_case() -> None:
+    """NVIDIA's plugin ignores `renamebydefault`, and misses `Resources`; the message says so."""
+    text = "sharing: {timeSlicing: {renamebydefault: true, resources: [{name: gpu, replicas: 2}]}}"
+
+    assert offered(converted(text), gpu(0)) == {"nvidia.com/gpu": 2}
+    assert notes(text) == [
+        (
+            "f.yaml: 1: sharing.timeSlicing.renamebydefault: has no effect: the program takes this "
+            "key in one case alone: renameByDefault"
+        )
+    ]
+    for key in ("resources", "replicas"):
+        assert refusal(text.replace(key, key.title())).endswith(f"missing key `{key}`")
 
 
 def test_an_error_under_a_folded_key_has_its_line() -> None:

@@ -2,12 +2,16 @@
 
 import pytest
 
+from metagpu.agent.config_source import to_yaml
 from metagpu.compat import formats
+from metagpu.core.config.config import Config
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason
+from metagpu.core.contracts.driver import Xid
+from metagpu.core.health.fault_assessment import judge_event
 from tests.compat.nvidia_texts import FOUR, SLICES, slices
 from tests.compat.rig import FILES, converted, notes, offered, pools, refusal
-from tests.rigs.build import gpu
+from tests.rigs.build import BACKENDS, gpu
 
 
 @pytest.mark.parametrize(("profile", "shares"), [("slice-4", 16), ("slice-10", 40)])
@@ -154,14 +158,26 @@ def test_of_two_ways_of_cdi_one_is_used() -> None:
 
 
 def test_every_xid_enabled_wins_over_a_list_of_disabled_ones() -> None:
-    """With DP_ENABLE_HEALTHCHECKS=all, no XID is disabled, as in the plugin; a note says so."""
+    """With DP_ENABLE_HEALTHCHECKS=all, every XID counts, as in the plugin; a note says so."""
     environment = {"DP_ENABLE_HEALTHCHECKS": "all", "DP_DISABLE_HEALTHCHECKS": "94, 95"}
 
-    assert "health" not in converted(SLICES, environment=environment).data
+    assert converted(SLICES, environment=environment).data["health"] == {"otherXids": "fatal"}
     assert (
         "environment: DP_DISABLE_HEALTHCHECKS: has no effect, as in NVIDIA's plugin: "
         "DP_ENABLE_HEALTHCHECKS wins"
     ) in notes(SLICES, environment=environment)
+
+
+@pytest.mark.parametrize("every", ["all", "xids", "ALL", "94, 0"])
+def test_no_xid_takes_a_gpu_out_of_service(every: str) -> None:
+    """With DP_DISABLE_HEALTHCHECKS=all only XIDs count that the other variable names."""
+    environment = {"DP_DISABLE_HEALTHCHECKS": every, "DP_ENABLE_HEALTHCHECKS": "79, ٣"}
+    conversion = converted(SLICES, environment=environment)
+    health = Config(Document(to_yaml(conversion.data), "f"), BACKENDS).root.health
+
+    assert conversion.notes == ()
+    xids = [Xid(gpu(0).id, code) for code in (48, 79, 3)]
+    assert [judge_event(it, health).fatal for it in xids] == [False, True, False]
 
 
 def test_the_environment_wins_over_the_file() -> None:
@@ -221,10 +237,6 @@ def test_the_environment_has_notes_too() -> None:
     }
 
     assert notes("version: v1", environment=environment) == [
-        (
-            "environment: DP_DISABLE_HEALTHCHECKS: has no effect on all XIDs at once; name those "
-            "that differ"
-        ),
         (
             "environment: MOFED_ENABLED: has no effect here; it would have given containers "
             "Mellanox' devices"
@@ -309,6 +321,14 @@ def test_a_name_that_no_gpu_has() -> None:
             slices("      devices: [GPU-1]\n"),
             (
                 "f.yaml: 7: sharing.timeSlicing.resources[0].devices[0]: 'GPU-1' is not a device; "
+                "write an index such as 0, or a uuid such as "
+                "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
+            ),
+        ),
+        (
+            slices("      devices: ['٣']\n"),
+            (
+                "f.yaml: 7: sharing.timeSlicing.resources[0].devices[0]: '٣' is not a device; "
                 "write an index such as 0, or a uuid such as "
                 "GPU-5f2e1a3c-0000-0000-0000-00000000beef"
             ),

@@ -133,11 +133,13 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
             returns to service; 60 s is longer than the gap between the XIDs of one incident.
         rescan_period: the time between two checks of all GPUs without an event of NVML.
         xids: severities that differ from the table in `core/model/xid_severity.py`.
+        other_xids: the severity of all others; without it the table counts.
     """
 
     quiet_period: Duration = Duration(60)
     rescan_period: Duration = Duration(30)
     xids: dict[int, Severity] = msgspec.field(default_factory=dict)
+    other_xids: Severity | None = None
 
     def __post_init__(self) -> None:
         if self.rescan_period <= 0:

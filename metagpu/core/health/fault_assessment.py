@@ -56,7 +56,7 @@ def judge_event(
     """
     match event:
         case Xid(gpu, code, gpu_instance, compute_instance):
-            rule: XidRule = rule_for(code, health.xids)
+            rule: XidRule = rule_for(code, health.xids, health.other_xids)
             gpu_instance = gpu_instance if has_mig else None
             fatal = rule.severity is Severity.FATAL
             if fatal and gpu_instance is not None and code in CONTAINED_XIDS:

@@ -87,9 +87,11 @@ the hardware has contained, after which NVIDIA's catalogue restarts the program.
 the whole GPU, whatever instance NVML names (docs/decisions/0036)."""
 
 
-def rule_for(code: int, overrides: Mapping[int, Severity]) -> XidRule:
+def rule_for(
+    code: int, overrides: Mapping[int, Severity], others: Severity | None = None
+) -> XidRule:
     """Return the rule of an XID, with the configuration's severity if it has one."""
     rule = DEFAULT_XIDS.get(code, UNKNOWN_XID)
-    severity = overrides.get(code)
+    severity = overrides.get(code, others)
 
     return rule if severity is None else XidRule(severity, rule.meaning)

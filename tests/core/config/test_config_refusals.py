@@ -78,8 +78,8 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
         (
             POOL + "health:\n  quiet: 3s\n",
             (
-                "7: health.quiet: unknown key; allowed: quietPeriod, rescanPeriod, xids; did you "
-                "mean quietPeriod?"
+                "7: health.quiet: unknown key; allowed: otherXids, quietPeriod, rescanPeriod, "
+                "xids; did you mean quietPeriod?"
             ),
         ),
         (
