@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12340, ("sim/*",)),
+    Capability("simulator", 12380, ("sim/*",)),
     Capability(
         "DRA",
         4460,
@@ -56,9 +56,9 @@ CAPABILITIES: Final = (
         ),
     ),
     Capability("device plugin", 3990, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5390, ("plugins/cluster/*",)),
-    Capability("agent", 3610, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4845, (
+    Capability("cluster: labels, Events, Node", 5440, ("plugins/cluster/*",)),
+    Capability("agent", 3620, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 4855, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
@@ -69,7 +69,7 @@ CAPABILITIES: Final = (
     Capability("MIG", 3730, ("backends/mig/*",)),
     Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1040, ("backends/*",)),
-    Capability("NVML and host", 5120, ("nvml/*", "host/*")),
+    Capability("NVML and host", 5140, ("nvml/*", "host/*")),
     Capability("metrics", 1815, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 45, 45),
     Limit("modules of more than 450 lines", 1, 1),
-    Limit("product lines", 77530, 75000),
-    Limit("test lines", 96490, 92300),
+    Limit("product lines", 77700, 75000),
+    Limit("test lines", 96700, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

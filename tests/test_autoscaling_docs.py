@@ -12,7 +12,7 @@ from metagpu.core.model.snapshot import Snapshot, Versions
 from metagpu.core.state.facts import DriverRead, GpusFound
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.config_follower import CONFIG_LABEL
-from metagpu.plugins.cluster.gpu_labels import node_labels
+from metagpu.plugins.cluster.gpu_labels import LabelSettings, node_labels
 from metagpu.plugins.cluster.node_object import TAINTS, capacity_of
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
@@ -65,7 +65,7 @@ async def test_the_numbers_are_those_that_the_node_reports() -> None:
 
 async def test_labels_are_those_that_the_node_has() -> None:
     """Labels of selectors and tags are those that metagpu writes or reads."""
-    written = node_labels(await promised(), STRATEGIES)
+    written = node_labels(await promised(), LabelSettings(STRATEGIES))
     promises = {**tagged("label"), **manifest("Pod")["spec"]["nodeSelector"]}
 
     assert promises.pop(CONFIG_LABEL) == "default"

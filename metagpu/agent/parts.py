@@ -43,6 +43,7 @@ from metagpu.plugins.pod_api.server import PodFolder, PodMgctlServer, no_events
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
+    from metagpu.plugins.cluster.gpu_labels import LabelSettings
     from metagpu.plugins.metrics.exporter import Exporter
     from metagpu.plugins.web.node import NodeWeb
     from metagpu.plugins.web.recent_events import RecentEvents
@@ -143,6 +144,14 @@ async def link_nodes(context: NodeContext) -> None:
     await CharLinks(context.find_roots).run(context.timing.device_nodes)
 
 
+def label_settings(context: NodeContext, machine: str = "") -> "LabelSettings":
+    """Return what the node's labels depend on, beside the snapshot."""
+    from metagpu.plugins.cluster.gpu_labels import LabelSettings  # noqa: PLC0415 - as said
+
+    strategies = {name: sharing_strategy_of(kind) for name, kind in context.backends.items()}
+    return LabelSettings(strategies, context.config.root.mig_strategy, machine)
+
+
 def build_cluster(
     context: NodeContext,
     config_loader: ConfigLoader,
@@ -152,7 +161,7 @@ def build_cluster(
     """Build the API server's side, `None` where it is not used."""
     if context.cluster_settings is None:
         return None
-    from metagpu.host.device_nodes import read_pcie_root  # noqa: PLC0415 - as said
+    from metagpu.host.device_nodes import read_machine, read_pcie_root  # noqa: PLC0415 - as said
     from metagpu.plugins.cluster.cluster import Cluster  # noqa: PLC0415 - as said
     from metagpu.plugins.cluster.connection import ClusterContext  # noqa: PLC0415 - as said
 
@@ -160,7 +169,7 @@ def build_cluster(
         context.cluster_settings,
         context.registry,
         follow=config_loader.follow_cluster,
-        strategies={name: sharing_strategy_of(kind) for name, kind in context.backends.items()},
+        label_settings=partial(label_settings, context, read_machine()),
         call_stats=context.call_stats,
         dra_driver=lambda: context.config.root.dra.driver,
         pcie_root=pcie_root or read_pcie_root,

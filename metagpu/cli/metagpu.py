@@ -128,11 +128,13 @@ def _demo(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     import anyio
 
+    from metagpu.agent.parts import label_settings
     from metagpu.cli.config_commands import print_notes
     from metagpu.core.model.offers import Api
     from metagpu.core.reports.reading import plain_report
     from metagpu.core.reports.status import explain_report
     from metagpu.display.status import show, show_explanation
+    from metagpu.plugins.cluster.gpu_labels import node_labels
 
     configure_log("error", "console")
     paths = AgentPaths(roots=driver_roots_of(args))
@@ -141,7 +143,7 @@ def _explain(args: argparse.Namespace) -> int:
     anyio.run(agent.survey_once)
     snapshot = agent.registry.snapshot
     explained = explain_report(snapshot, agent.layout)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"labels": node_labels(snapshot, label_settings(agent.context))}
     if snapshot.offers_of(Api.DRA):
         more["resourceSlices"] = _slices(agent)
     if args.claim:

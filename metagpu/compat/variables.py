@@ -243,6 +243,9 @@ def set_flags(
         settings: the flags.
         origin_of: returns the origin of a flag, by its path and its variable.
     """
+    if settings.mig_strategy in {"single", "mixed"}:
+        origin = origin_of("flags.migStrategy", "MIG_STRATEGY")
+        draft.set("migStrategy", settings.mig_strategy, origin)
     if settings.pass_device_specs is not None:
         origin = origin_of("flags.plugin.passDeviceSpecs", "PASS_DEVICE_SPECS")
         draft.set("passDeviceSpecs", settings.pass_device_specs, origin)

@@ -150,6 +150,14 @@ def _majors(proc: Path) -> frozenset[int]:
 _DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
+def read_machine(file: Path = Path("/sys/class/dmi/id/product_name")) -> str:
+    """Return the name of the machine's model, empty where the firmware names none."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def read_pcie_root(gpu: Gpu, devices: Path = _DEVICES) -> str | None:
     """Return the PCIe root complex of a GPU, as `pci0000:00`, if the kernel shows it."""
     if not gpu.pci_bus_id:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import Structure, byref, c_uint, c_ulonglong
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, cast
+from uuid import UUID
 
 import pynvml
 
@@ -120,6 +121,7 @@ def describe_gpu(
     pci = ask(pynvml.nvmlDeviceGetPciInfo, handle)
     mig = ask(pynvml.nvmlDeviceGetMigMode, handle)
     ecc = ask(pynvml.nvmlDeviceGetEccMode, handle)
+    mode = ask(pynvml.nvmlDeviceGetVirtualizationMode, handle)
 
     return Gpu(
         id=gpu_id,
@@ -136,8 +138,26 @@ def describe_gpu(
         brand=_BRANDS.get(ask(pynvml.nvmlDeviceGetBrand, handle)),
         mig_enabled=None if mig is None else bool(mig[0]),
         ecc=None if ecc is None else bool(ecc[0]),
+        pci_class=ask(_pci_class, handle),
+        clique=ask(_clique, handle),
+        virtual=None if mode is None else mode == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU,
         mig_profiles=mig_profiles,
     )
+
+
+def _pci_class(handle: Handle) -> int:
+    info = pynvml.nvmlPciInfoExt_v1_t(version=pynvml.nvmlPciInfoExt_v1)
+    pynvml.nvmlDeviceGetPciInfoExt(handle, byref(info))
+    return int(info.baseClass << 8 | info.subClass)
+
+
+def _clique(handle: Handle) -> str:
+    """Read the NVLink domain of several nodes, empty without one, as on most machines."""
+    info = pynvml.c_nvmlGpuFabricInfoV_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+    cluster = UUID(bytes=bytes(info.clusterUuid))
+    is_there = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and cluster.int != 0
+    return f"{cluster}.{info.cliqueId}" if is_there and not info.status else ""
 
 
 def read_memory(handle: Handle) -> Memory | None:

@@ -12,7 +12,7 @@ import yaml
 
 from metagpu.kubectl.pod_places import places_in
 from metagpu.kubectl.program import main
-from metagpu.plugins.cluster.gpu_labels import node_labels
+from metagpu.plugins.cluster.gpu_labels import LabelSettings, node_labels
 from metagpu.translation.values import NodeOffer
 from tests.backends.mig.gpus import mig_gpu
 from tests.kubectl.test_program import cluster
@@ -544,7 +544,7 @@ def test_the_scheduler_allocates_what_a_claim_asks_for(
     config = DRA.replace("BACKEND", backend)
     gpu = mig_gpu() if "mig" in backend else build_gpu(0)
     _, snapshot = offered(gpu, text=config)
-    offer = NodeOffer("node-1", node_labels(snapshot, {}))
+    offer = NodeOffer("node-1", node_labels(snapshot, LabelSettings({})))
     template, _ = claimed(capsys, tmp_path, pod({"nvidia.com/gpumem": 8000}), offer)
     wanted = {"metadata": {"name": "c", "namespace": "default"}, "spec": template["spec"]["spec"]}
     result = found(published(config, gpu), wanted)

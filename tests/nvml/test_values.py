@@ -94,6 +94,26 @@ async def test_processes_are_listed_once() -> None:
         assert not await nvml.processes(survey.gpus[1].id)
 
 
+async def test_what_few_machines_have_is_read_where_it_is() -> None:
+    """PCI class, NVLink domain of several nodes and vGPU are read; older drivers lack some."""
+    async with opened("a100-40gb:2,dgx-display") as (node, nvml, survey):
+        assert [gpu.pci_class for gpu in survey.gpus] == [0x0302, 0x0302, 0x0300]
+        assert {(gpu.clique, gpu.virtual) for gpu in survey.gpus} == {(None, False)}
+
+        node.gpu(0).clique = "c0ffee00-0000-0000-0000-000000000001", 7
+        node.gpu(1).clique = "00000000-0000-0000-0000-000000000000", 7
+        node.gpu(1).virtualization = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
+        first, second, _ = (await nvml.survey()).gpus
+        assert first.clique == "c0ffee00-0000-0000-0000-000000000001.7"
+        assert not second.clique
+        assert second.virtual
+
+    node, old = older("470.256.02")
+    async with old.session():
+        [gpu] = (await old.survey()).gpus
+        assert (gpu.pci_class, gpu.clique) == (None, None)
+
+
 async def test_a_board_of_the_second_pci_domain_keeps_it() -> None:
     """PCI addresses have their domain in four digits, as in sysfs."""
     async with opened("a100-40gb:9") as (_, _, survey):

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from metagpu.core.state.facts import GpusFound
-from metagpu.plugins.cluster.gpu_labels import node_labels
+from metagpu.plugins.cluster.gpu_labels import LabelSettings, node_labels
 from metagpu.translation.values import NodeOffer, Translation
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import STRATEGIES, after, layout_of
@@ -43,7 +43,7 @@ def node(
             profile = resource.removeprefix("nvidia.com/mig-")
             most = next(it.max_instances for it in found[0].mig_profiles if it.name == profile)
             allocatable[str(resource)] = most * gpus
-    return NodeOffer(name, node_labels(snapshot, STRATEGIES), allocatable)
+    return NodeOffer(name, node_labels(snapshot, LabelSettings(STRATEGIES)), allocatable)
 
 
 def pod(

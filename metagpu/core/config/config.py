@@ -5,6 +5,7 @@ The options of a backend are described by that backend.
 
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from posixpath import basename, normpath
 from typing import Any, Final, Literal
 
@@ -199,6 +200,13 @@ class DraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
             raise ValueError(f"{self.driver!r} is not a name of a driver: {problem}")
 
 
+class MigStrategy(StrEnum):
+    """NVIDIA's strategies for the names of MIG instances."""
+
+    SINGLE = "single"
+    MIXED = "mixed"
+
+
 class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """The top-level keys of the file; the options of backends are not decoded yet."""
 
@@ -210,6 +218,7 @@ class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     )
     pass_device_specs: bool = True
     cdi_kind: str = cdi.KIND
+    mig_strategy: MigStrategy | None = None
     mgctl: MgctlConfig = MgctlConfig()
     dra: DraConfig = DraConfig()
 

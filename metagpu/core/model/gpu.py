@@ -26,6 +26,9 @@ class Gpu(msgspec.Struct, frozen=True):
         compute_capability: major and minor, as `(8, 0)`; `architecture` is in lower case.
         brand: the product line in NVIDIA's spelling, such as `Nvidia` or `GeForce`.
         ecc: whether error correction is on; only a reset changes this.
+        pci_class: base class and subclass, such as 0x0302, a 3D controller.
+        clique: the NVLink domain that it shares with GPUs of other nodes, as `CLUSTER.NUMBER`.
+        virtual: whether it is a vGPU of a virtual machine.
         mig_profiles: the profiles of its MIG instances, whether MIG mode is on or not; empty for a
             GPU without MIG.
     """
@@ -44,6 +47,9 @@ class Gpu(msgspec.Struct, frozen=True):
     brand: str | None = None
     mig_enabled: bool | None = None
     ecc: bool | None = None
+    pci_class: int | None = None
+    clique: str | None = None
+    virtual: bool | None = None
     mig_profiles: tuple[MigProfile, ...] = ()
 
     @property

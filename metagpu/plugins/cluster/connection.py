@@ -26,7 +26,7 @@ from metagpu.plugins.cluster.events import (
     record_pod_events,
     record_refusals,
 )
-from metagpu.plugins.cluster.gpu_labels import Strategies, free_labels
+from metagpu.plugins.cluster.gpu_labels import LabelSettings, free_labels
 from metagpu.plugins.cluster.label_sync import LabelSync, NodeFeature
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.node_status import (
@@ -57,7 +57,7 @@ class ClusterContext:
 
     Attributes:
         follow: applies the configuration that the cluster chooses.
-        strategies: the sharing strategy of each backend, by its name.
+        label_settings: returns what the labels depend on beside the snapshot.
         call_stats: has the lists that the kubelet reads now.
         dra_driver: returns the name of the DRA driver.
         pcie_root: returns the PCIe root complex of a GPU.
@@ -69,7 +69,7 @@ class ClusterContext:
     settings: ClusterSettings
     registry: Registry
     follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]]
-    strategies: Strategies
+    label_settings: Callable[[], LabelSettings]
     call_stats: KubeletCallStats
     dra_driver: Callable[[], str]
     pcie_root: Callable[[Gpu], str | None]
@@ -131,7 +131,7 @@ class NodeConnection:
             patcher,
             registry,
             parts.config_follower.mig_state,
-            context.strategies,
+            context.label_settings,
             NodeFeature(client, self.node, settings.namespace),
             shows_free=Feature.FREE_LABELS in features,
             by_nfd=Feature.NODE_FEATURE in features,

@@ -1,4 +1,4 @@
-"""Labels of the node about its GPUs: a pure function of the snapshot.
+"""Labels of the node about its GPUs, from the snapshot and the configuration.
 
 Names and values are those of GPU Feature Discovery, so that its node selectors keep working; facts
 without a name there have labels under `metagpu.io/`.
@@ -6,23 +6,30 @@ without a name there have labels under `metagpu.io/`.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 from msgspec.structs import asdict
 
 from metagpu.core.availability.exact import free_parts, largest_request
+from metagpu.core.config.config import MigStrategy
 from metagpu.core.contracts.capabilities import SharingStrategy
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
 from metagpu.core.model.mig import MigProfile, is_mig, is_mps_share, profile_of, slot_of
 from metagpu.core.model.shares import ResourceName, Share
-from metagpu.core.model.snapshot import Snapshot, Versions
+from metagpu.core.model.snapshot import GpuState, Snapshot, Versions
 
 NVIDIA_PREFIX: Final = "nvidia.com/"
 METAGPU_PREFIX: Final = "metagpu.io/"
-_GPU_RESOURCE: Final = ResourceName("nvidia.com/gpu")
+_GPU: Final = ResourceName("nvidia.com/gpu")
+_UNKNOWN: Final = "unknown"
+_MODES: Final = {0x0300: "graphics", 0x0302: "compute"}
+"""By the PCI class: a VGA controller, and a 3D controller."""
 _FAMILIES: Final = (
+    ((3, 0), "kepler"),
+    ((5, 0), "maxwell"),
+    ((6, 0), "pascal"),
     ((7, 0), "volta"),
     ((7, 5), "turing"),
     ((8, 0), "ampere"),
@@ -36,26 +43,38 @@ _FAMILIES: Final = (
 )
 """First compute capability of each family, as GPU Feature Discovery names them."""
 
-Strategies: TypeAlias = Mapping[str, SharingStrategy]
-"""The sharing strategy of each backend, by the backend's name."""
 
+class LabelSettings(msgspec.Struct, frozen=True):
+    """Facts that the labels depend on beside the snapshot.
 
-def node_labels(snapshot: Snapshot, strategies: Strategies) -> Mapping[str, str]:
-    """Return all labels of the node; none while no shares are offered.
-
-    Where GPUs differ, the labels describe the most frequent product, the first of equals.
+    Attributes:
+        strategies: the sharing strategy of each backend, by the backend's name.
+        mig_strategy: NVIDIA's strategy that the configuration names; without one, the offer
+            decides.
+        machine: the name of the machine's model, empty where it is unknown.
     """
-    gpus = [state.gpu for state in snapshot.gpus.values()]
+
+    strategies: Mapping[str, SharingStrategy]
+    mig_strategy: MigStrategy | None = None
+    machine: str = ""
+
+    def strategy_of(self, share: Share) -> SharingStrategy:
+        """Return how containers share what they get with a share."""
+        return self.strategies.get(share.backend, SharingStrategy.NONE)
+
+
+def node_labels(snapshot: Snapshot, settings: LabelSettings) -> Mapping[str, str]:
+    """Return all labels of the node; none while no shares are offered."""
+    gpus = [state for state in snapshot.gpus.values() if not state.gpu.is_display_card]
     if not gpus or not snapshot.offers:
         return {}
 
-    counted = Counter(gpu.name for gpu in gpus)
-    representative = max(gpus, key=lambda gpu: (counted[gpu.name], -gpu.index))
     labels = {
-        **_of_gpus(gpus, representative, snapshot, strategies),
+        **_of_gpus(gpus, settings),
+        **_of_node([state.gpu for state in gpus], snapshot, settings),
         **_of_versions(snapshot.versions),
         **_of_resources(snapshot),
-        **mig_labels(snapshot),
+        **mig_labels(snapshot, settings.mig_strategy),
     }
     return {name: value for name, value in labels.items() if is_valid(name, value)}
 
@@ -79,36 +98,64 @@ def family(capability: tuple[int, int] | None) -> str:
     return known[-1] if known else "undefined"
 
 
-def _of_gpus(
-    gpus: list[Gpu], representative: Gpu, snapshot: Snapshot, strategies: Strategies
-) -> Mapping[str, str]:
-    replicas, strategy = _sharing(snapshot, strategies)
-    shared = strategy is not SharingStrategy.NONE and _shares_gpu_resource(snapshot, strategies)
-    nodes = {gpu.numa_node for gpu in gpus if gpu.numa_node is not None}
-    links = [c.nvlinks for c in snapshot.topology.connections.values() if c.nvlinks]
+def _of_gpus(states: Sequence[GpuState], settings: LabelSettings) -> Mapping[str, str]:
+    """Return the labels of one product of the node.
+
+    Where GPUs differ, that is the last product of a GPU that is not in MIG mode. GPU Feature
+    Discovery writes the labels of one product over those of another; most often the last one stays.
+    """
+    whole = [state.gpu for state in states if not state.gpu.mig_enabled]
+    product = list(dict.fromkeys(gpu.name for gpu in whole or [state.gpu for state in states]))[-1]
+    named = [state for state in states if state.gpu.name == product]
+    gpu = named[-1].gpu
+    replicas, strategy = _sharing(named, settings)
+    shared = any(
+        share.resource == _GPU and settings.strategy_of(share) is not SharingStrategy.NONE
+        for state in named
+        for share in state.shares
+    )
     labels = {
-        f"{NVIDIA_PREFIX}gpu.product": sanitize(representative.name)
-        + ("-SHARED" if shared else ""),
-        f"{NVIDIA_PREFIX}gpu.count": str(len(gpus)),
-        f"{NVIDIA_PREFIX}gpu.replicas": str(replicas),
-        f"{NVIDIA_PREFIX}gpu.sharing-strategy": str(strategy),
-        f"{NVIDIA_PREFIX}gpu.family": family(representative.compute_capability),
-        f"{NVIDIA_PREFIX}mig.capable": _bool_text(all(gpu.mig_enabled is not None for gpu in gpus)),
-        f"{METAGPU_PREFIX}gpu.nvlink": _bool_text(bool(links)),
-        f"{METAGPU_PREFIX}gpu.nvswitch": _bool_text(
-            any(each.switched for each in snapshot.topology.connections.values())
-        ),
+        f"{_GPU}.product": sanitize(product) + ("-SHARED" if shared else ""),
+        f"{_GPU}.count": str(len(named)),
+        f"{_GPU}.replicas": str(replicas),
+        f"{_GPU}.sharing-strategy": str(strategy),
+        f"{_GPU}.family": family(gpu.compute_capability),
     }
-    if representative.memory is not None:
-        labels[f"{NVIDIA_PREFIX}gpu.memory"] = str(representative.memory // MIB)
-    if representative.compute_capability is not None:
-        major, minor = representative.compute_capability
-        labels[f"{NVIDIA_PREFIX}gpu.compute.major"] = str(major)
-        labels[f"{NVIDIA_PREFIX}gpu.compute.minor"] = str(minor)
+    if gpu.memory is not None:
+        labels[f"{_GPU}.memory"] = str(gpu.memory // MIB)
+    if gpu.compute_capability is not None:
+        major, minor = gpu.compute_capability
+        labels |= {f"{_GPU}.compute.major": str(major), f"{_GPU}.compute.minor": str(minor)}
+    return labels
+
+
+def _of_node(gpus: Sequence[Gpu], snapshot: Snapshot, settings: LabelSettings) -> Mapping[str, str]:
+    """Return the labels that all GPUs of the node have together."""
+    connections = snapshot.topology.connections.values()
+    numa_nodes = {gpu.numa_node for gpu in gpus if gpu.numa_node is not None}
+    modes = {_MODES.get(gpu.pci_class or 0, _UNKNOWN) for gpu in gpus}
+    cliques = {gpu.clique for gpu in gpus if gpu.clique}
+    by_mps = any(
+        settings.strategy_of(share) is SharingStrategy.MPS or is_mps_share(share.id)
+        for share in _shares(snapshot)
+    )
+    labels = {
+        f"{NVIDIA_PREFIX}mig.capable": _bool_text(any(gpu.mig_enabled is not None for gpu in gpus)),
+        f"{NVIDIA_PREFIX}mps.capable": _bool_text(by_mps),
+        f"{_GPU}.mode": modes.pop() if len(modes) == 1 else _UNKNOWN,
+        f"{METAGPU_PREFIX}gpu.nvlink": _bool_text(any(each.nvlinks for each in connections)),
+        f"{METAGPU_PREFIX}gpu.nvswitch": _bool_text(any(each.switched for each in connections)),
+    }
+    if settings.machine:
+        labels[f"{_GPU}.machine"] = sanitize(settings.machine)
+    if len(cliques) == 1:
+        labels[f"{_GPU}.clique"] = cliques.pop()
+    if any(gpu.virtual is not None for gpu in gpus):
+        labels[f"{NVIDIA_PREFIX}vgpu.present"] = _bool_text(any(gpu.virtual for gpu in gpus))
     if any(gpu.ecc is not None for gpu in gpus):
         labels[f"{METAGPU_PREFIX}gpu.ecc"] = _bool_text(all(gpu.ecc for gpu in gpus))
-    if nodes:
-        labels[f"{METAGPU_PREFIX}gpu.numa-nodes"] = str(len(nodes))
+    if numa_nodes:
+        labels[f"{METAGPU_PREFIX}gpu.numa-nodes"] = str(len(numa_nodes))
     return labels
 
 
@@ -158,27 +205,23 @@ def _prefix_of(resource: ResourceName) -> str:
     return f"{METAGPU_PREFIX}{resource.replace('/', '_')}"
 
 
-def _sharing(snapshot: Snapshot, strategies: Strategies) -> tuple[int, SharingStrategy]:
-    """Return the labels `replicas` and `sharing-strategy` of GPU Feature Discovery."""
-    found = [
-        (max(map(len, offer.by_gpu.values())), strategy)
-        for offer in snapshot.offers.values()
-        for backend in {share.backend for share in offer.shares.values()}
-        if (strategy := _strategy(backend, strategies)) is not SharingStrategy.NONE
-    ]
-    return max(found, default=(1, SharingStrategy.NONE))
+def _sharing(states: Iterable[GpuState], settings: LabelSettings) -> tuple[int, SharingStrategy]:
+    """Return `replicas` and `sharing-strategy` of the whole GPUs of one product.
 
-
-def _shares_gpu_resource(snapshot: Snapshot, strategies: Strategies) -> bool:
-    offer = snapshot.offers.get(_GPU_RESOURCE)
-    return offer is not None and any(
-        _strategy(share.backend, strategies) is not SharingStrategy.NONE
-        for share in offer.shares.values()
+    The replicas are 0 where pods cannot get more of these GPUs than MIG instances.
+    """
+    shares = [share for state in states for share in state.shares]
+    counted = Counter(
+        (share.gpu, share.resource, strategy)
+        for share in shares
+        if (strategy := settings.strategy_of(share)) is not SharingStrategy.NONE
+        and not is_mig(share.id)
     )
-
-
-def _strategy(backend: str, strategies: Strategies) -> SharingStrategy:
-    return strategies.get(backend, SharingStrategy.NONE)
+    if counted:
+        return max((count, strategy) for (_, _, strategy), count in counted.items())
+    has_mig = any(is_mig(share.id) for share in shares) or all(it.gpu.mig_enabled for it in states)
+    only_mig = has_mig and all(is_mig(share.id) for share in shares)
+    return int(not only_mig), SharingStrategy.NONE
 
 
 def _bool_text(value: bool) -> str:  # noqa: FBT001 - a conversion of one value
@@ -191,17 +234,15 @@ _PATTERN: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 def sanitize(product: str) -> str:
     """Convert a product's name to a label value, as GPU Feature Discovery does."""
-    return re.sub(r"[^A-Za-z0-9\-_. ]", "", product).strip().replace(" ", "-")
+    return "-".join(re.sub(r"[^A-Za-z0-9\-_. ]", "", product).split())
 
 
 def is_valid(name: str, value: str) -> bool:
-    """Return whether Kubernetes accepts a label, and its value is not empty."""
-    return all(
-        len(it) <= _LIMIT and _PATTERN.fullmatch(it) for it in (name.partition("/")[2], value)
-    )
+    """Return whether Kubernetes accepts a label; its value may be empty."""
+    texts = name.partition("/")[2], value or "empty"
+    return all(len(text) <= _LIMIT and _PATTERN.fullmatch(text) for text in texts)
 
 
-_GPU: Final = "nvidia.com/gpu"
 _SINGLE: Final = frozenset((_GPU, f"{_GPU}.shared"))
 """Resource names of instances that stand for GPUs."""
 
@@ -231,25 +272,37 @@ class _Instances(msgspec.Struct, frozen=True):
         return self.profile.name.replace("+", ".")
 
 
-def mig_labels(snapshot: Snapshot) -> Mapping[str, str]:
+def mig_labels(snapshot: Snapshot, configured: MigStrategy | None) -> Mapping[str, str]:
     """Return the labels of MIG instances; under `single` they replace the GPUs'.
 
     NVIDIA's strategy `single` means: instances of one profile stand for all GPUs of the node, under
-    the GPUs' resource name.
+    the GPUs' resource name. Where GPUs in MIG mode contradict that, the labels say so.
     """
     found = list(_instances(snapshot))
-    if not found:
+    strategy = configured or _strategy_of_offer(snapshot, found)
+    if strategy is None:
         return {}
 
-    only_mig = all(is_mig(share.id) for share in _shares(snapshot))
-    single = only_mig and len(found) == 1 and found[0].resource in _SINGLE
-    labels = {"nvidia.com/mig.strategy": "single" if single else "mixed"}
-    if only_mig and not single:
-        labels[f"{_GPU}.replicas"] = "0"  # pods cannot request a whole GPU
+    labels = {f"{NVIDIA_PREFIX}mig.strategy": str(strategy)}
+    single = strategy is MigStrategy.SINGLE
+    in_mig_mode = [state.gpu for state in snapshot.gpus.values() if state.gpu.mig_enabled]
+    if single and in_mig_mode and not found:
+        product = f"{sanitize(in_mig_mode[0].name)}-MIG-INVALID"
+        labels |= {f"{_GPU}.product": product, f"{_GPU}.sharing-strategy": ""}
+        labels |= {f"{_GPU}.{key}": "0" for key in ("count", "replicas", "memory")}
     for each in found:
         prefix = _GPU if single else f"nvidia.com/mig-{each.name}"
         labels |= {f"{prefix}.{key}": value for key, value in _labels_of(each).items()}
     return labels
+
+
+def _strategy_of_offer(snapshot: Snapshot, found: Sequence[_Instances]) -> MigStrategy | None:
+    """Return the strategy that an offer amounts to, `None` without instances."""
+    if not found:
+        return None
+    only_mig = all(is_mig(share.id) for share in _shares(snapshot))
+    single = only_mig and len(found) == 1 and found[0].resource in _SINGLE
+    return MigStrategy.SINGLE if single else MigStrategy.MIXED
 
 
 def _labels_of(each: _Instances) -> Mapping[str, str]:

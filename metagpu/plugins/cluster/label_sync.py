@@ -18,7 +18,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import MIG_STATE_LABEL
 from metagpu.plugins.cluster.gpu_labels import (
     METAGPU_PREFIX,
-    Strategies,
+    LabelSettings,
     free_labels,
     node_labels,
 )
@@ -215,7 +215,7 @@ class LabelSync:
     """Compares the Node's labels with the wanted labels, and writes the differences.
 
     Attributes:
-        strategies: the sharing strategy of each backend, by its name.
+        settings: returns what the labels depend on beside the snapshot.
         mig_state: returns the answer to mig-manager's label, `None` for no answer.
         node_feature: the object that may carry the labels.
         shows_free: whether there are labels about what is free.
@@ -226,7 +226,7 @@ class LabelSync:
     patcher: NodePatcher
     registry: Registry
     mig_state: Callable[[], str | None]
-    strategies: Strategies
+    settings: Callable[[], LabelSettings]
     node_feature: NodeFeature
     shows_free: bool = False
     by_nfd: bool = True
@@ -241,7 +241,7 @@ class LabelSync:
         if node is None:
             return None
         snapshot, state = self.registry.snapshot, self.mig_state()
-        wanted = node_labels(snapshot, self.strategies)
+        wanted = node_labels(snapshot, self.settings())
         if wanted and self.shows_free:
             wanted = {**wanted, **free_labels(snapshot)}
         self._has_labels |= bool(wanted)

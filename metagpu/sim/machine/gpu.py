@@ -127,6 +127,8 @@ class SimGpu(msgspec.Struct):
         nvswitch_links: number of its NVLinks that lead to NVSwitches.
         failure: the NVML code that answers every call about the GPU.
         hung_until: the time until which calls about the GPU block, by `time.monotonic`.
+        clique: uuid of the cluster and number of its NVLink domain, `None` without one.
+        virtualization: NVML's mode; 0 is that of a physical machine.
         memory_limits: bytes for all processes together in a cgroup and its children.
     """
 
@@ -144,6 +146,8 @@ class SimGpu(msgspec.Struct):
     mig: SimMigState = msgspec.field(default_factory=lambda: SimMigState(()))
     failure: int | None = None
     hung_until: float = 0.0
+    clique: tuple[str, int] | None = None
+    virtualization: int = 0
     processes: dict[tuple[int, int | None, int | None], SimProcess] = msgspec.field(
         default_factory=dict
     )

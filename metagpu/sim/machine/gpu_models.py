@@ -68,6 +68,11 @@ class GpuModel(msgspec.Struct, frozen=True):
     nvlinks: int = 0
 
     @property
+    def is_display(self) -> bool:
+        """Return whether the card drives a screen."""
+        return self.product.endswith("Display")
+
+    @property
     def has_mig(self) -> bool:
         """Return whether the model supports MIG."""
         return bool(self.mig_profiles)

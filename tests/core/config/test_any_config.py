@@ -25,7 +25,15 @@ SCALARS = (
 )
 KEYS = st.sampled_from(
     [
-        *["version", "pools", "health", "deviceListStrategy", "passDeviceSpecs", "cdiKind"],
+        *[
+            "version",
+            "pools",
+            "health",
+            "deviceListStrategy",
+            "passDeviceSpecs",
+            "cdiKind",
+            "migStrategy",
+        ],
         *["name", "gpus", "backends", "index", "uuid", "pci", "product", "minMemory"],
         *["quietPeriod", "rescanPeriod", "xids", "backend", "resource", "sharesPerGpu"],
         *["memoryUnit", "placement", "split", "metagpuEnv"],
@@ -71,6 +79,7 @@ DOCUMENTS = almost(
     deviceListStrategy=st.sampled_from(list(DeviceListStrategy)).map(str),
     passDeviceSpecs=st.booleans(),
     cdiKind=st.sampled_from(["nvidia.com/gpu"]),
+    migStrategy=st.sampled_from(["single", "mixed"]),
 )
 
 

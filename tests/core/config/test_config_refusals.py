@@ -72,7 +72,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             POOL + "helth: {}\n",
             (
                 "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
-                "health, mgctl, passDeviceSpecs, pools, version; did you mean health?"
+                "health, mgctl, migStrategy, passDeviceSpecs, pools, version; did you mean health?"
             ),
         ),
         (
@@ -100,7 +100,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             POOL + '"dotted.key[0]": 3\n',
             (
                 "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
-                "health, mgctl, passDeviceSpecs, pools, version"
+                "health, mgctl, migStrategy, passDeviceSpecs, pools, version"
             ),
         ),
         (POOL + "3: 4\n", "6: 3: the key: expected a text"),

@@ -18,6 +18,7 @@ from metagpu.host.programs import run_command
 from metagpu.plugins.cluster.client import KubeClient, open_client
 from metagpu.plugins.cluster.cluster import Cluster
 from metagpu.plugins.cluster.connection import ClusterContext, NodeConnection
+from metagpu.plugins.cluster.gpu_labels import LabelSettings
 from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.rigs.build import STRATEGIES, gpu, layout_of
@@ -114,7 +115,7 @@ async def cluster_at_work(
         stats, taken = KubeletCallStats(), anyio.Event()
         taken.set()
         context = ClusterContext(
-            *(settings, registry, follow, STRATEGIES, stats),
+            *(settings, registry, follow, lambda: LabelSettings(STRATEGIES), stats),
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
             wait_registered=anyio.lowlevel.checkpoint,

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from metagpu.core.config.config import MigStrategy
 from metagpu.core.model.gpu import Connection, Gpu, Topology
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.facts import DriverRead, GpusFound, TopologyRead
-from metagpu.plugins.cluster.gpu_labels import family, node_labels, sanitize
+from metagpu.plugins.cluster.gpu_labels import LabelSettings, family, node_labels, sanitize
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import STRATEGIES, after, gpu, layout_of
 
@@ -20,10 +21,18 @@ A100 = replace(
 )
 
 
-def labels_of(*gpus: Gpu, text: str = "", facts: tuple[object, ...] = ()) -> Mapping[str, str]:
+SETTINGS = LabelSettings(STRATEGIES)
+
+
+def labels_of(
+    *gpus: Gpu,
+    text: str = "",
+    facts: tuple[object, ...] = (),
+    settings: LabelSettings = SETTINGS,
+) -> Mapping[str, str]:
     """Return the labels of a node with these GPUs."""
     layout = layout_of(*gpus, text=text)
-    return node_labels(after(GpusFound(gpus, at=0), *facts, layout.offer_fact), STRATEGIES)  # type: ignore[arg-type]
+    return node_labels(after(GpusFound(gpus, at=0), *facts, layout.offer_fact), settings)  # type: ignore[arg-type]
 
 
 def test_labels_of_a_node_with_fractions() -> None:
@@ -39,7 +48,9 @@ def test_labels_of_a_node_with_fractions() -> None:
         "nvidia.com/gpu.family": "ampere",
         "nvidia.com/gpu.compute.major": "8",
         "nvidia.com/gpu.compute.minor": "0",
+        "nvidia.com/gpu.mode": "unknown",
         "nvidia.com/mig.capable": "true",
+        "nvidia.com/mps.capable": "false",
         "nvidia.com/cuda.driver-version.full": "580.65.06",
         "nvidia.com/cuda.driver-version.major": "580",
         "nvidia.com/cuda.driver-version.minor": "65",
@@ -86,15 +97,70 @@ def test_product_says_shared_only_under_the_gpus_own_name(resource: str, product
     assert found["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
 
 
-def test_most_frequent_product_speaks_for_a_mixed_node() -> None:
-    """Labels of a mixed node are those of the most frequent product."""
+def test_labels_of_a_mixed_node_are_of_its_last_product() -> None:
+    """One product has all labels, its own number too; any GPU makes the node capable of MIG."""
     small = [gpu(n, name="Tesla T4", memory_mib=15360) for n in (1, 2)]
-    found = labels_of(A100, *small)
+    again = replace(A100, id=gpu(3).id, index=3)
+    found = labels_of(A100, *small, again)
 
     assert found["nvidia.com/gpu.product"] == "Tesla-T4"
     assert found["nvidia.com/gpu.memory"] == "15360"
-    assert found["nvidia.com/gpu.count"] == "3"
-    assert found["nvidia.com/mig.capable"] == "false"
+    assert found["nvidia.com/gpu.count"] == "2"
+    assert found["nvidia.com/mig.capable"] == "true"
+
+
+def test_a_gpu_that_is_not_in_mig_mode_has_the_labels() -> None:
+    """Of two products the one with a whole GPU has the labels, though the other comes last."""
+    split = replace(A100, id=gpu(1).id, index=1, mig_enabled=True)
+    assert labels_of(gpu(0, name="Tesla T4"), split)["nvidia.com/gpu.product"] == "Tesla-T4"
+
+
+def test_a_display_card_has_no_part_in_the_labels() -> None:
+    """The display card of a DGX Station is not counted, and lends no value."""
+    card = gpu(1, name="NVIDIA DGX Display", memory_mib=4096)
+    found = labels_of(A100, card)
+    assert found["nvidia.com/gpu.product"] == "NVIDIA-A100-SXM4-40GB"
+    assert found["nvidia.com/gpu.count"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("classes", "mode"),
+    [
+        ((0x0302, 0x0302), "compute"),
+        ((0x0300, 0x0300), "graphics"),
+        ((0x0302, 0x0300), "unknown"),
+        ((0x0302, None), "unknown"),
+    ],
+)
+def test_the_mode_is_the_pci_class_of_all_gpus(classes: tuple[int | None, ...], mode: str) -> None:
+    """3D controllers compute and VGA controllers draw; of a mixture nothing is said."""
+    gpus = [replace(gpu(index), pci_class=it) for index, it in enumerate(classes)]
+    assert labels_of(*gpus)["nvidia.com/gpu.mode"] == mode
+
+
+def test_what_few_machines_have_is_labelled_where_it_is_known() -> None:
+    """NVLink domain, vGPU and machine have labels only where they are known, and for all GPUs."""
+    names = {f"nvidia.com/{it}" for it in ("gpu.clique", "vgpu.present", "gpu.machine")}
+    assert not names & labels_of(A100).keys()
+
+    cluster = "c0ffee00-0000-0000-0000-000000000000.32766"
+    gpus = [replace(gpu(index), clique=cluster, virtual=False) for index in (0, 1)]
+    settings = LabelSettings(STRATEGIES, machine="DGX  Station (A100)")
+    found = labels_of(*gpus, settings=settings)
+    assert {it: found[it] for it in names} == {
+        "nvidia.com/gpu.clique": cluster,
+        "nvidia.com/vgpu.present": "false",
+        "nvidia.com/gpu.machine": "DGX-Station-A100",
+    }
+    apart = [gpus[0], replace(gpus[1], clique="other.1")]
+    assert "nvidia.com/gpu.clique" not in labels_of(*apart)
+
+
+def test_the_configured_strategy_is_written() -> None:
+    """`mig.strategy` is the configuration's, also on a node without MIG."""
+    single = LabelSettings(STRATEGIES, MigStrategy.SINGLE)
+    assert labels_of(gpu(0), settings=single)["nvidia.com/mig.strategy"] == "single"
+    assert "nvidia.com/mig.strategy" not in labels_of(gpu(0))
 
 
 def test_links_and_numa_nodes_have_labels() -> None:
@@ -120,15 +186,16 @@ def test_memory_of_a_share_is_that_of_the_smallest() -> None:
 
 def test_no_labels_before_the_first_offer() -> None:
     """A starting daemon writes no incomplete labels."""
-    assert node_labels(after(), STRATEGIES) == {}
-    assert node_labels(after(GpusFound((A100,), at=0)), STRATEGIES) == {}
+    assert node_labels(after(), SETTINGS) == {}
+    assert node_labels(after(GpusFound((A100,), at=0)), SETTINGS) == {}
 
 
 @pytest.mark.parametrize(
     ("capability", "name"),
     [
         (None, "undefined"),
-        ((6, 1), "undefined"),
+        ((2, 1), "undefined"),
+        ((6, 1), "pascal"),
         ((7, 2), "volta"),
         ((7, 5), "turing"),
         ((8, 6), "ampere"),
@@ -158,7 +225,7 @@ def test_every_label_is_one_that_kubernetes_takes(name: str, driver: str) -> Non
     found = labels_of(gpu(0, name=name), facts=(DriverRead(Versions(driver)),))
 
     for key, value in found.items():
-        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", value)
+        assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?", value)
         assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", key.split("/")[1])
     assert found["nvidia.com/gpu.count"] == "1"
 
@@ -171,7 +238,7 @@ def mig_labels_of(options: str, count: int = 2, text: str = "") -> Mapping[str, 
     """Return the labels about GPUs and instances of a node of A100s with this configuration."""
     gpus = [mig_gpu(index) for index in range(count)]
     layout = layout_of(*gpus, text=text or POOL.format(options))
-    found = node_labels(after(GpusFound(tuple(gpus), at=0), layout.offer_fact), STRATEGIES)
+    found = node_labels(after(GpusFound(tuple(gpus), at=0), layout.offer_fact), SETTINGS)
     return {
         name: value
         for name, value in found.items()
@@ -238,7 +305,7 @@ def test_single_beside_whole_gpus_is_mixed() -> None:
     )
     partitioned, whole = mig_gpu(0), gpu(1)
     layout = layout_of(partitioned, whole, text=text)
-    found = node_labels(after(GpusFound((partitioned, whole), at=0), layout.offer_fact), STRATEGIES)
+    found = node_labels(after(GpusFound((partitioned, whole), at=0), layout.offer_fact), SETTINGS)
 
     assert found["nvidia.com/mig.strategy"] == "mixed"
     assert found["nvidia.com/gpu.product"] == A100_PRODUCT
@@ -288,6 +355,6 @@ def test_instances_under_mps_have_labels() -> None:
 def test_without_instances_there_is_no_strategy() -> None:
     """A node without MIG instances has only the label of MIG capability."""
     layout = layout_of(gpu(0))
-    found = node_labels(after(GpusFound((gpu(0),), at=0), layout.offer_fact), STRATEGIES)
+    found = node_labels(after(GpusFound((gpu(0),), at=0), layout.offer_fact), SETTINGS)
 
     assert [name for name in found if "mig" in name] == ["nvidia.com/mig.capable"]
