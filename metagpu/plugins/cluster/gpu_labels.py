@@ -119,10 +119,15 @@ def _of_gpus(states: Sequence[GpuState], settings: LabelSettings) -> Mapping[str
         f"{_GPU}.count": str(len(named)),
         f"{_GPU}.replicas": str(replicas),
         f"{_GPU}.sharing-strategy": str(strategy),
-        f"{_GPU}.family": family(gpu.compute_capability),
+        **_of_architecture(gpu),
     }
     if gpu.memory is not None:
         labels[f"{_GPU}.memory"] = str(gpu.memory // MIB)
+    return labels
+
+
+def _of_architecture(gpu: Gpu) -> Mapping[str, str]:
+    labels = {f"{_GPU}.family": family(gpu.compute_capability)}
     if gpu.compute_capability is not None:
         major, minor = gpu.compute_capability
         labels |= {f"{_GPU}.compute.major": str(major), f"{_GPU}.compute.minor": str(minor)}
@@ -293,6 +298,8 @@ def mig_labels(snapshot: Snapshot, configured: MigStrategy | None) -> Mapping[st
     for each in found:
         prefix = _GPU if single else f"nvidia.com/mig-{each.name}"
         labels |= {f"{prefix}.{key}": value for key, value in _labels_of(each).items()}
+        if single:
+            labels |= _of_architecture(each.gpu)
     return labels
 
 
