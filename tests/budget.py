@@ -76,16 +76,16 @@ CAPABILITIES: Final = (
     Capability("cli, display, reports", 6900, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4510, ("kubectl/*",)),
-    Capability("webhook and translation", 3370, ("webhook/*", "translation/*")),
+    Capability("kubectl", 4520, ("kubectl/*",)),
+    Capability("webhook and translation", 3670, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 283, 290),
+    Limit("modules without the simulator", 286, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 45, 45),
+    Limit("modules with one importer, in their own folder", 46, 45),
     Limit("modules of more than 450 lines", 1, 1),
     Limit("product lines", 77700, 75000),
     Limit("test lines", 96700, 92300),

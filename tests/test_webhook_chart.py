@@ -54,6 +54,22 @@ def test_its_failure_is_nobody_elses(helm: str) -> None:
     assert all(f"'{name}'" in condition["expression"] for name in TranslationSettings().names)
 
 
+def test_kais_annotations_reach_it_by_a_value(helm: str) -> None:
+    """KAI may be in the cluster: its pods never wait for the webhook unless a value says so."""
+    found = objects(helm)
+    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
+    assert "annotations" not in webhook["matchConditions"][0]["expression"]
+
+    both = objects(helm, "webhook.vocabularies={hami,kai}")
+    [webhook] = both["MutatingWebhookConfiguration"]["webhooks"]
+    expression = webhook["matchConditions"][0]["expression"]
+    assert "|| (has(object.metadata.annotations) &&" in expression
+    for key in ("gpu-fraction", "gpu-memory", "nvidia.com/container."):
+        assert f"'{key}'" in expression
+    env = both["Deployment"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "METAGPU_WEBHOOK_VOCABULARIES", "value": "hami,kai"} in env
+
+
 def test_an_older_api_server_gets_no_conditions(helm: str) -> None:
     """Before Kubernetes 1.28 all pods of the labelled namespaces are reviewed."""
     [webhook] = objects(helm, version="1.27.0")["MutatingWebhookConfiguration"]["webhooks"]

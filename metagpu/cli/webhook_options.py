@@ -72,7 +72,7 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
         help="names in limits that DRA serves, and no Node counts: requests for them are left as "
         "they are",
     )
-    add_resource_names(parser, _variable)
+    add_resource_names(parser, _DEFAULTS.vocabularies, _variable)
     parser.add_argument(
         "--events",
         action="store_true",

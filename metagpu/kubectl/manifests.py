@@ -39,6 +39,7 @@ from metagpu.translation.node_offers import FRACTION, MPS, NodeGroups, OfferedPa
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.translate import NodeWay, explain, translate
 from metagpu.translation.values import NodeOffer, Translation, TranslationSettings
+from metagpu.translation.vocabularies import VOCABULARIES
 
 _Amounts = dict[str, str | float | None]
 
@@ -278,13 +279,19 @@ def _left(
     nodes: NodeGroups,
     settings: TranslationSettings,
 ) -> Iterator[str]:
-    """Yield what asks in HAMi's terms outside the pods of an object, each key once."""
-    names = frozenset(settings.names) - settings.dra_resources - nodes.offered
+    """Yield what asks in such terms outside the pods of an object, each key once."""
+    names: frozenset[str] = frozenset()
+    if "hami" in settings.vocabularies:
+        names = frozenset(settings.names) - settings.dra_resources - nodes.offered
+    vocabularies = [VOCABULARIES[it] for it in settings.vocabularies]
     found: dict[str, tuple[Keys, Any]] = {}
     for path, value in values_outside(document, places):
         for text in (path[-1] if path else "", value):
             if isinstance(text, str) and _without_kind(text) in names:
                 found.setdefault(text, (path, value))
+        *_, above, key = ("", "", *map(str, path))
+        if above == "annotations" and any(it.is_annotation(key) for it in vocabularies):
+            found.setdefault(key, (path, value))
     for text, (path, value) in found.items():
         is_quota = document["kind"] == "ResourceQuota"
         memory = whole_number(value) if _without_kind(text) == settings.memory else 0

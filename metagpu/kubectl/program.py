@@ -24,6 +24,7 @@ from metagpu.cli.resource_names import add_resource_names
 from metagpu.display.encoding import WIDE_FORMATS
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
+from metagpu.translation.vocabularies import VOCABULARIES
 
 SHORTEST_INTERVAL: Final = 0.5
 """Seconds between two looks of `web`: the page takes no more changes than two a second."""
@@ -248,8 +249,8 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
     it = add_command(
         commands,
         "translate",
-        "print a manifest whose pods ask for resources of the nodes, and no more in HAMi's terms "
-        "(nvidia.com/gpumem and the like); nothing is created",
+        "print a manifest whose pods ask for resources of the nodes, and no more in terms of HAMi "
+        "(nvidia.com/gpumem and the like) or KAI Scheduler (gpu-fraction); nothing is created",
         "kubectl metagpu translate -f pod.yaml | kubectl apply -f -",
     )
     _add_filename(it, "Pods, workloads such as a Deployment, and other objects, which stay")
@@ -275,7 +276,7 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
         help="between resources that would serve a pod: the one with the least waste, or the one "
         "with the most room (default: %(default)s)",
     )
-    add_resource_names(it)
+    add_resource_names(it, VOCABULARIES)
     it.add_argument(
         "--dra-resources",
         metavar="NAMES",

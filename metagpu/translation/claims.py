@@ -23,9 +23,10 @@ from metagpu.translation.hami_annotations import (
 from metagpu.translation.node_offers import FRACTION, GPU_COUNT, MIG, MPS, WHOLE, NodeGroups
 from metagpu.translation.patch import apply_patch
 from metagpu.translation.plans import NodeParts, policy_of, survey, techniques_of
-from metagpu.translation.requests import GpuRequest, read_requests
+from metagpu.translation.requests import GpuRequest
 from metagpu.translation.translate import translate_among
 from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
+from metagpu.translation.vocabularies import read_requests
 from metagpu.translation.warnings import warnings_for
 
 DRIVER: Final = "gpu.metagpu.io"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from metagpu.core.config.memory import LIMIT_PREFIX
 from metagpu.translation.affinity import NodeSelection
 from metagpu.translation.choices import Choice, serve
 from metagpu.translation.hami_annotations import (
@@ -30,7 +31,9 @@ from metagpu.translation.node_offers import (
 from metagpu.translation.plans import NodeParts, Plan
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import Object
+from metagpu.translation.vocabularies import VOCABULARIES
 
+DEFAULT_SCHEDULER: Final = "default-scheduler"
 _json: Final = json.JSONEncoder(sort_keys=True).encode
 _KINDS: Final = ("limits", "requests")
 _REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -55,20 +58,23 @@ def operations_for(
         *(it for request, choice in served for it in _resources(pod, request, choice)),
         *(it for request in released for it in _removed(pod, request)),
         *_affinity(pod.get("spec") or {}, expressions),
+        *_scheduler(pod.get("spec") or {}),
     )
 
 
 def _annotations(
-    pod: Object, served: Iterable[tuple[GpuRequest, Choice]], released: Iterable[GpuRequest]
+    pod: Object, served: Sequence[tuple[GpuRequest, Choice]], released: Iterable[GpuRequest]
 ) -> Iterator[Operation]:
     present = annotations_of(pod)
     requests = (*(request for request, _ in served), *released)
-    original = {**original_request(pod), **{it.container: dict(it.names) for it in requests}}
+    original = {**original_request(pod), **{it.container: dict(it.asked) for it in requests}}
     added = {ORIGINAL: _json(original)}
     for request, choice in served:
         divided = choice.part.technique in (FRACTION, MPS)
         if request.count > 1 and divided and not request.whole:
             added[GPUS_PREFIX + request.container] = str(request.count)
+        if (limit := limit_of(choice, served)) and LIMIT_PREFIX + choice.resource not in present:
+            added[LIMIT_PREFIX + choice.resource] = f"{limit}Mi"
 
     if not pod.get("metadata"):
         yield _add("/metadata", {"annotations": added})
@@ -77,10 +83,29 @@ def _annotations(
     else:
         for key, value in added.items():
             yield _add(f"/metadata/annotations/{_escaped(key)}", value)
+    for key in dict.fromkeys(key for it in requests for key in it.annotations):
+        yield {"op": "remove", "path": f"/metadata/annotations/{_escaped(key)}"}
+
+
+def limit_of(choice: Choice, served: Iterable[tuple[GpuRequest, Choice]]) -> int:
+    """Return the MiB that the containers of a choice may use, 0 for its shares alone.
+
+    An annotation names a resource, so that all containers with it have one limit.
+    """
+    limits = {request.limit for request, it in served if it.resource == choice.resource}
+    return max(limits) if len(limits) == 1 and choice.part.technique == FRACTION else 0
+
+
+def _scheduler(spec: Object) -> Iterator[Operation]:
+    if spec.get("schedulerName") in {it.scheduler for it in VOCABULARIES.values()}:
+        yield _add("/spec/schedulerName", DEFAULT_SCHEDULER)
 
 
 def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Operation]:
     resources = _resources_of(pod, request)
+    if not resources:
+        yield _add(f"{request.path}/resources", {"limits": {choice.resource: str(choice.count)}})
+        return
     yield from _removed(pod, request, but=choice.resource)
     named = [it for it in _KINDS if not request.names.keys().isdisjoint(resources.get(it) or ())]
     for where in named:
@@ -105,7 +130,7 @@ def _removed(pod: Object, request: GpuRequest, but: str = "") -> Iterator[Operat
 
 def _resources_of(pod: Object, request: GpuRequest) -> Object:
     *_, kind, index = request.path.split("/")
-    found: Object = pod["spec"][kind][int(index)]["resources"]
+    found: Object = pod["spec"][kind][int(index)].get("resources") or {}
     return found
 
 

@@ -123,6 +123,7 @@ def techniques_of(
     """
     modes = [it.strip() for it in (annotations_of(pod).get(MODE) or "").split(",")]
     names = [it for it in modes if it]
+    names = names or [it.technique for it in requests if it.technique]
     if not names:
         whole = all(it.whole for it in requests) and WHOLE not in settings.order
         names = [WHOLE, *settings.order] if whole else [*settings.order]

@@ -1,7 +1,6 @@
-"""The request of a pod in HAMi's terms, container by container."""
+"""The requests of containers, and those in HAMi's resources."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -22,6 +21,9 @@ class GpuRequest(msgspec.Struct, frozen=True):
         percentage: of the memory of each GPU; 0 where none is named.
         cores: percent of the multiprocessors of each; 0 where none is named.
         least: MiB that a whole GPU has to have.
+        annotations: those of the pod that ask, as the pod has them; they go too.
+        technique: the only one that serves it; empty for any.
+        limit: MiB of each GPU that it may use beyond its request; 0 for no more than that.
         names: the amounts as the pod has them, by resource name.
         alone: whether an init container asks that ends before the others start.
         others: all resource names of the container beside these.
@@ -37,6 +39,14 @@ class GpuRequest(msgspec.Struct, frozen=True):
     alone: bool = False
     others: frozenset[str] = frozenset()
     least: int = 0
+    annotations: Mapping[str, str] = {}
+    technique: str = ""
+    limit: int = 0
+
+    @property
+    def asked(self) -> Mapping[str, str]:
+        """The names and annotations that ask, as the pod has them."""
+        return {**self.names, **self.annotations}
 
     @property
     def whole(self) -> bool:
@@ -44,56 +54,39 @@ class GpuRequest(msgspec.Struct, frozen=True):
         return not self.memory and self.percentage in (0, _WHOLE)
 
 
-class PodRequests(NamedTuple):
-    """The requests of a pod.
-
-    Attributes:
-        problems: sentences about requests that cannot be read.
-        others: the names of all resources that stay as they are.
-    """
-
-    requests: Sequence[GpuRequest]
-    problems: Sequence[str]
-    others: frozenset[str]
-
-
-def read_requests(
-    pod: Object, offered: frozenset[str], settings: TranslationSettings
-) -> PodRequests:
-    """Return the requests to translate.
-
-    A container that names resources that are offered alone, or none, has no request, nor has one
-    that is translated already.
-    """
-    offered |= settings.dra_resources
+def requests_in_resources(
+    pod: Object, settings: TranslationSettings, offered: frozenset[str], problems: list[str]
+) -> Iterator[GpuRequest]:
+    """Yield the requests of HAMi's resources; what cannot be read is a problem each."""
     original = original_request(pod)
-    found: list[GpuRequest] = []
-    problems: list[str] = []
-    others: set[str] = set()
-
-    for path, container in _containers(pod.get("spec") or {}):
-        name, amounts = str(container.get("name") or ""), _amounts(container)
+    for path, container in containers_of(pod):
+        name, amounts = str(container.get("name") or ""), amounts_of(container)
         named = {it: str(amounts[it]) for it in settings.names if it in amounts}
         names = _to_replace(named, offered, settings, translated=name in original)
-        kept = amounts.keys() - names.keys()
-        others |= {it for it in kept if "/" in it and whole_number(amounts[it])}
         try:
             if names:
-                found.append(_request(path, container, names, settings))
+                yield _request(path, container, names, settings)
         except ValueError as error:
             problems.append(f"container {name}: {error}")
-    return PodRequests(found, problems, frozenset(others))
 
 
-def _containers(spec: Object) -> Iterator[tuple[str, Object]]:
+def containers_of(pod: Object) -> Iterator[tuple[str, Object]]:
+    """Yield the containers of a pod in the order of their start, with JSON Pointers."""
+    spec = pod.get("spec") or {}
     for kind in ("initContainers", "containers"):
         for index, container in enumerate(spec.get(kind) or ()):
             yield f"/spec/{kind}/{index}", container
 
 
-def _amounts(container: Object) -> Mapping[str, object]:
+def amounts_of(container: Object) -> Mapping[str, object]:
+    """Return what a container asks for, by resource."""
     resources = container.get("resources") or {}
     return {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+
+
+def runs_alone(path: str, container: Object) -> bool:
+    """Return whether an init container ends before the others start."""
+    return "/initContainers/" in path and container.get("restartPolicy") != "Always"
 
 
 def _to_replace(
@@ -137,8 +130,8 @@ def _request(
         0 if exclusive or memory else percentage,
         min(numbers.get(settings.cores, 0), _WHOLE),
         names,
-        alone="/initContainers/" in path and container.get("restartPolicy") != "Always",
-        others=frozenset(_amounts(container).keys() - names.keys()),
+        alone=runs_alone(path, container),
+        others=frozenset(amounts_of(container).keys() - names.keys()),
         least=memory if exclusive else 0,
     )
 

@@ -17,8 +17,9 @@ from metagpu.translation.plans import (
     survey,
     techniques_of,
 )
-from metagpu.translation.requests import GpuRequest, read_requests
+from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
+from metagpu.translation.vocabularies import read_requests
 from metagpu.translation.warnings import warnings_for, warnings_for_released
 
 
@@ -188,7 +189,7 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
         if choice.resource in request.others:
             problem = (
                 f"container {request.container} asks for {choice.resource} and for "
-                f"{', '.join(request.names)}; ask for one of them"
+                f"{', '.join(request.asked)}; ask for one of them"
             )
             return _unreadable((problem,))
     expressions = expressions_for(pod, plan, requests, surveyed)

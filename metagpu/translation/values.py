@@ -54,6 +54,7 @@ class TranslationSettings(msgspec.Struct, frozen=True):
             and `whole`.
         policy: `binpack` or `spread`, for pods that name neither.
         impossible: `warn` or `refuse`: what becomes of a pod that no node could serve.
+        vocabularies: those that pods are read in, by the names of `VOCABULARIES`.
         dra_resources: names that DRA serves, which no Node counts: they are left as those of nodes.
     """
 
@@ -65,6 +66,7 @@ class TranslationSettings(msgspec.Struct, frozen=True):
     policy: str = "binpack"
     impossible: str = "warn"
     priority: str = "nvidia.com/priority"
+    vocabularies: tuple[str, ...] = ("hami",)
     dra_resources: frozenset[str] = frozenset()
 
     @property

@@ -6,8 +6,10 @@ from typing import Final
 from metagpu.translation.choices import Choice
 from metagpu.translation.hami_annotations import NODE_POLICY, annotations_of
 from metagpu.translation.node_offers import FRACTION, MIG, MPS
+from metagpu.translation.patch import DEFAULT_SCHEDULER, limit_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, Object, TranslationSettings
+from metagpu.translation.vocabularies import VOCABULARIES
 
 _UUID: Final = ("nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid")
 _INDEX: Final = "an index means another GPU on each node; name uuids"
@@ -19,15 +21,18 @@ _NO_EFFECT: Final = {
     "hami.io/vulkan": "metagpu puts no library between a program and the GPU",
     "nvidia.com/numa-bind": "the kubelet aligns GPUs and CPUs, by its topologyManagerPolicy",
 }
-_HAMI_SCHEDULER: Final = "hami-scheduler"
 
 
 def warnings_for(
     pod: Object, served: Iterable[tuple[GpuRequest, Choice]], settings: TranslationSettings
 ) -> Iterator[str]:
     """Yield what a pod asks for and does not get, each with the reason."""
+    served = list(served)
     for request, choice in served:
-        for sentence in _of_container(request, choice, settings):
+        for sentence in (
+            *_of_container(request, choice, settings),
+            *_of_limit(request, choice, limit_of(choice, served)),
+        ):
             yield f"container {request.container}: {sentence}"
         yield from _of_priority(request, settings)
     yield from _of_annotations(pod)
@@ -63,12 +68,25 @@ def _of_container(
         has = "limits memory alone; shares of backend mps limit threads too"
         if technique == MIG:
             has = "has the multiprocessors of its profile"
-        yield f"{settings.cores}: {request.cores} has no effect: {choice.resource} {has}"
+        asked = f"{settings.cores}: {request.cores}"
+        if settings.cores not in request.names:
+            asked = f"gpu-compute.portion of {request.cores} %"
+        yield f"{asked} has no effect: {choice.resource} {has}"
     if request.count > 1 and technique == FRACTION and not request.whole:
         yield (
             f"its shares come from {request.count} GPUs where the pool has `split: accept`, and "
             "from one elsewhere (docs/placement.md)"
         )
+
+
+def _of_limit(request: GpuRequest, choice: Choice, limit: int) -> Iterator[str]:
+    if limit:
+        yield (
+            f"it may use {limit} MiB where the pool has `allowAnnotations: [limit]`, and what it "
+            "requests elsewhere (docs/enforcement.md)"
+        )
+    elif request.limit:
+        yield f"gpu-memory.limit has no effect: {choice.resource} limits it to its request"
 
 
 def _of_annotations(pod: Object) -> Iterator[str]:
@@ -83,8 +101,8 @@ def _of_annotations(pod: Object) -> Iterator[str]:
         if annotations.get(key):
             yield f"{key} has no effect: {_NO_EFFECT[key]}"
     scheduler = str(spec.get("schedulerName") or "")
-    if scheduler == _HAMI_SCHEDULER:
-        yield f"schedulerName: {scheduler} stays: without that scheduler the pod waits for ever"
+    if scheduler in {it.scheduler for it in VOCABULARIES.values()}:
+        yield f"schedulerName: {scheduler} becomes {DEFAULT_SCHEDULER}, Kubernetes' own"
     policy = annotations.get(NODE_POLICY)
     if policy and policy not in POLICIES:
         yield f"{NODE_POLICY}: {policy} has no effect; known are binpack and spread"

@@ -128,6 +128,10 @@ def test_kserves_annotations_stand_where_its_pods_get_them(
             "nvidia.com/gpumem at spec.templates[0].container.resources.limits is not translated",
         ),
         (
+            custom("x.io/v1", "Train", annotations={"gpu-fraction": "0.5"}),
+            "gpu-fraction at spec.annotations is not translated",
+        ),
+        (
             custom("kueue.x-k8s.io/v1beta1", "ClusterQueue", covered=["nvidia.com/gpumem"]),
             "write cnvrg.io/metagpu in its place",
         ),

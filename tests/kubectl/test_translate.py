@@ -185,6 +185,21 @@ def test_names_are_options_as_those_of_the_webhook(
     }
 
 
+def test_vocabularies_are_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A person asks for a translation: all vocabularies are on, and each can be left out."""
+    asked = pod({}, annotations={"gpu-fraction": "0.5"})
+    manifest, nodes = written(tmp_path, asked, pod(SEED)), nodes_file(tmp_path, MIG)
+    _, both, _ = run(capsys, manifest, nodes)
+    status, hamis, err = run(capsys, manifest, nodes, "--vocabularies", "hami")
+    assert [containers(it)[0]["resources"] for it in yaml.safe_load_all(both)] == [
+        {"limits": {"nvidia.com/mig-3g.20gb": "1"}},
+        {"limits": {"nvidia.com/mig-2g.10gb": "2"}},
+    ]
+    assert (status, err, next(yaml.safe_load_all(hamis))) == (0, "", asked)
+
+    assert run(capsys, manifest, nodes, "--vocabularies", "volcano")[0] == 1
+
+
 def test_explain_shows_what_each_node_would_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

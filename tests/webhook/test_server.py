@@ -623,6 +623,22 @@ def test_the_work_for_one_pod_is_limited(asked: dict[str, Any], excess: str) -> 
         assert answer.outcome in {Outcome.TRANSLATED, Outcome.IMPOSSIBLE}
 
 
+def test_kais_annotations_are_read_by_a_setting() -> None:
+    """KAI's own webhook and scheduler may be there: only a setting takes such pods from them."""
+    asked = pod({}) | {"metadata": {"annotations": {"gpu-fraction": "0.5"}}}
+    wrong = pod({}) | {"metadata": {"annotations": {"gpu-fraction": "2"}}}
+    both = TranslationSettings(vocabularies=("hami", "kai"))
+
+    def outcome(asked: object, settings: TranslationSettings) -> Outcome:
+        return Translator(FixedNodes(), settings).answer(review(asked)).outcome
+
+    assert outcome(asked, TranslationSettings()) is Outcome.UNTOUCHED
+    assert outcome(asked, both) is Outcome.TRANSLATED
+    assert outcome(wrong, both) is Outcome.UNREADABLE
+    refusing = TranslationSettings(vocabularies=both.vocabularies, impossible="refuse")
+    assert outcome(wrong, refusing) is Outcome.REFUSED
+
+
 @pytest.mark.parametrize("where", ["affinity", "containers", "annotations"])
 def test_a_large_pod_takes_little_memory(where: str) -> None:
     """A pod of the largest size, of the smallest values, takes less than three times its size."""

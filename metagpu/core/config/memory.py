@@ -1,11 +1,15 @@
 """The settings of memory enforcement in a pool."""
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.model.gpu import MIB
+
+LIMIT_PREFIX: Final = "gpu-mem-limit."
+"""Prefix of the annotation with a pod's own limit; the resource's name follows."""
 
 
 class EnforcementPolicy(StrEnum):

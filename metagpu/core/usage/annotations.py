@@ -18,7 +18,12 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.memory import (
+    LIMIT_PREFIX,
+    AnnotationKind,
+    EnforcementPolicy,
+    MemoryEnforcement,
+)
 from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -36,8 +41,6 @@ from metagpu.core.state.registry import Registry, Subscription
 from metagpu.core.usage.accounting import ContainerUsage
 from metagpu.core.usage.policy import memory_limit
 
-LIMIT_PREFIX: Final = "gpu-mem-limit."
-"""Prefix of a limit's annotation; the resource's name follows."""
 POLICY: Final = "metagpu.io/memory-policy"
 MAX_ANNOTATIONS: Final = 16
 MAX_LENGTH: Final = 64
