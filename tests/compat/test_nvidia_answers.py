@@ -36,3 +36,25 @@ def test_every_deviation_is_one_and_is_documented() -> None:
     for it in DEVIATIONS:
         assert any(it.applies(one) and it.offers(one) != (one.resources or {}) for one in ANSWERS)
         assert f"| {it.there} | {it.here} |" in page
+
+
+def test_an_amount_of_0_has_the_true_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A remark names the sizes under single, and what keeps whole GPUs back."""
+    gpus = [
+        {"model": "a100-40gb", "mig": True, "instances": ["1g.5gb@0", "2g.10gb@2"]},
+        {"model": "t4"},
+    ]
+    node = tmp_path / "node.json"
+    node.write_text(json.dumps({"gpus": gpus}), encoding="utf-8")
+    config = tmp_path / "plugin.json"
+    config.write_text('{"flags": {"migStrategy": "single"}}', encoding="utf-8")
+    assert main(["explain", "--config", str(config), "--simulate", str(node), "--json"]) == 0
+
+    [remark] = json.loads(capsys.readouterr().out)["remarks"]
+    assert remark["text"] == (
+        "nvidia.com/gpu has the amount 0, as no GPU provides it; GPU 0: nvidia.com/gpu is for "
+        "instances of one size, and its pool has 1g.5gb, 2g.10gb; MIG mode is on; GPU 1: other "
+        "devices of this node have the name of its resource; a resource is of one kind"
+    )

@@ -140,7 +140,10 @@ def test_single_offers_instances_of_one_size() -> None:
     layout = build_layout(config, [mig], Injection(), existing)
 
     assert layout.shares == ()
-    assert "under one name instances of several sizes" in layout.pool_assignments[0].reason
+    assert (
+        "for instances of one size, and its pool has 1g.5gb, 2g.10gb"
+        in layout.pool_assignments[0].reason
+    )
 
     other = mig_gpu(1)
     existing = {
@@ -149,7 +152,7 @@ def test_single_offers_instances_of_one_size() -> None:
     }
     layout = build_layout(config, [mig, other, gpu(2)], Injection(), existing)
     assert layout.shares == ()
-    assert "another GPU of this node offers" in layout.pool_assignments[2].reason
+    assert "other devices of this node have the name" in layout.pool_assignments[2].reason
 
 
 def test_an_instance_of_an_unknown_profile_is_left_out() -> None:

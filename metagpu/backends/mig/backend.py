@@ -98,7 +98,10 @@ class MigBackend(
     timing: ClassVar[MigTiming] = MigTiming()
     mps_timing: ClassVar[MpsDaemonTiming] = MpsDaemonTiming(period=30.0)
 
-    def __init__(self, options: MigOptions, injection: Injection) -> None:
+    def __init__(
+        self, options: MigOptions, injection: Injection, sizes: Sequence[str] = ()
+    ) -> None:
+        self._sizes = sizes
         self._options = options
         self._injection = injection
 
@@ -145,8 +148,10 @@ class MigBackend(
         slots = tuple(_finished_slots(gpu, instances.get(gpu, ())))
         if isinstance(self._options.resource, str):
             every = (slot for pair in instances.items() for slot in _finished_slots(*pair))
-            if len({slot.partition("@")[0] for slot in every}) > 1:
-                slots = ()
+            sizes = sorted({slot.partition("@")[0] for slot in every})
+            if len(sizes) > 1:
+                options = replace(self._options, existing=())
+                return options, MigBackend(options, self._injection, sizes)
         options = replace(self._options, existing=slots)
         return options, MigBackend(options, self._injection)
 
@@ -183,6 +188,9 @@ class MigBackend(
 
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has no instances."""
+        if self._sizes and gpu.mig_enabled:
+            name = self._options.resource
+            return f"{name} is for instances of one size, and its pool has {', '.join(self._sizes)}"
         return no_shares_reason(self._options, gpu)
 
     def expected_problem(self, gpu: Gpu) -> str:

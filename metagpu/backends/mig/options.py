@@ -287,7 +287,7 @@ def no_shares_reason(options: MigOptions, gpu: Gpu) -> str:
     if isinstance(placed := placed_profiles(options, gpu), UnplaceableLayout):
         return layout_problem(options, placed)
     if not options.profile_names:
-        return "it has no MIG instances, or its pool has under one name instances of several sizes"
+        return "it has no MIG instances"
     return _profiles_problem(options, gpu)
 
 

@@ -38,18 +38,22 @@ _MAX_SHARES: Final = 70_000
 _MAX_NODE_SHARES: Final = 4 * _MAX_SHARES
 """Of all resources. A configuration must not take the memory and the time of a node."""
 _OTHER_KIND: Final = (
-    "another GPU of this node offers the same resource in another way; a resource is of one kind"
+    "other devices of this node have the name of its resource; a resource is of one kind"
 )
 _MAX_REASONS: Final = 3
 """Reasons that are listed when no GPU is in a pool."""
 
 
 class PoolAssignment(msgspec.Struct, frozen=True):
-    """The pool of a GPU, with the reason; `pool` is `None` without one."""
+    """The pool of a GPU, with the reason; `pool` is `None` without one.
+
+    `missing` says why the GPU has no share in its pool, empty where it has one.
+    """
 
     gpu: Gpu
     pool: str | None
     reason: str
+    missing: str = ""
 
 
 class BackendAssignment(msgspec.Struct, frozen=True):
@@ -203,7 +207,7 @@ def build_layout(
         if assignment.pool is not None and not of_gpu:
             missing = _OTHER_KIND if made else _no_shares_reason(gpu, backends, pool_reason)
             reason = f"{assignment.reason}, but no shares: {missing}"
-            assignment = replace(assignment, reason=reason)
+            assignment = replace(assignment, reason=reason, missing=missing)
         pool_assignments.append(assignment)
         if assignment.pool is not None:
             pool = by_name[assignment.pool]

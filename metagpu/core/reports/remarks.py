@@ -107,11 +107,12 @@ def _moves(
 
 def describe_empty(snapshot: Snapshot, layout: Layout) -> Iterator[Remark]:
     """Yield the resources of which no GPU has a share, with the reasons."""
+    missing = {each.gpu.id: each.missing for each in layout.pool_assignments}
     for resource, offer in snapshot.offers.items():
         reasons: dict[str, list[int]] = {}
         for each in layout.backend_assignments if not offer.shares else ():
             if resource in each.backend.resources:
-                reason = no_shares_reason(each.backend, each.gpu)
+                reason = missing[each.gpu.id] or no_shares_reason(each.backend, each.gpu)
                 reasons.setdefault(reason, []).append(each.gpu.index)
         if reasons:
             parts = [
