@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12380, ("sim/*",)),
+    Capability("simulator", 12990, ("sim/*",)),
     Capability(
         "DRA",
         4460,
@@ -63,7 +63,7 @@ CAPABILITIES: Final = (
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
     Capability("contracts and runtime", 2050, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 3800, ("core/config/*", "compat/*")),
+    Capability("configuration and other formats", 4000, ("core/config/*", "compat/*")),
     Capability("health", 990, ("core/health/*",)),
     Capability("enforcement and usage", 2970, ("core/usage/*",)),
     Capability("MIG", 3730, ("backends/mig/*",)),
@@ -73,7 +73,7 @@ CAPABILITIES: Final = (
     Capability("metrics", 1815, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6900, (
+    Capability("cli, display, reports", 6730, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 4520, ("kubectl/*",)),
@@ -85,10 +85,10 @@ CAPABILITIES: Final = (
 LIMITS: Final = (
     Limit("modules without the simulator", 286, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 46, 45),
+    Limit("modules with one importer, in their own folder", 47, 45),
     Limit("modules of more than 450 lines", 1, 1),
-    Limit("product lines", 77700, 75000),
-    Limit("test lines", 96700, 92300),
+    Limit("product lines", 78500, 75000),
+    Limit("test lines", 97400, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

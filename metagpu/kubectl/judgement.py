@@ -20,7 +20,8 @@ from metagpu.kubectl.obstacles import (
     resource_obstacles,
 )
 from metagpu.kubectl.pod_reasons import Conclusion, PodReason
-from metagpu.kubectl.pods import PodDemand, demand_of, missing_label, scheduler_says, tolerates
+from metagpu.kubectl.pods import PodDemand, demand_of, missing_label, scheduler_says
+from metagpu.translation.affinity import tolerates
 
 Object = Mapping[str, Any]
 

@@ -111,18 +111,6 @@ def pods_in(documents: Iterable[KubeDocument]) -> Sequence[Object]:
     return found
 
 
-def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
-    """Return whether one of some tolerations tolerates a taint."""
-    return any(
-        it.get("effect") in (None, "", taint.get("effect"))
-        and (
-            (it.get("operator") == "Exists" and it.get("key") in (None, "", taint["key"]))
-            or (it.get("key") == taint["key"] and (it.get("value") or "") == taint.get("value", ""))
-        )
-        for it in tolerations
-    )
-
-
 def missing_label(demand: PodDemand, name: str, labels: Mapping[str, str]) -> str:
     """Return what a pod's selector or affinity misses at a node, empty for nothing."""
     return affinity.NodeSelection(demand.selector, demand.terms).missing(name, labels)

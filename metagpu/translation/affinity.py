@@ -1,4 +1,4 @@
-"""Node selectors and required node affinities, as the scheduler reads them."""
+"""Node selectors, node affinities and tolerations, as the scheduler reads them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -35,6 +35,18 @@ def required_terms(spec: Object) -> list[Object]:
     node_affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = node_affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     return list(required.get("nodeSelectorTerms") or ())
+
+
+def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
+    """Return whether one of some tolerations tolerates a taint."""
+    return any(
+        it.get("effect") in (None, "", taint.get("effect"))
+        and (
+            (it.get("operator") == "Exists" and it.get("key") in (None, "", taint["key"]))
+            or (it.get("key") == taint["key"] and (it.get("value") or "") == taint.get("value", ""))
+        )
+        for it in tolerations
+    )
 
 
 class _RequiredTerm:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -330,7 +331,7 @@ def test_a_claim_waits_for_the_end_of_another(tmp_path: Path) -> None:
             assert node.sim(f"claim add {name} {half}") == f"claim {name} {prepared}"
         waits = "is Pending: 0/1 nodes are available: 1 cannot allocate all claims."
         assert node.sim("claim add b --class gpu.metagpu.io") == f"claim b {waits}"
-        assert "a exists in resourceclaims" in node.fails(f"claim add a {half}")
+        assert "resourceclaim a exists in namespace default" in node.fails(f"claim add a {half}")
         assert "no claim d in namespace default; there are: a, c, b" in node.fails("claim end d")
         for name in "ac":
             assert node.sim(f"claim end {name}") == f"claim {name} has ended"
@@ -362,3 +363,99 @@ def test_several_pods_with_claims_at_once(tmp_path: Path) -> None:
         assert node.sim(f"claim add -f {file}").startswith("created ")
         until(lambda: len(claims(node)) == 8)
         until(lambda: {state for state, _ in claims(node).values()} == {"Prepared"})
+
+
+MANIFESTS = Path(__file__).parent / "manifests"
+NVIDIAS = """\
+version: metagpu/v1
+dra: {driver: gpu.nvidia.com}
+pools:
+  - name: mig
+    gpus: {index: "5-6"}
+    api: dra
+    backends: [{backend: mig, profiles: [1g.5gb, 2g.10gb, 3g.20gb]}]
+  - name: all
+    api: dra
+    backends:
+      - {backend: whole}
+      - {backend: timeslice, replicas: 2, timeSlice: default}
+      - {backend: mps}
+"""
+NVIDIAS_NODE = "gpus: [{model: a100-40gb, count: 5}, {model: a100-40gb, count: 2, mig: true}]"
+TIME_SLICING = """\
+version: v1
+sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}
+"""
+
+
+def phases_in(node: Node, namespace: str) -> dict[str, int]:
+    """Return the number of a namespace's pods in each phase."""
+    return Counter(it["phase"] for it in node.json("pod list") if it["namespace"] == namespace)
+
+
+def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
+    """Claims for NVIDIA's classes, in each shape of its demos, get devices by `sim apply`."""
+    (tmp_path / "metagpu.yaml").write_text(NVIDIAS)
+    (tmp_path / "node.yaml").write_text(NVIDIAS_NODE)
+    config, gpus = str(tmp_path / "metagpu.yaml"), str(tmp_path / "node.yaml")
+    with daemon(tmp_path, "--config", config, "--simulate", gpus) as node:
+        until(lambda: are_published(node, 7))
+        for name, namespace, count in (
+            ("gpu-each", "each", 2),
+            ("pods-share", "together", 2),
+            ("mig-parts", "parts", 2),
+            ("strategies", "default", 1),
+        ):
+            assert node.sim(f"apply -f {MANIFESTS / name}.yaml").startswith("created ")
+            until(lambda: phases_in(node, namespace) == {"Running": count})  # noqa: B023 - at once
+        held = claims(node)
+        assert {state for state, _ in held.values()} == {"Prepared"}
+        of_gpus = [devices for _, devices in held.values() if devices[0][0] == "gpu"]
+        assert sorted(map(len, of_gpus)) == [1, 1, 1, 2]
+        assert len({gpu for devices in of_gpus for _, gpu in devices}) == 5
+        parts = [devices for _, devices in held.values() if len(devices) == 4]
+        assert [{gpu for _, gpu in it} for it in parts] in ([{5}, {6}], [{6}, {5}])
+
+        again = node.sim(f"apply -f {MANIFESTS / 'mig-parts.yaml'}")
+        assert again.startswith("unchanged namespace/parts, resourceclaimtemplate/slices, dep")
+        for name in ("gpu-each", "pods-share", "mig-parts", "strategies"):
+            assert node.sim(f"delete -f {MANIFESTS / name}.yaml").startswith("deleted ")
+        assert (node.pods(), claims(node)) == ({}, {})
+        node.sim(f"apply -f {MANIFESTS / 'by-name.yaml'}")
+        until(lambda: phases_in(node, "default") == {"Succeeded": 3})
+
+
+def test_the_sample_pods_of_nvidias_plugin_run(tmp_path: Path) -> None:
+    """Requests that stand in `limits` count, in every workload; the rest of a file is named."""
+    (tmp_path / "plugin.yaml").write_text(TIME_SLICING)
+    config = str(tmp_path / "plugin.yaml")
+    with daemon(tmp_path, "--config", config, "--simulate", "t4:3") as node:
+        said = node.sim(f"apply -f {MANIFESTS / 'samples.yaml'}")
+        until(lambda: phases_in(node, "default") == {"Running": 9})
+        assert "pod vector-add is Running: nvidia.com/gpu=1 on GPU " in said
+        assert "not looked at here: cpu, memory" in said
+        assert "nothing here acts on objects of the kind Service" in said
+        assert node.json("node show")["resources"]["nvidia.com/gpu"]["requested"] == 9
+
+
+def test_a_manifest_is_taken_as_a_whole(tmp_path: Path) -> None:
+    """One wrong object, and nothing is created; the error has its file, line and place."""
+    good = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec: {containers: [{name: c}]}\n"
+    file = tmp_path / "pods.yaml"
+    with daemon(tmp_path, "--simulate", "t4:1") as node:
+        for wrong, problem in (
+            ("{kind: RayCluster, metadata: {name: r}}", "of the kind 'RayCluster'; taken are"),
+            ("{kind: Pod, metadata: {name: b}, spec: {}}", "missing required field `containers`"),
+            ("{kind: List, items: [{kind: Job, metadata: {name: b}}]}", "the spec of the Job b"),
+        ):
+            file.write_text(f"{good}---\n{wrong}\n")
+            error = node.fails(f"apply -f {file}")
+            assert f"{file}: 6: document 2" in error
+            assert problem in error
+        file.write_text(f"{good}---\n{good}")
+        assert "pod a stands there twice" in node.fails(f"apply -f {file}")
+        assert node.pods() == {}
+        file.write_text(good)
+        assert "pod a is Running" in node.sim(f"apply -f {file}")
+        file.write_text(good.replace("name: c", "name: d"))
+        assert "pod a exists with another spec; end it first" in node.fails(f"apply -f {file}")

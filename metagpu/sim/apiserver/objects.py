@@ -9,12 +9,52 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 Object = dict[str, Any]
 Key = tuple[str, str, str]
 """Collection (`nodes`, `pods`, `configmaps`, …), namespace (empty for none), name."""
+
+
+class Kind(NamedTuple):
+    """A kind of objects: the version of its API, and its collection."""
+
+    api: str
+    collection: str
+    namespaced: bool = True
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "Pod": Kind("v1", "pods"),
+    "Namespace": Kind("v1", "namespaces", namespaced=False),
+    "Node": Kind("v1", "nodes", namespaced=False),
+    "ConfigMap": Kind("v1", "configmaps"),
+    "Secret": Kind("v1", "secrets"),
+    "Service": Kind("v1", "services"),
+    "ServiceAccount": Kind("v1", "serviceaccounts"),
+    "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims"),
+    "ReplicationController": Kind("v1", "replicationcontrollers"),
+    "Deployment": Kind("apps/v1", "deployments"),
+    "ReplicaSet": Kind("apps/v1", "replicasets"),
+    "StatefulSet": Kind("apps/v1", "statefulsets"),
+    "DaemonSet": Kind("apps/v1", "daemonsets"),
+    "Job": Kind("batch/v1", "jobs"),
+    "CronJob": Kind("batch/v1", "cronjobs"),
+    "ResourceClaim": Kind("resource.k8s.io/v1", "resourceclaims"),
+    "ResourceClaimTemplate": Kind("resource.k8s.io/v1", "resourceclaimtemplates"),
+    "DeviceClass": Kind("resource.k8s.io/v1", "deviceclasses", namespaced=False),
+    "ResourceSlice": Kind("resource.k8s.io/v1", "resourceslices", namespaced=False),
+    "Role": Kind("rbac.authorization.k8s.io/v1", "roles"),
+    "RoleBinding": Kind("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "ClusterRole": Kind("rbac.authorization.k8s.io/v1", "clusterroles", namespaced=False),
+    "ClusterRoleBinding": Kind(
+        "rbac.authorization.k8s.io/v1", "clusterrolebindings", namespaced=False
+    ),
+    "PriorityClass": Kind("scheduling.k8s.io/v1", "priorityclasses", namespaced=False),
+    "RuntimeClass": Kind("node.k8s.io/v1", "runtimeclasses", namespaced=False),
+}
+"""The kinds that a manifest may have, and the Node's own."""
 
 _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 

@@ -121,12 +121,6 @@ def released(claim: Object, pods: Iterable[Object]) -> Patch | None:
     }
 
 
-def is_orphan(claim: Object, pods: Iterable[Object]) -> bool:
-    """Return whether the Pod for which a claim was made is gone."""
-    owners = {it["uid"] for it in claim["metadata"].get("ownerReferences") or ()}
-    return bool(owners) and owners.isdisjoint(it["metadata"]["uid"] for it in pods)
-
-
 def _result(it: AllocationResult) -> dict[str, Any]:
     found: dict[str, Any] = {
         "request": it.request,

@@ -1,21 +1,21 @@
 """ResourceClaims of the simulated cluster, their users and their controllers."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import claim_objects, pod_objects
-from metagpu.sim.cluster.document_forms import COLLECTIONS, check_document
 from metagpu.sim.cluster.inspection import view_claim
 from metagpu.sim.cluster.views import ClaimView
 from metagpu.sim.kubelet.claims import ClaimManager
 from metagpu.sim.machine.gpu import SimError
 
-_TIMEOUT: Final = 20.0
-"""Seconds that a command waits for what becomes of its pods; the client waits 30."""
+_OF_CHART: Final = {"app.kubernetes.io/managed-by": "Helm"}
+
+
+def _is_of_chart(it: Object) -> bool:
+    return _OF_CHART.items() <= (it["metadata"].get("labels") or {}).items()
 
 
 class ClusterClaims:
@@ -33,74 +33,31 @@ class ClusterClaims:
         self._api, self._manager, self._gpus = api, manager, gpus
 
     def add_classes(self) -> None:
-        """Create the DeviceClasses of the chart, unless a user has changed them."""
-        for key, content in claim_objects.device_classes():
-            if key not in self._api.store.objects:
-                self._api.store.put(key, content)
+        """Create the chart's DeviceClasses for the drivers here; those of a user stay."""
+        store = self._api.store
+        drivers = {it["spec"]["driver"] for it in self._of("resourceslices")}
+        for driver in sorted(drivers) or [claim_objects.DRIVER]:
+            for key, content in claim_objects.device_classes(driver):
+                before = store.objects.get(key)
+                if before is None or (_is_of_chart(before) and before["spec"] != content["spec"]):
+                    store.put(key, {**content, "metadata": {"labels": dict(_OF_CHART)}})
 
-    # ---- what a user may do ----------------------------------------------------------------
-
-    async def create(self, documents: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-        """Create objects; return their names once it is decided what becomes of pods.
-
-        Raises:
-            SimError: a document is not valid, or exists.
-        """
-        objects = self._api.store.objects
-        contents = dict(map(self._content, documents))
-        if known := [key for key in contents if key in objects]:
-            kind, _, name = known[0]
-            raise SimError(f"{name} exists in {kind}; end it first, or take another name")
-        for key, content in contents.items():
-            self._api.store.put(key, content)
-        pods = [key for key in contents if key[0] == "pods"]
-
-        def decided() -> bool:
-            return all(key not in objects or pod_objects.is_settled(objects[key]) for key in pods)
-
-        with suppress(TimeoutError):
-            await self._api.until(decided, within=_TIMEOUT)
-        return [f"{it['kind'].lower()}/{it['metadata']['name']}" for it in documents]
-
-    def _content(self, document: Mapping[str, Any]) -> tuple[Key, Object]:
-        check_document(document)
-        collection, metadata = COLLECTIONS[document["kind"]], document["metadata"]
-        namespaced = collection != "deviceclasses"
-        namespace = str(metadata.get("namespace") or "default") if namespaced else ""
-        created = pod_objects.timestamp(time.time())
-        content: Object = {
-            "metadata": {
-                "annotations": metadata.get("annotations") or {},
-                "creationTimestamp": created,
-            },
-            "spec": document["spec"],
-            "status": {"phase": "Pending"} if collection == "pods" else {},
-        }
-        return (collection, namespace, str(metadata["name"])), content
-
-    async def end(self, name: str, namespace: str) -> bool:
-        """Delete a claim and the pods that use it; return whether they are gone.
+    def key(self, name: str, namespace: str) -> Key:
+        """Return the key of a claim.
 
         Raises:
             SimError: there is no such claim.
         """
-        objects, key = self._api.store.objects, ("resourceclaims", namespace, name)
-        if key not in objects:
+        key = ("resourceclaims", namespace, name)
+        if key not in self._api.store.objects:
             known = ", ".join(str(it) for it in self.views()) or "none"
             raise SimError(f"no claim {name} in namespace {namespace}; there are: {known}")
-        pods = [it for it in self._api.pods() if key in claim_objects.claims_of(it)]
-        deletion = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}
-        for pod in pods:
-            if pod_objects.node_of(pod):
-                self._api.store.merge(
-                    pod_objects.key_of(pod), deletion, status=False, manager="kubectl"
-                )
-            else:
-                self._api.store.delete(pod_objects.key_of(pod))
-        self._api.store.merge(key, deletion, status=False, manager="kubectl")
-        with suppress(TimeoutError):
-            await self._api.until(lambda: key not in objects, within=_TIMEOUT)
-        return key not in objects
+        return key
+
+    def users(self, claim: Key) -> Sequence[Key]:
+        """Return the keys of the pods that use a claim."""
+        pods = self._api.pods()
+        return [pod_objects.key_of(it) for it in pods if claim in claim_objects.claims_of(it)]
 
     def views(self) -> Sequence[ClaimView]:
         """Return all claims, the oldest first."""
@@ -116,7 +73,8 @@ class ClusterClaims:
     # ---- what controllers do ---------------------------------------------------------------
 
     def keep(self) -> None:
-        """Make claims of templates, release those of ended pods, delete orphans."""
+        """Make classes, and claims of templates; release those of ended pods."""
+        self.add_classes()
         pods = self._api.pods()
         for pod in pods:
             self._make_claims(pod)
@@ -142,9 +100,7 @@ class ClusterClaims:
         if patch := claim_objects.released(claim, pods):
             claim = self._api.store.merge(key, patch, status=True, manager=manager)
         unwanted = "deletionTimestamp" in claim["metadata"]
-        if (unwanted and not claim["status"].get("reservedFor")) or claim_objects.is_orphan(
-            claim, pods
-        ):
+        if unwanted and not (claim.get("status") or {}).get("reservedFor"):
             self._api.store.delete(key)
 
     def _of(self, collection: str) -> Iterable[Object]:

@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
-from metagpu.sim.cluster.pod_manifest import PodManifest
+from metagpu.sim.cluster.pod_manifest import SLEEP
 from metagpu.sim.kubelet.claims import ClaimManager, ClaimPrepareError, ClaimUse, PodClaims
 from metagpu.sim.kubelet.kubelet import (
     AdmissionError,
@@ -30,9 +30,6 @@ from metagpu.sim.kubelet.pods import SimContainer, SimPod
 
 Patch = Mapping[str, Any]
 """A merge patch of an object, or of its status."""
-CONTAINER: Final = "main"
-"""The name of a simulated pod's only container."""
-_SLEEP: Final = ("sleep", "infinity")
 ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
@@ -47,22 +44,6 @@ def title(pod: Object) -> str:
     return str(name) if namespace == "default" else f"{namespace}/{name}"
 
 
-def pod_object(request: PodManifest, created: str) -> Object:
-    """Return the Pod that a user creates, without a node."""
-    counts = {resource: str(count) for resource, count in request.resources.items()}
-    seconds = "infinity" if request.seconds is None else f"{request.seconds:g}"
-    container = {
-        "name": CONTAINER,
-        "command": [*_SLEEP[:1], seconds],
-        "resources": {"limits": counts, "requests": counts},
-    }
-    return {
-        "metadata": {"annotations": dict(request.annotations), "creationTimestamp": created},
-        "spec": {"containers": [container]},
-        "status": {"phase": "Pending"},
-    }
-
-
 def requests_of(pod: Object) -> Mapping[str, int]:
     """Return the number of devices that a Pod requests, by resource name."""
     containers, first = _containers(pod)
@@ -72,18 +53,19 @@ def requests_of(pod: Object) -> Mapping[str, int]:
 
 def _devices_of(container: Object) -> Mapping[str, int]:
     """Return the devices that a container requests, without processors and memory."""
-    requests = (container.get("resources") or {}).get("requests") or {}
-    return {name: int(count) for name, count in requests.items() if "/" in name}
+    resources = container.get("resources") or {}
+    amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: int(count) for name, count in amounts.items() if "/" in name}
 
 
 def remaining_time(pod: Object, now: float) -> float | None:
     """Return the seconds until a running Pod ends by itself; `None` for never."""
     command: list[str] = pod["spec"]["containers"][0].get("command") or []
-    if len(command) != len(_SLEEP) or command[0] != _SLEEP[0]:
-        return None  # a pod of a file: nothing of it runs
     try:
-        seconds = float(command[1])
-    except ValueError:
+        program, seconds = command[0], float(command[1])
+    except (IndexError, ValueError):
+        return None  # a pod of a file: nothing of it runs
+    if len(command) > len((program, seconds)) or program != SLEEP:
         return None
     started = datetime.fromisoformat(pod["status"]["startTime"]).timestamp()
     return None if math.isinf(seconds) else max(0.0, started + seconds - now)

@@ -2,8 +2,8 @@
 
 It counts as kube-scheduler's NodeResourcesFit: for each resource name, the Node's allocatable minus
 the requests of the pods that are bound and have not ended. It knows no device, no GPU and no health
-of either. Before it, the taints are checked; after it, ResourceClaims get their devices. A pod is
-tried again whenever an object changes.
+of either. Before it, taints and node labels are checked; after it, ResourceClaims get their
+devices. A pod is tried again whenever an object changes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +21,7 @@ from metagpu.sim.cluster.pod_objects import (
     phase_of,
     requests_of,
 )
+from metagpu.translation.affinity import NodeSelection, required_terms, tolerates
 
 
 class SchedulingDecision(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ def schedule(
         if node_of(pod) or phase_of(pod) in ENDED or "deletionTimestamp" in pod["metadata"]:
             continue
         requests = requests_of(pod)
-        reasons = blockers(node, requests, free)
+        reasons = blockers(node, pod["spec"], requests, free)
         fit = ClaimFit() if reasons else claims.fit(pod)
         if reasons := [*reasons, *([fit.problem] if fit.problem else ())]:
             text = ", ".join(f"1 {reason}" for reason in reasons)
@@ -80,14 +81,22 @@ def free_on(node: Object, pods: Iterable[Object]) -> dict[str, int]:
     }
 
 
-def blockers(node: Object, requests: Mapping[str, int], free: Mapping[str, int]) -> Sequence[str]:
+def blockers(
+    node: Object, spec: Object, requests: Mapping[str, int], free: Mapping[str, int]
+) -> Sequence[str]:
     """Return why a pod does not fit on the node, in kube-scheduler's words."""
     taints = [
-        taint for taint in node["spec"].get("taints") or () if taint["effect"] != "PreferNoSchedule"
+        taint
+        for taint in node["spec"].get("taints") or ()
+        if taint["effect"] != "PreferNoSchedule"
+        and not tolerates(spec.get("tolerations") or (), taint)
     ]
     if taints:
         taint = taints[0]
         return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+    name, labels = node["metadata"]["name"], node["metadata"].get("labels") or {}
+    if NodeSelection(spec.get("nodeSelector") or {}, required_terms(spec)).missing(name, labels):
+        return ["node(s) didn't match Pod's node affinity/selector"]
     return [
         f"Insufficient {resource}"
         for resource, count in sorted(requests.items())

@@ -3,21 +3,21 @@
 import json
 import random
 import secrets
-import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
 import anyio
 from anyio import to_thread
 
-from metagpu.sim.apiserver.objects import ApiError, Object
+from metagpu.sim.apiserver.objects import ApiError, Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.claims import ClusterClaims
 from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
+from metagpu.sim.cluster.manifests import Manifests
 from metagpu.sim.cluster.paths import (
     NODE_NAME,
     host_root,
@@ -26,7 +26,7 @@ from metagpu.sim.cluster.paths import (
     pod_resources,
 )
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.cluster.pod_objects import KubeletSync, is_settled, key_of, title
+from metagpu.sim.cluster.pod_objects import KubeletSync, key_of, title
 from metagpu.sim.cluster.scheduler import schedule
 from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
 from metagpu.sim.kubelet.claims import ClaimManager
@@ -36,8 +36,6 @@ from metagpu.sim.machine.containers import make_device_nodes
 from metagpu.sim.machine.gpu import SimError
 from metagpu.sim.machine.node import SimNode
 
-_DECISION_TIMEOUT: Final = 20.0
-"""Seconds that a command waits for what becomes of its pods; the client waits 30."""
 _SAVE_PERIOD: Final = 0.1
 _CLEAN_PERIOD: Final = 60.0
 _HISTORY: Final = 1000
@@ -51,6 +49,7 @@ class SingleNodeCluster:
         api: the API server, with the Node and all Pods.
         kubelet: the node's kubelet.
         claims: the ResourceClaims.
+        manifests: what people apply, and its controllers.
         started: set once all of it runs.
     """
 
@@ -66,6 +65,7 @@ class SingleNodeCluster:
             claimed=manager.dynamic_resources,
         )
         self.claims = ClusterClaims(self.api, manager, self._gpus)
+        self.manifests = Manifests(self.api, lambda: self.kubelet.is_up)
         self.started = anyio.Event()
         self._machine = node
         self._objects_file = objects_file(run_dir)
@@ -85,7 +85,6 @@ class SingleNodeCluster:
             self.api.store.load(content)
         if ("nodes", "", self.name) not in self.api.store.objects:
             self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
-        self.claims.add_classes()
         self._sync.resume()
         await to_thread.run_sync(make_device_nodes, self._host_root, len(self._machine.gpus))
         async with self.api.running(), self.kubelet.running():
@@ -110,24 +109,9 @@ class SingleNodeCluster:
         Raises:
             SimError: a request is not valid, or a pod of its name exists.
         """
-        created = pod_objects.timestamp(time.time())
         for request in requests:
             request.check()
-            if ("pods", request.namespace, request.name) in self.api.store.objects:
-                raise SimError(
-                    f"pod {request.name} exists in namespace {request.namespace}; end it first, or "
-                    "take another name"
-                )
-        keys = [("pods", it.namespace, it.name) for it in requests]
-        for key, request in zip(keys, requests, strict=True):
-            self.api.store.put(key, pod_objects.pod_object(request, created))
-        objects = self.api.store.objects
-        with suppress(TimeoutError):
-            await self.api.until(
-                lambda: all(key not in objects or is_settled(objects[key]) for key in keys),
-                within=_DECISION_TIMEOUT,
-            )
-        return [self._view(objects[key]) for key in keys if key in objects]
+        return self.views(await self.manifests.create([it.document() for it in requests]))
 
     async def burst(
         self, count: int, resource: str, sizes: tuple[int, int], namespace: str, seed: int | None
@@ -152,20 +136,21 @@ class SingleNodeCluster:
         if key not in objects:
             known = ", ".join(title(it) for it in self.api.pods()) or "none"
             raise SimError(f"no pod {name} in namespace {namespace}; there are: {known}")
-        if not pod_objects.node_of(objects[key]):
-            self.api.store.delete(key)
-            return True
-        patch = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}
-        uid = self.api.store.merge(key, patch, status=False, manager="kubectl")["metadata"]["uid"]
+        return await self.manifests.remove([key])
 
-        def is_gone() -> bool:
-            return key not in objects or objects[key]["metadata"]["uid"] != uid
+    async def end_claim(self, name: str, namespace: str) -> bool:
+        """Delete a claim and the pods that use it; return whether they are gone.
 
-        with suppress(TimeoutError):
-            await self.api.until(
-                lambda: is_gone() or not self.kubelet.is_up, within=_DECISION_TIMEOUT
-            )
-        return is_gone()
+        Raises:
+            SimError: there is no such claim.
+        """
+        key = self.claims.key(name, namespace)
+        return await self.manifests.remove([key, *self.claims.users(key)])
+
+    def views(self, pods: Collection[Key]) -> Sequence[PodView]:
+        """Return those pods that still exist."""
+        objects = self.api.store.objects
+        return [self._view(objects[it]) for it in pods if it in objects]
 
     def pods(self) -> Sequence[PodView]:
         """Return all pods, the oldest first."""
@@ -243,6 +228,7 @@ class SingleNodeCluster:
         """Bind pods; try those that wait again at each change."""
         while True:
             changed = self.api.next_change()
+            self.manifests.keep()
             self.claims.keep()
             pods = {key_of(it): it for it in self.api.pods()}
             plugin = ClaimScheduler(self.name, self.api.store.objects)

@@ -1,23 +1,28 @@
 """The command line of `metagpu sim` about a simulated cluster."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from metagpu.compat.kube_documents import read_documents
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.units import Duration
 from metagpu.core.errors import describe_error
 from metagpu.display.options import add_output
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
+from metagpu.sim.cluster.document_forms import check_document
 from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.cluster_commands import (
     AnyClusterCommand,
+    ApplyCommand,
     BurstCommand,
     ClaimAddCommand,
     ClaimEndCommand,
     ClaimListCommand,
     ConfigMapCommand,
+    DeleteCommand,
     EventListCommand,
     KubeletCommand,
     NodeLabelCommand,
@@ -27,17 +32,44 @@ from metagpu.sim.commands.cluster_commands import (
     PodEndCommand,
     PodListCommand,
 )
+from metagpu.sim.machine.gpu import SimError
 
 SubParsers = Any  # argparse names the type of its sub-parsers privately
 Builder = Callable[[argparse.Namespace], AnyClusterCommand]
+_OfFile = ApplyCommand | DeleteCommand
 
 _REQUEST: Final = "RESOURCE=N"
 
 
 def add_cluster_arguments(subparsers: SubParsers) -> None:
     """Add one parser per command; `args.build(args)` of their results is the command."""
-    for add in (_pod, _claim, _burst, _kubelet, _node, _event, _config_map, _plugin):
+    for add in (_manifest, _pod, _claim, _burst, _kubelet, _node, _event, _config_map, _plugin):
         add(subparsers)
+
+
+def _manifest(subparsers: SubParsers) -> None:
+    kinds: tuple[type[_OfFile], ...] = (ApplyCommand, DeleteCommand)
+    for kind in kinds:
+        name = str(kind.__struct_config__.tag)
+        add = _command(subparsers, name, kind, partial(_of_file, kind), f"{name} -f demo.yaml")
+        help_text = "a YAML or JSON file, - for stdin"
+        add.add_argument("-f", "--filename", metavar="FILE", required=True, help=help_text)
+        _namespace(add)
+
+
+def _of_file(kind: type[_OfFile], args: argparse.Namespace) -> _OfFile:
+    """Read and check a manifest; an error names the line of its document.
+
+    Raises:
+        ConfigError: the file or an object is not valid.
+    """
+    found = read_documents(args.filename)
+    for it in found:
+        try:
+            check_document(it.value)
+        except SimError as error:
+            raise it.error(str(error), ConfigReason.INVALID_VALUE) from error
+    return kind(tuple(it.value for it in found), args.namespace)
 
 
 def _pod(subparsers: SubParsers) -> None:
@@ -101,9 +133,7 @@ def _claim(subparsers: SubParsers) -> None:
         "-f",
         "--filename",
         metavar="FILE",
-        type=Path,
-        help="in place of all this: a YAML file with ResourceClaims, ResourceClaimTemplates, "
-        "DeviceClasses and Pods",
+        help="in place of all this: a manifest, as for `metagpu sim apply`",
     )
     _namespace(add)
 
@@ -115,12 +145,12 @@ def _claim(subparsers: SubParsers) -> None:
     _output(_command(commands, "claim list", ClaimListCommand, lambda _: every, "claim list"))
 
 
-def _claim_add(args: argparse.Namespace) -> ClaimAddCommand:
+def _claim_add(args: argparse.Namespace) -> AnyClusterCommand:
     if (args.filename is None) == (args.name is None):
         problem = "give either a name with --class, or a file with -f"
         raise ConfigError(problem, ConfigReason.CONFLICT)
     if args.filename is not None:
-        return ClaimAddCommand(documents=_documents(args.filename))
+        return _of_file(ApplyCommand, args)
     if args.device_class is None:
         problem = "a claim needs a DeviceClass; add --class, for example fraction.metagpu.io"
         raise ConfigError(problem, ConfigReason.MISSING)
@@ -313,19 +343,6 @@ def _seconds(text: str) -> float:
         return float(Duration.parse(text))
     except ValueError as error:
         raise ConfigError(str(error), ConfigReason.INVALID_VALUE) from None
-
-
-def _documents(file: Path) -> tuple[Mapping[str, Any], ...]:
-    import yaml  # noqa: PLC0415 - for this one option
-
-    try:
-        found = [it for it in yaml.safe_load_all(_text(file)) if it is not None]
-    except yaml.YAMLError as error:
-        problem = f"{file} is no YAML: {describe_error(error)}"
-        raise ConfigError(problem, ConfigReason.NO_YAML) from error
-    if not found or not all(isinstance(it, dict) for it in found):
-        raise ConfigError(f"{file} has no objects", ConfigReason.UNKNOWN_FORMAT)
-    return tuple(found)
 
 
 def _text(file: Path) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from metagpu.core.config.config import name_problem
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
+from metagpu.sim.cluster.document_forms import ACTED_ON, unread
 from metagpu.sim.cluster.pod_manifest import MAX_DEVICES, PodManifest
 from metagpu.sim.cluster.views import ClaimView, ClusterReply, PodView
 from metagpu.sim.machine.bounds import check_name, check_range
@@ -36,6 +37,49 @@ class ClusterCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
             MetagpuError: the cluster refuses; the error states why.
         """
         raise NotImplementedError
+
+
+class ApplyCommand(ClusterCommand, frozen=True, tag="apply"):
+    """Create or change the objects of a manifest, all or none, and wait for pods."""
+
+    documents: tuple[Mapping[str, Any], ...]
+    namespace: str = "default"
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        outcomes, keys = await cluster.manifests.apply(self.documents, self.namespace)
+        titles = dict(zip(outcomes, map(_title, self.documents), strict=True))
+        lines = [
+            f"{outcome} {', '.join(titles[key] for key in titles if outcomes[key] == outcome)}"
+            for outcome in dict.fromkeys(outcomes.values())
+        ]
+        pods = cluster.views(keys)
+        users = {(it.namespace, it.name) for it in pods}
+        claims = [
+            it
+            for it in cluster.claims.views()
+            if it.devices and not users.isdisjoint((it.namespace, pod) for pod in it.pods)
+        ]
+        lines += [*map(describe_pod, pods), *map(describe_claim, claims)]
+        objects = cluster.api.store.objects
+        specs = [objects[key]["spec"] for key in keys if key in objects]
+        if names := dict.fromkeys(name for spec in specs for name in unread(spec)):
+            lines.append(f"not looked at here: {', '.join(names)}")
+        if kinds := sorted({it["kind"] for it in self.documents} - ACTED_ON):
+            lines.append(f"nothing here acts on objects of the kind {', '.join(kinds)}")
+        return ClusterReply("\n".join(lines), pods=tuple(pods))
+
+
+class DeleteCommand(ClusterCommand, frozen=True, tag="delete"):
+    """Delete the objects of a manifest with their pods, and wait for their end."""
+
+    documents: tuple[Mapping[str, Any], ...]
+    namespace: str = "default"
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        titles = ", ".join(map(_title, self.documents))
+        if await cluster.manifests.delete(self.documents, self.namespace):
+            return ClusterReply(f"deleted {titles}")
+        return ClusterReply(f"{titles}: deleted, and gone when the kubelet can end the pods")
 
 
 class PodAddCommand(ClusterCommand, frozen=True, tag="pod-add"):
@@ -70,22 +114,18 @@ class PodListCommand(ClusterCommand, frozen=True, tag="pod-list"):
 
 
 class ClaimAddCommand(ClusterCommand, frozen=True, tag="claim-add"):
-    """Create a ResourceClaim with its pod, or a file's objects, and wait for devices."""
+    """Create a ResourceClaim with its pod, and wait for devices."""
 
-    claim: ClaimManifest | None = None
-    documents: tuple[Mapping[str, Any], ...] = ()
+    claim: ClaimManifest
 
     async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
-        if self.claim is not None:
-            await cluster.claims.create(self.claim.documents())
-            found = [
-                it
-                for it in cluster.claims.views()
-                if (it.name, it.namespace) == (self.claim.name, self.claim.namespace)
-            ]
-            return ClusterReply("\n".join(map(describe_claim, found)), claims=tuple(found))
-        created = await cluster.claims.create(self.documents)
-        return ClusterReply(f"created {', '.join(created)}", claims=tuple(cluster.claims.views()))
+        await cluster.manifests.create(self.claim.documents())
+        found = [
+            it
+            for it in cluster.claims.views()
+            if (it.name, it.namespace) == (self.claim.name, self.claim.namespace)
+        ]
+        return ClusterReply("\n".join(map(describe_claim, found)), claims=tuple(found))
 
 
 class ClaimEndCommand(ClusterCommand, frozen=True, tag="claim-end"):
@@ -95,7 +135,7 @@ class ClaimEndCommand(ClusterCommand, frozen=True, tag="claim-end"):
     namespace: str = "default"
 
     async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
-        if await cluster.claims.end(self.name, self.namespace):
+        if await cluster.end_claim(self.name, self.namespace):
             return ClusterReply(f"claim {self.name} has ended")
         return ClusterReply(f"claim {self.name} is deleted, and ends when its pods have ended")
 
@@ -205,7 +245,9 @@ class PluginCommand(ClusterCommand, frozen=True, tag="plugin"):
 
 
 AnyClusterCommand: TypeAlias = (
-    PodAddCommand
+    ApplyCommand
+    | DeleteCommand
+    | PodAddCommand
     | PodEndCommand
     | PodListCommand
     | ClaimAddCommand
@@ -220,6 +262,10 @@ AnyClusterCommand: TypeAlias = (
     | PluginCommand
 )
 """Any of the commands, for `msgspec.json.decode(data, type=AnyClusterCommand)`."""
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
 
 def describe_pod(pod: PodView) -> str:

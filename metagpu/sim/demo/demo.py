@@ -383,7 +383,7 @@ async def run_claims(folder: Path) -> dict[str, Any]:
         group.start_soon(agent.serve_node)
         claims = [await _add(cluster, claim, len(node.gpus)) for claim in CLAIMS]
         for claim in CLAIMS:
-            await cluster.claims.end(claim.name, "default")
+            await cluster.end_claim(claim.name, "default")
         group.cancel_scope.cancel()
     return {"gpus": CLAIMS_NODE, "claims": claims}
 
@@ -403,7 +403,7 @@ async def _add(cluster: SingleNodeCluster, claim: DemoClaim, gpus: int) -> Mappi
 
     # A pool whose slices are being written is passed over, and an alternative would be taken.
     await cluster.api.until(lambda: _are_published(cluster, gpus))
-    await cluster.claims.create(claim_with_pod(claim.name, claim.request))
+    await cluster.manifests.create(claim_with_pod(claim.name, claim.request))
     await cluster.api.until(lambda: claim.waits or view_now().state == "Prepared")
     view = view_now()
     return {"asks": claim.asks, "gets": _gets(view), **msgspec.to_builtins(view)}

@@ -14,7 +14,7 @@ from anyio import to_thread
 from grpclib.client import Channel
 
 from metagpu.plugins.kubelet.pb import v1, v1beta1
-from metagpu.sim.cluster.document_forms import COLLECTIONS
+from metagpu.sim.apiserver.objects import KINDS
 from metagpu.sim.cluster.paths import pod_resources
 from metagpu.sim.cluster.pod_objects import timestamp
 from metagpu.sim.cluster.single_node import SingleNodeCluster
@@ -27,7 +27,7 @@ from tests.sim.kubelet.rig import FakePlugin, devices
 
 NAMESPACE: Final = "contract"
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
-_COLLECTIONS: Final = {**COLLECTIONS, "ResourceSlice": "resourceslices"}
+_COLLECTIONS: Final = {kind: it.collection for kind, it in KINDS.items()}
 _NUMBERS = itertools.count()
 _FOUND = TypeVar("_FOUND")
 

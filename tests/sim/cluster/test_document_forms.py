@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from metagpu.sim.apiserver.objects import KINDS
 from metagpu.sim.cluster.claim_manifest import claim_with_pod
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.document_forms import check_document
@@ -34,23 +35,35 @@ def pod(**container: object) -> Mapping[str, Any]:
     return document("Pod", {"containers": [{"name": "main", **container}]})
 
 
+def workload(kind: str, **spec: object) -> Mapping[str, Any]:
+    """Return a workload of pods with one container."""
+    template = {"metadata": {"labels": {"app": "a"}}, "spec": {"containers": [{"name": "main"}]}}
+    return document(kind, {"template": template, **spec})
+
+
 @pytest.mark.parametrize(
     "it",
     [
         exactly(),
+        {**claim(deviceClassName=GPU, count=2), "apiVersion": "resource.k8s.io/v1beta1"},
+        {**exactly(), "apiVersion": "resource.k8s.io/v1beta2"},
         exactly(count=2, capacity={"requests": {"shares": 50, "memory": "10Gi"}}),
         exactly(allocationMode="All", tolerations=[{"key": "k", "operator": "Exists"}]),
         claim(firstAvailable=[{"name": "a", "deviceClassName": GPU, "count": 1}]),
         document("ResourceClaim", {}),
         document("ResourceClaimTemplate", {"spec": exactly()["spec"]}),
         document("DeviceClass", {"selectors": [{"cel": {"expression": "true"}}], "config": []}),
-        pod(resources={"requests": {"cpu": "500m", "x.y/z": 1}, "claims": [{"name": "gpu"}]}),
+        pod(resources={"requests": {"cpu": "500m", "x.y/z": 1}, "limits": {"x.y/z": "1"}}),
+        workload("Deployment", selector={"matchLabels": {"app": "a"}}),
+        workload("Job", parallelism=2),
+        document("Secret", None, name="a.b"),
+        document("ClusterRole", None, name="system:reader"),
         *claim_with_pod("a", {"exactly": {"deviceClassName": GPU}}),
     ],
 )
 def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
     """Fields that nothing here reads are taken too."""
-    check_document({**it, "apiVersion": "resource.k8s.io/v1", "status": {}})
+    check_document({"apiVersion": KINDS[it["kind"]].api, **it, "status": {}})
 
 
 @pytest.mark.parametrize(
@@ -67,7 +80,25 @@ def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
         (document("ResourceClaimTemplate", {}), "missing required field `spec`"),
         (document("Pod", {"containers": []}), "length >= 1 - at `$.containers`"),
         (pod(resources={"requests": {"x.y/z": "1k"}}), "'1k' is not a number of x.y/z"),
-        (document("Secret", {}), "of the kind 'Secret'; taken are DeviceClass"),
+        (document("RayCluster", {}), "of the kind 'RayCluster'; taken are Pod, Namespace"),
+        (document("Node", {}), "of the kind 'Node'; taken are Pod, Namespace"),
+        ({**exactly(), "apiVersion": "resource.k8s.io/v1alpha3"}, "write resource.k8s.io/v1"),
+        (pod(resources={"limits": {"x.y/z": "half"}}), "'half' is not a number of x.y/z"),
+        (
+            pod(resources={"limits": {"x.y/z": 2}, "requests": {"x.y/z": 1}}),
+            "the request for x.y/z is 1, its limit 2",
+        ),
+        (pod(resources={"claims": [{"name": "gpu"}]}), "container main: no gpu in `resourceC"),
+        (
+            document("Pod", {"containers": [{"name": "c"}], "resourceClaims": [{"name": "g"}]}),
+            "the claim g has either `resourceClaimName` or `resourceClaimTemplateName`",
+        ),
+        (workload("Job", template={"spec": {}}), "`containers` - at `$.template.spec`"),
+        (workload("ReplicaSet", replicas=-1), "`int` >= 0 - at `$.replicas`"),
+        (
+            workload("Deployment", selector={"matchLabels": {"app": "b"}}),
+            "the selector does not match the labels of the pod template",
+        ),
         (document("Pod", {}, name=""), "the Pod cannot be named ''"),
         ({"kind": "Pod", "metadata": "a"}, "$.metadata"),
         ({"kind": ["Pod"]}, "$.kind"),

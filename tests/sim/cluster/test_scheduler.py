@@ -6,7 +6,6 @@ from typing import Any
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.cluster.pod_objects import pod_object
 from metagpu.sim.cluster.scheduler import free_on, schedule
 
 SHARED = "nvidia.com/gpu.shared"
@@ -24,9 +23,7 @@ def pod(name: str, *, bound: bool = False, phase: str = "Pending", **counts: int
     """Return a Pod that requests these numbers of `shared` and `mps`."""
     names = {"shared": SHARED, "mps": MPS}
     request = PodManifest(name, {names[it]: n for it, n in counts.items()})
-    made = pod_object(request, "2026-01-01T00:00:00Z")
-    made["metadata"] |= {"name": name, "namespace": "default"}
-    made["status"]["phase"] = phase
+    made: Object = {**request.document(), "status": {"phase": phase}}
     if bound:
         made["spec"]["nodeName"] = "n"
     return made
@@ -86,3 +83,22 @@ def test_a_taint_comes_before_the_numbers() -> None:
     assert decided(node((taint,), shared=0), pod("a", shared=1)) == [("a", message)]
     mild = {**taint, "effect": "PreferNoSchedule"}
     assert decided(node((mild,), shared=1), pod("a", shared=1)) == [("a", "n")]
+
+
+def test_a_pod_tolerates_taints_and_chooses_nodes() -> None:
+    """Tolerations, node selectors and required node affinities count."""
+    taint = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    tolerant = pod("a", shared=1)
+    tolerant["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert decided(node((taint,), shared=1), tolerant) == [("a", "n")]
+
+    labelled = {**node(shared=2), "metadata": {"name": "n", "labels": {"zone": "one"}}}
+    wants, term = pod("a", shared=1), {"key": "zone", "operator": "In", "values": ["one"]}
+    wants["spec"]["nodeSelector"] = {"zone": "one"}
+    requires = pod("b", shared=1)
+    required = {"nodeSelectorTerms": [{"matchExpressions": [term]}]}
+    affinity = {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    requires["spec"]["affinity"] = {"nodeAffinity": affinity}
+    assert decided(labelled, wants, requires) == [("a", "n"), ("b", "n")]
+    message = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+    assert decided(node(shared=2), wants, requires) == [("a", message), ("b", message)]

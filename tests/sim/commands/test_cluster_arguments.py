@@ -13,8 +13,10 @@ from metagpu.sim.cluster.pod_manifest import PodManifest
 from metagpu.sim.commands.arguments import add_arguments, command_from
 from metagpu.sim.commands.cluster_commands import (
     AnyClusterCommand,
+    ApplyCommand,
     BurstCommand,
     ClaimAddCommand,
+    DeleteCommand,
     NodeLabelCommand,
     PodAddCommand,
 )
@@ -22,6 +24,7 @@ from metagpu.sim.commands.remote import command_handler
 from metagpu.sim.machine.spec import build_node
 
 COMMANDS = (
+    *("apply", "delete"),
     *("pod add", "pod end", "pod list", "burst", "kubelet", "node label", "node show"),
     *("claim add", "claim end", "claim list"),
     *("event list", "config-map", "plugin"),
@@ -42,8 +45,8 @@ def test_help_has_an_example(
 ) -> None:
     """Each command's help ends with an example line that the command accepts, also over JSON."""
     monkeypatch.chdir(tmp_path)
-    for file in ("large.yaml", "small.yaml"):
-        (tmp_path / file).write_text("")
+    for file in ("large.yaml", "small.yaml", "demo.yaml"):
+        (tmp_path / file).write_text("{kind: Namespace, metadata: {name: a}}")
     with pytest.raises(SystemExit):
         command(f"{name} --help")
 
@@ -69,10 +72,12 @@ def test_a_claim_is_read(tmp_path: Path) -> None:
         ClaimManifest("a", "b.c", 2, {"shares": "5"}, ("true",), "team")
     )
     file = tmp_path / "claim.yaml"
-    file.write_text("kind: Pod\n---\nkind: ResourceClaim\n---\n")
-    assert command(f"claim add -f {file}") == ClaimAddCommand(
-        documents=({"kind": "Pod"}, {"kind": "ResourceClaim"})
-    )
+    kind, metadata = "Namespace", {"name": "a"}
+    file.write_text("kind: Namespace\nmetadata: {name: a}\n---\n")
+    documents = ({"kind": kind, "metadata": metadata},)
+    assert command(f"claim add -f {file}") == command(f"apply -f {file}")
+    assert command(f"apply -f {file} -n b") == ApplyCommand(documents, "b")
+    assert command(f"delete -f {file}") == DeleteCommand(documents)
 
 
 def test_labels_are_set_and_removed() -> None:
@@ -98,7 +103,7 @@ def test_sizes_replace_the_number() -> None:
         ("claim add a --class b --capacity shares", "'shares' is not an amount; write NAME=AMOUNT"),
         ("claim add", "give either a name with --class, or a file with -f"),
         ("claim add a -f x.yaml", "give either a name with --class, or a file with -f"),
-        ("claim add -f missing.yaml", "cannot read missing.yaml"),
+        ("claim add -f missing.yaml", "missing.yaml: cannot be read"),
         ("pod add a x.y/z=1 --for soon", "'soon' is not a duration"),
         ("node label k", "'k' is not a label; write KEY=VALUE, or KEY- to remove it"),
         ("burst 3 x.y/z=1 --sizes 5", "'5' is not a range of sizes; write one like 10..150"),

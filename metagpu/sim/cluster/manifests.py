@@ -1,0 +1,215 @@
+"""Objects of manifests at the simulated cluster, and its controllers."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from metagpu.sim.apiserver.objects import KINDS, Key, Object
+from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.cluster import pod_objects
+from metagpu.sim.cluster.document_forms import check_document, stored_spec
+from metagpu.sim.cluster.workloads import WORKLOADS, control, owner_of
+from metagpu.sim.machine.gpu import SimError
+
+_TIMEOUT: Final = 20.0
+"""Seconds that a command waits for what becomes of its pods; the client waits 30."""
+_FIXED: Final = frozenset(("Pod", "ResourceClaim", "ResourceClaimTemplate"))
+"""The kinds whose specification nobody changes."""
+_OWNED: Final = frozenset(("pods", "replicasets", "resourceclaims"))
+"""The collections of what controllers make."""
+
+Document = Mapping[str, Any]
+
+
+class Manifests:
+    """Objects that people give to the cluster, and what its controllers make of them.
+
+    Args:
+        api: the API server.
+        is_up: returns whether the kubelet runs; without it no pod ends.
+    """
+
+    def __init__(self, api: SimApiServer, is_up: Callable[[], bool]) -> None:
+        self._api, self._is_up = api, is_up
+
+    # ---- what a user may do ----------------------------------------------------------------
+
+    async def create(self, documents: Sequence[Document]) -> Collection[Key]:
+        """Create objects that do not exist, all or none; return the keys of their pods.
+
+        Raises:
+            SimError: a document is not valid, or exists.
+        """
+        contents = self._contents(documents, "default")
+        for key, content in contents.items():
+            if key in self._api.store.objects:
+                raise SimError(
+                    f"{content['kind'].lower()} {key[2]} exists in namespace {key[1]}; end it "
+                    "first, or take another name"
+                )
+        return await self._put(contents)
+
+    async def apply(
+        self, documents: Sequence[Document], namespace: str
+    ) -> tuple[Mapping[Key, str], Collection[Key]]:
+        """Create or change objects, all or none.
+
+        Returns:
+            whether each was `created`, `configured` or `unchanged`, and the keys of their pods.
+
+        Raises:
+            SimError: a document is not valid, or changes what nobody can change.
+        """
+        contents, objects = self._contents(documents, namespace), self._api.store.objects
+        outcomes = {key: _outcome(objects.get(key), it) for key, it in contents.items()}
+        for key, content in contents.items():
+            if outcomes[key] == "configured" and content["kind"] in _FIXED:
+                title = f"{content['kind'].lower()} {key[2]}"
+                raise SimError(f"{title} exists with another spec; end it first")
+        changed = {key: it for key, it in contents.items() if outcomes[key] != "unchanged"}
+        return outcomes, await self._put(changed, contents)
+
+    async def delete(self, documents: Sequence[Document], namespace: str) -> bool:
+        """Delete the objects of a manifest; return whether they are gone.
+
+        Raises:
+            SimError: a document is not valid, or none of them exists.
+        """
+        found = self._contents(documents, namespace).keys() & self._api.store.objects.keys()
+        if not found:
+            raise SimError("none of these objects exists")
+        return await self.remove(found)
+
+    async def remove(self, keys: Collection[Key]) -> bool:
+        """Delete objects with all that they own or contain; return whether all are gone.
+
+        While no kubelet runs, no pod ends.
+        """
+        objects = self._api.store.objects
+        spaces = {name for kind, _, name in keys if kind == "namespaces"}
+        chosen = {*keys, *(it for it in objects if it[1] in spaces)}
+        uids = {it: objects[it]["metadata"]["uid"] for it in {*chosen, *self._pods_of(chosen)}}
+        for key in chosen:
+            self._remove(key)
+        self.keep()
+
+        def are_gone() -> bool:
+            return all(
+                key not in objects or objects[key]["metadata"]["uid"] != uid
+                for key, uid in uids.items()
+            )
+
+        with suppress(TimeoutError):
+            await self._api.until(lambda: are_gone() or not self._is_up(), within=_TIMEOUT)
+        return are_gone()
+
+    # ---- what controllers do ---------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Run each controller once, and delete what has lost its owner."""
+        store = self._api.store
+        for collection in WORKLOADS:
+            for workload in [it for key, it in store.objects.items() if key[0] == collection]:
+                uid = workload["metadata"]["uid"]
+                children = [it for it in store.objects.values() if owner_of(it) == uid]
+                made, surplus = control(workload, children)
+                for key, content in (_content(it, "") for it in made):
+                    store.put(key, content)
+                for it in surplus:
+                    self._remove(_key(it))
+        uids = {it["metadata"]["uid"] for it in store.objects.values()}
+        for key, it in list(store.objects.items()):
+            if key[0] in _OWNED and owner_of(it) and owner_of(it) not in uids:
+                self._remove(key)
+
+    def _contents(self, documents: Sequence[Document], namespace: str) -> dict[Key, Object]:
+        found: dict[Key, Object] = {}
+        for it in documents:
+            check_document(it)
+            key, content = _content(it, namespace)
+            if key in found:
+                raise SimError(f"{it['kind'].lower()} {key[2]} stands there twice")
+            found[key] = content
+        return found
+
+    async def _put(
+        self, contents: Mapping[Key, Object], owners: Collection[Key] = ()
+    ) -> Collection[Key]:
+        """Write objects, and wait until it is decided what becomes of their pods."""
+        for key, content in contents.items():
+            self._api.store.put(key, content)
+        self.keep()
+        objects, pods = self._api.store.objects, self._pods_of(owners or contents)
+
+        def are_decided() -> bool:
+            return all(it not in objects or pod_objects.is_settled(objects[it]) for it in pods)
+
+        with suppress(TimeoutError):
+            await self._api.until(are_decided, within=_TIMEOUT)
+        return pods
+
+    def _pods_of(self, keys: Collection[Key]) -> list[Key]:
+        """Return the pods among some objects, and those that they own."""
+        objects = self._api.store.objects
+        owners = {it["metadata"]["uid"]: owner_of(it) for it in objects.values()}
+        chosen = {objects[it]["metadata"]["uid"] for it in keys}
+
+        def chain(uid: str) -> Iterator[str]:
+            while uid:
+                yield uid
+                uid = owners.get(uid, "")
+
+        return [
+            key
+            for key, it in objects.items()
+            if key[0] == "pods" and not chosen.isdisjoint(chain(it["metadata"]["uid"]))
+        ]
+
+    def _remove(self, key: Key) -> None:
+        """Delete an object; a bound pod ends first, and a claim is released."""
+        store = self._api.store
+        it = store.objects[key]
+        if "deletionTimestamp" in it["metadata"]:
+            return
+        if (key[0] == "pods" and pod_objects.node_of(it)) or key[0] == "resourceclaims":
+            deletion = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}
+            store.merge(key, deletion, status=False, manager="kubectl")
+        else:
+            store.delete(key)
+
+
+def _content(document: Document, namespace: str) -> tuple[Key, Object]:
+    """Return an object as the API server stores it, with its key."""
+    kind = KINDS[document["kind"]]
+    metadata = {**(document.get("metadata") or {})}
+    metadata.setdefault("annotations", {})
+    metadata["creationTimestamp"] = pod_objects.timestamp(time.time())
+    for name in ("uid", "resourceVersion", "managedFields", "deletionTimestamp"):
+        metadata.pop(name, None)
+    content: Object = {**document, "apiVersion": kind.api, "metadata": metadata}
+    content["status"] = {"phase": "Pending"} if document["kind"] == "Pod" else {}
+    if "spec" in document:
+        content["spec"] = stored_spec(document)
+    space = str(metadata.get("namespace") or namespace) if kind.namespaced else ""
+    return (kind.collection, space, str(metadata["name"])), content
+
+
+def _key(it: Object) -> Key:
+    kind, metadata = KINDS[it["kind"]], it["metadata"]
+    return kind.collection, metadata.get("namespace", ""), metadata["name"]
+
+
+def _outcome(before: Object | None, content: Object) -> str:
+    if before is None:
+        return "created"
+    return "unchanged" if _said(before) == _said(content) else "configured"
+
+
+def _said(it: Object) -> Object:
+    """Return what a user said of an object, without what others wrote."""
+    metadata, spec = it["metadata"], it.get("spec")
+    if isinstance(spec, dict):
+        spec = {name: value for name, value in spec.items() if name != "nodeName"}
+    rest = {key: it[key] for key in it if key not in {"metadata", "status", "apiVersion", "kind"}}
+    return rest | {"spec": spec, "labels": metadata.get("labels") or {}}

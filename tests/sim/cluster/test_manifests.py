@@ -1,0 +1,86 @@
+"""Manifests at a simulated cluster, with a device plugin of its own in place of metagpu."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metagpu.sim.cluster.single_node import SingleNodeCluster
+from metagpu.sim.machine.gpu import SimError
+from tests.sim.cluster.test_single_node import cluster_of, four, phases
+from tests.sim.kubelet.rig import GPU
+
+
+def workload(kind: str, name: str = "w", seconds: str = "infinity", **spec: object) -> Any:  # noqa: ANN401 - an object
+    """Return a workload whose pods ask for one device each."""
+    container = {"name": "c", "command": ["sleep", seconds], "resources": {"limits": {GPU: 1}}}
+    template = {"metadata": {"labels": {"app": "w"}}, "spec": {"containers": [container]}}
+    return {"kind": kind, "metadata": {"name": name}, "spec": {"template": template, **spec}}
+
+
+async def apply(cluster: SingleNodeCluster, *documents: Any) -> set[str]:  # noqa: ANN401 - objects
+    """Apply objects; return what became of them."""
+    outcomes, _ = await cluster.manifests.apply(documents, "default")
+    return set(outcomes.values())
+
+
+async def test_a_deployment_has_as_many_pods_as_it_says(tmp_path: Path) -> None:
+    """One that is gone is made again; more or fewer replicas, or another template, are had too."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        assert await apply(cluster, workload("Deployment", replicas=2)) == {"created"}
+        first, second = phases(cluster)
+        assert first.startswith("w-")
+        assert await cluster.end_pod(first, "default")
+        await cluster.api.until(lambda: len(phases(cluster)) == 2)
+        assert second in phases(cluster)
+        assert first not in phases(cluster)
+
+        assert await apply(cluster, workload("Deployment", replicas=3)) == {"configured"}
+        assert len(phases(cluster)) == 3
+        assert await apply(cluster, workload("Deployment", replicas=1)) == {"configured"}
+        await cluster.api.until(lambda: len(phases(cluster)) == 1)
+        [kept] = phases(cluster)
+
+        changed = workload("Deployment", seconds="9999", replicas=2)
+        assert await apply(cluster, changed) == {"configured"}
+        await cluster.api.until(lambda: list(phases(cluster).values()) == ["Running"] * 2)
+        assert kept not in phases(cluster)
+        assert await apply(cluster, changed) == {"unchanged"}
+        assert await cluster.manifests.delete([changed], "default")
+        assert not phases(cluster)
+
+
+async def test_the_pods_of_a_stateful_set_come_one_after_another(tmp_path: Path) -> None:
+    """The next waits until the one before it runs; in parallel all come at once."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        await apply(cluster, workload("StatefulSet", replicas=6))
+        await cluster.api.until(lambda: "w-4" in phases(cluster))
+        expected = {f"w-{number}": "Running" for number in range(4)} | {"w-4": "Pending"}
+        await cluster.api.until(lambda: phases(cluster) == expected)
+        parallel = workload("StatefulSet", "p", replicas=2, podManagementPolicy="Parallel")
+        await apply(cluster, parallel)
+        assert phases(cluster) == expected | {"p-0": "Pending", "p-1": "Pending"}
+
+
+async def test_a_job_ends_with_its_completions(tmp_path: Path) -> None:
+    """Pods of a Job come so many at once, each index once; a suspended one has none."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        job = workload("Job", seconds="0", completions=3, parallelism=2, completionMode="Indexed")
+        await apply(cluster, job)
+        await cluster.api.until(lambda: list(phases(cluster).values()) == ["Succeeded"] * 3)
+        assert {it.rpartition("-")[0] for it in phases(cluster)} == {"w-0", "w-1", "w-2"}
+        await apply(cluster, workload("Job", "s", suspend=True))
+        assert len(phases(cluster)) == 3
+
+
+async def test_a_namespace_goes_with_what_is_in_it(tmp_path: Path) -> None:
+    """Pods, and workloads with theirs, end; those of other namespaces stay."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        space = {"kind": "Namespace", "metadata": {"name": "team"}}
+        await cluster.manifests.apply([space, workload("DaemonSet")], "team")
+        await apply(cluster, workload("ReplicaSet"))
+        assert len(phases(cluster)) == 2
+        assert await cluster.manifests.delete([space], "default")
+        assert len(phases(cluster)) == 1
+        with pytest.raises(SimError, match="none of these objects exists"):
+            await cluster.manifests.delete([space], "default")
