@@ -34,7 +34,9 @@ def without_conflict(shares: Iterable[Share], held: Iterable[Share]) -> list[Sha
     held = tuple(held)
     owners = {share.backend for share in held}
     taken = {slot for share in held for slot in share.footprint}
-    return [it for it in shares if owners <= {it.backend} and it.footprint.isdisjoint(taken)]
+    return [
+        share for share in shares if owners <= {share.backend} and share.footprint.isdisjoint(taken)
+    ]
 
 
 def orphaned_leases(shares: Sequence[Share], leases: Mapping[ShareId, Lease]) -> tuple[Lease, ...]:
@@ -77,20 +79,20 @@ def shares_to_wait(
     orphaned = [lease.share for lease in orphaned_leases(shares, leases)]
     if not orphaned:
         return frozenset()
-    kinds = {(it.backend, it.resource, it.replica) for it in orphaned}
+    kinds = {(share.backend, share.resource, share.replica) for share in orphaned}
     parts = [share for share in shares if (share.backend, share.resource, share.replica) in kinds]
     part = parts[0].memory if parts else 0
-    countable = all(it.interchangeable for it in (*parts, *orphaned)) and part > 0
-    if len(kinds) > 1 or not countable or any(it.memory != part for it in parts):
+    countable = all(share.interchangeable for share in (*parts, *orphaned)) and part > 0
+    if len(kinds) > 1 or not countable or any(share.memory != part for share in parts):
         return None
 
     needed = len(orphaned)
     if not parts[0].replica:
         # Each part is rounded down to a byte: so many of them need no part more.
-        needed = ceil(sum(it.memory for it in orphaned) / (part + 1))
-    ids = {it.id for it in orphaned}
-    missing = needed - sum(it.id in ids for it in parts)
-    free = [it.id for it in parts if it.id not in leases]
+        needed = ceil(sum(share.memory for share in orphaned) / (part + 1))
+    ids = {share.id for share in orphaned}
+    missing = needed - sum(share.id in ids for share in parts)
+    free = [share.id for share in parts if share.id not in leases]
     return frozenset(free[max(0, len(free) - missing) :] if missing > 0 else ())
 
 
@@ -123,7 +125,9 @@ def unavailable_shares(
     released, reusable, delayed = set[ShareId](), set[ShareId](), set[ShareId]()
     for state in provisioned.values():
         taken.update(state.blocked)
-        released |= {i for i, it in state.devices.items() if i not in leases and not it.idle}
+        released |= {
+            i for i, device in state.devices.items() if i not in leases and not device.idle
+        }
         reusable |= {i for i in released & state.devices.keys() if state.devices[i].reusable}
         delayed |= state.delayed
     in_use = released - reusable
@@ -200,10 +204,10 @@ def conflicts_of(state: GpuState) -> Conflicts:
         blocked.update(made.blocked)
         delayed |= made.delayed
     unidle = _unidle_devices(state)
-    slots = blocked.union(*(it.footprint for it in state.shares if it.id in unidle))
+    slots = blocked.union(*(share.footprint for share in state.shares if share.id in unidle))
     free = without_conflict(rest.values(), (lease.share for lease in state.leases.values()))
     staggered = delayed & {share.id for share in free}
-    occupied = {i for i, it in rest.items() if not it.footprint.isdisjoint(slots)}
+    occupied = {i for i, share in rest.items() if not share.footprint.isdisjoint(slots)}
     others = frozenset(rest.keys() - occupied - staggered)
     return Conflicts(
         orphaned,
@@ -278,8 +282,8 @@ def shares_on_faulty_devices(state: GpuState) -> frozenset[ShareId]:
     return frozenset(
         share
         for made in state.provisioned.values()
-        for share, it in made.devices.items()
-        if it.device in state.mig_faults
+        for share, device in made.devices.items()
+        if device.device in state.mig_faults
     )
 
 

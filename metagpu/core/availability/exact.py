@@ -178,7 +178,7 @@ def with_place_for_arriving(
     for resource in healthy.keys() & snapshot.pods.arriving.keys():
         ids = snapshot.offers[resource].ids
         hidden = ((gpu, snapshot.gpus[gpu].hidden) for gpu in ids)
-        ending = sum(len(it.ending & ids[gpu]) for gpu, it in hidden if it is not None)
+        ending = sum(len(shares.ending & ids[gpu]) for gpu, shares in hidden if shares is not None)
         wanted = min(snapshot.pods.requested.get(resource, 0), numbers[resource] + ending)
         numbers[resource] = max(numbers[resource], wanted)
     return numbers

@@ -260,7 +260,7 @@ def _held_by_claims(state: GpuState) -> frozenset[ShareId]:
     """Find what ResourceClaims hold of a GPU that is shared by limits since a reload."""
     if state.api is not Api.DEVICE_PLUGIN:
         return NONE
-    return frozenset([i for i, it in state.leases.items() if it.resource_claim is not None])
+    return frozenset([i for i, lease in state.leases.items() if lease.resource_claim is not None])
 
 
 def _refuse_held_by_claim(state: GpuState, share: Share) -> RequestError:

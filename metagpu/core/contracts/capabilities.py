@@ -288,7 +288,12 @@ class HasMetrics(Backend):
 
 def metric_kinds_of(kinds: Iterable[type[Backend]]) -> list[MetricKind]:
     """Return the kinds of all metrics that some backends have."""
-    return [it for kind in kinds if issubclass(kind, HasMetrics) for it in kind.metric_kinds]
+    return [
+        metric_kind
+        for kind in kinds
+        if issubclass(kind, HasMetrics)
+        for metric_kind in kind.metric_kinds
+    ]
 
 
 class ReportsCapacity(Backend):

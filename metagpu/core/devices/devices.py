@@ -85,7 +85,9 @@ def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device
     """
     for gpu, state in snapshot.gpus.items():
         if pool_name(node, gpu) == pool:
-            found = next((it for it in devices_of(state) if it.name == device), None)
+            found = next(
+                (published for published in devices_of(state) if published.name == device), None
+            )
             if found is not None:
                 return found
             offered = "offers other devices now" if devices_of(state) else "offers no devices now"
@@ -183,7 +185,9 @@ def extended_resource_of(device_class: Mapping[str, Any]) -> ExtendedResource | 
     name = spec.get("extendedResourceName")
     if not name:
         return None
-    expressions = (it.get("cel", {}).get("expression", "") for it in spec.get("selectors") or ())
+    expressions = (
+        selector.get("cel", {}).get("expression", "") for selector in spec.get("selectors") or ()
+    )
     created = str(metadata.get("creationTimestamp") or "")
     return ExtendedResource(name, metadata["name"], created, "\n".join(expressions))
 
@@ -194,7 +198,7 @@ def classes_of_driver(found: Iterable[ExtendedResource], driver: str) -> Mapping
     Of two classes with one resource the scheduler takes the younger.
     """
     return {
-        it.name: it.device_class
-        for it in sorted(found, key=lambda it: it.created)
-        if any(quoted in it.selectors for quoted in (f"'{driver}'", f'"{driver}"'))
+        resource.name: resource.device_class
+        for resource in sorted(found, key=lambda resource: resource.created)
+        if any(quoted in resource.selectors for quoted in (f"'{driver}'", f'"{driver}"'))
     }

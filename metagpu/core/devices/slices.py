@@ -92,7 +92,7 @@ def quantity(amount: int) -> str:
 def _parts(device: Device, gpu: Gpu) -> Mapping[str, str]:
     """Return the engines and memory slices of a MIG device, under NVIDIA's names."""
     name, _, start = slot_of(device.shares[0].id).rpartition("@")
-    profile = next(it for it in gpu.mig_profiles if it.name == name)
+    profile = next(mig_profile for mig_profile in gpu.mig_profiles if mig_profile.name == name)
     place = next(placement for placement in profile.placements if placement.start == int(start))
     engines = profile.engines
     amounts = {
@@ -324,9 +324,9 @@ _OF_THE_SERVER: Final = frozenset(("timeAdded", "generation"))
 def comparable(spec: Any) -> Any:  # noqa: ANN401 - any JSON
     """Return a spec in which equal contents are equal values."""
     if isinstance(spec, Mapping):
-        return {key: comparable(it) for key, it in spec.items() if key not in _OF_THE_SERVER}
+        return {key: comparable(inner) for key, inner in spec.items() if key not in _OF_THE_SERVER}
     if isinstance(spec, list | tuple):
-        return [comparable(it) for it in spec]
+        return [comparable(entry) for entry in spec]
     if isinstance(spec, str) and "." not in spec:  # 12.8 and 12.80 are versions
         return spec if (amount := quantity_value(spec)) is None else amount
     return spec
@@ -344,23 +344,23 @@ def sent_fields(sent: Mapping[str, Any]) -> frozenset[str]:
 
 def _fields(sent: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
     if isinstance(sent, Mapping):
-        for key, it in sent.items():
-            if it:
+        for key, value in sent.items():
+            if value:
                 yield (place := f"{path}.{key}" if path else key)
-                yield from _fields(it, place)
+                yield from _fields(value, place)
     elif isinstance(sent, list | tuple):
-        for it in sent:
-            yield from _fields(it, f"{path}[]")
+        for entry in sent:
+            yield from _fields(entry, f"{path}[]")
 
 
 def _missing(sent: Any, answer: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
     if isinstance(sent, Mapping) and isinstance(answer, Mapping):
-        for key, it in sent.items():
+        for key, value in sent.items():
             place = f"{path}.{key}" if path else key
-            if it and not answer.get(key):
+            if value and not answer.get(key):
                 yield place
             else:
-                yield from _missing(it, answer.get(key), place)
+                yield from _missing(value, answer.get(key), place)
     elif isinstance(sent, list | tuple) and isinstance(answer, list | tuple):
         for one, other in zip(sent, answer, strict=False):
             yield from _missing(one, other, f"{path}[]")

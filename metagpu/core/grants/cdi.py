@@ -109,7 +109,7 @@ def with_host_paths(edits: ContainerEdits, folders: Sequence[Folder]) -> Contain
     `nvidia-ctk cdi transform root` does the same. Arguments of hooks that run in the container,
     and paths in the container, stay.
     """
-    folders = sorted(folders, key=lambda it: len(it.here), reverse=True)
+    folders = sorted(folders, key=lambda folder: len(folder.here), reverse=True)
 
     def host_path(path: str) -> str:
         for folder in folders:
@@ -127,11 +127,11 @@ def with_host_paths(edits: ContainerEdits, folders: Sequence[Folder]) -> Contain
     def moved_hook(hook: Mapping[str, Any]) -> Mapping[str, Any]:
         if hook.get("hookName") in _IN_CONTAINER:
             return hook
-        return {**hook, "args": [argument(it) for it in hook.get("args") or ()]}
+        return {**hook, "args": [argument(text) for text in hook.get("args") or ()]}
 
     change = {"deviceNodes": moved, "mounts": moved, "hooks": moved_hook}
     changed = {
-        name: [change[name](it) for it in value or ()] if name in change else value
+        name: [change[name](entry) for entry in value or ()] if name in change else value
         for name, value in edits.edits.items()
     }
     return replace(edits, edits=changed)
@@ -155,7 +155,7 @@ def build_spec(
     nodes = [*common, *(node for those in devices.values() for node in those)]
     host_paths = any(node.host_path != node.container_path for node in nodes)
     ours = {node.container_path for node in common}
-    others = [it for it in edits.edits.get("deviceNodes") or () if it.get("path") not in ours]
+    others = [node for node in edits.edits.get("deviceNodes") or () if node.get("path") not in ours]
 
     spec = {
         "cdiVersion": ".".join(
@@ -182,14 +182,14 @@ def build_monitor_spec(
     Of the driver's edits it has libraries and hooks, and no device node: those are for programs
     that compute.
     """
-    env = [*(edits.edits.get("env") or ()), *(f"{key}={it}" for key, it in variables.items())]
+    env = [*(edits.edits.get("env") or ()), *(f"{key}={value}" for key, value in variables.items())]
     changed = {**edits.edits, "deviceNodes": [], "env": env}
     return build_spec(devices, common, replace(edits, edits=changed), MONITOR_KIND)
 
 
-def _node(it: DeviceNode) -> Mapping[str, str]:
-    host_path = {"hostPath": it.host_path} if it.host_path != it.container_path else {}
-    return {"path": it.container_path, **host_path, "permissions": it.permissions}
+def _node(node: DeviceNode) -> Mapping[str, str]:
+    host_path = {"hostPath": node.host_path} if node.host_path != node.container_path else {}
+    return {"path": node.container_path, **host_path, "permissions": node.permissions}
 
 
 def build_claim_spec(devices: Mapping[str, Grant]) -> str:
@@ -215,10 +215,10 @@ def build_claim_spec(devices: Mapping[str, Grant]) -> str:
     return msgspec.json.format(msgspec.json.encode(spec), indent=2).decode() + "\n"
 
 
-def _mount(it: Mount) -> Mapping[str, Any]:
-    access = "ro" if it.read_only else "rw"
+def _mount(mount: Mount) -> Mapping[str, Any]:
+    access = "ro" if mount.read_only else "rw"
     return {
-        "hostPath": it.host_path,
-        "containerPath": it.container_path,
+        "hostPath": mount.host_path,
+        "containerPath": mount.container_path,
         "options": [access, "rbind", "rprivate"],
     }

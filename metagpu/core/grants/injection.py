@@ -121,16 +121,21 @@ class Injection(msgspec.Struct, frozen=True):
             return snapshot.gpus[share.gpu].gpu.index, share.number, share.id
 
         ordered = sorted(dict.fromkeys(shares), key=order)
-        devices = [snapshot.gpus[it.gpu].provisioned[it.backend].devices[it.id] for it in ordered]
+        devices = [
+            snapshot.gpus[chosen_share.gpu]
+            .provisioned[chosen_share.backend]
+            .devices[chosen_share.id]
+            for chosen_share in ordered
+        ]
         gpus = dict.fromkeys(snapshot.gpus[share.gpu].gpu for share in ordered)
         capability_paths = [
             path
-            for share, it in zip(ordered, devices, strict=True)
-            for path in self._capability_paths(snapshot.gpus[share.gpu].gpu, it)
+            for share, device in zip(ordered, devices, strict=True)
+            for path in self._capability_paths(snapshot.gpus[share.gpu].gpu, device)
         ]
         amounts = Counter[str]()
-        for share, it in zip(ordered, devices, strict=True):
-            amounts[it.device] += share.memory
+        for share, hardware_device in zip(ordered, devices, strict=True):
+            amounts[hardware_device.device] += share.memory
         memory = ",".join(f"{device}={amount // MIB}" for device, amount in amounts.items())
         nodes = self._nodes(list(gpus), list(dict.fromkeys(capability_paths)))
         return self._grant(list(amounts), nodes, {MEMORY: memory})
@@ -260,7 +265,7 @@ class _ChosenStrategies(NamedTuple):
 # enumeration's member costs a Python call of `__hash__`.
 @lru_cache(maxsize=16)
 def _chosen(strategies: frozenset[DeviceListStrategy]) -> _ChosenStrategies:
-    chosen = [it in strategies for it in DeviceListStrategy]
+    chosen = [strategy in strategies for strategy in DeviceListStrategy]
     return _ChosenStrategies._make([*chosen, bool(strategies & CDI_STRATEGIES)])
 
 
@@ -277,11 +282,11 @@ def add_mount(grant: Grant, mount: Mount) -> Grant:
     That folder is read-only: nothing can be mounted below it, and the container would not start.
     It moves to its path on the host then, and a variable names its socket.
     """
-    folder = next((it for it in grant.mounts if it.container_path == POD_FOLDER), None)
+    folder = next((own for own in grant.mounts if own.container_path == POD_FOLDER), None)
     if folder is None or not mount.container_path.startswith(f"{POD_FOLDER}/"):
         return replace(grant, mounts=(*grant.mounts, mount))
     moved = Mount(folder.host_path, folder.host_path)
-    mounts = (moved if it == folder else it for it in grant.mounts)
+    mounts = (moved if own == folder else own for own in grant.mounts)
     socket = f"{folder.host_path}/{POD_SOCKET_NAME}"
     return replace(grant, envs={**grant.envs, POD_SOCKET: socket}, mounts=(*mounts, mount))
 

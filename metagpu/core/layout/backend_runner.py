@@ -172,8 +172,8 @@ class BackendRunner:
         for run in self._runs:
             run.dismissed |= not self._continues(run)
         for assignment in layout.backend_assignments:
-            present = (it for it in self._runs if not it.dismissed)
-            if not any(_same(it.assignment, assignment) for it in present):
+            present = (begun for begun in self._runs if not begun.dismissed)
+            if not any(_same(begun.assignment, assignment) for begun in present):
                 self._attach(assignment)
 
         self._registry.apply(layout.offer_fact)
@@ -219,7 +219,7 @@ class BackendRunner:
         return state.used_by(run.backend) and not self._has_successor(run)
 
     async def _follow_layout(self, group: TaskGroup) -> None:
-        while leaving := [it for it in self._runs if it.dismissed]:
+        while leaving := [begun for begun in self._runs if begun.dismissed]:
             for run in leaving:
                 run.scope.cancel()
             for run in leaving:
@@ -234,11 +234,11 @@ class BackendRunner:
                 run.draining = True
                 group.start_soon(self._drain, run)
 
-        present = [it.assignment for it in self._runs]
+        present = [begun.assignment for begun in self._runs]
         new = [
             _Run(assignment)
             for assignment in self._assignments
-            if not any(_same(assignment, it) for it in present)
+            if not any(_same(assignment, begun) for begun in present)
         ]
         self._runs += new
         for run in new:

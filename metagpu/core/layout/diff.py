@@ -170,7 +170,9 @@ class _Side:
     def settings(self, gpu: GpuId) -> Mapping[str, Any]:
         """Return the settings of a GPU's pool that say what is done with its GPUs."""
         pool = pool_of(self._config, self._layout, gpu) if self._config else None
-        return {} if pool is None else {it: getattr(pool, it) for it in _POOL_SETTINGS}
+        return (
+            {} if pool is None else {setting: getattr(pool, setting) for setting in _POOL_SETTINGS}
+        )
 
     def answers_as(self, resource: ResourceName) -> tuple[str | None, Api]:
         """Return the backend of a resource, and its API."""

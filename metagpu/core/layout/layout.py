@@ -117,9 +117,9 @@ class Layout(msgspec.Struct, frozen=True):
         }
         # By DRA the scheduler itself counts by GPU: nothing is held back.
         rules.update(
-            (it, replace(rules[it], requests=RequestRule.ANY))
-            for it, api in self.apis.items()
-            if it in rules and api is Api.DRA
+            (name, replace(rules[name], requests=RequestRule.ANY))
+            for name, api in self.apis.items()
+            if name in rules and api is Api.DRA
         )
         return SharesOffered(tuple(self.backends), self.shares, rules, self.apis)
 
@@ -201,7 +201,7 @@ def build_layout(
                 for pair in zip(options, backends, strict=True)
             ]
             backend_assignments += found
-            backends = [it.backend for it in found]
+            backends = [backend_assignment.backend for backend_assignment in found]
         made = list(_counted_shares(config, gpu, backends, counts))
         of_gpu = [share for share in made if _answers(backends, share, answering)]
         if assignment.pool is not None and not of_gpu:
@@ -462,7 +462,7 @@ def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> It
     rest = list(places)
     while True:
         unavailable = conflicting_shares(snapshot.gpus[places[0].gpu])
-        free = [it for it in rest if it.id not in unavailable]
+        free = [share for share in rest if share.id not in unavailable]
         if not free:
             break
         [best] = backend.prefer(free, (), 1, snapshot)

@@ -87,16 +87,18 @@ class TurnSchedule:
         wanted, following = _offering(idle, self.phase), _offering(idle, self.phase + 1)
 
         turns = {}
-        for it in gpus:
-            known = self.turns.get(it.gpu)
-            if it.owner is not None:
-                began = known.since if known and known.backend == it.owner else now
-                turns[it.gpu] = OfferTurn(it.owner, began)
-            elif it.gpu in wanted:
-                known = _started(it, known, wanted[it.gpu], now)
-                turns[it.gpu] = self._turn(known, wanted[it.gpu], following[it.gpu], now)
+        for candidate in gpus:
+            known = self.turns.get(candidate.gpu)
+            if candidate.owner is not None:
+                began = known.since if known and known.backend == candidate.owner else now
+                turns[candidate.gpu] = OfferTurn(candidate.owner, began)
+            elif candidate.gpu in wanted:
+                known = _started(candidate, known, wanted[candidate.gpu], now)
+                turns[candidate.gpu] = self._turn(
+                    known, wanted[candidate.gpu], following[candidate.gpu], now
+                )
             elif known is not None:
-                turns[it.gpu] = known
+                turns[candidate.gpu] = known
         self.turns = turns
         return turns
 
@@ -106,7 +108,7 @@ class TurnSchedule:
 
     def _advance(self, idle: Sequence[TurnCandidate], now: float) -> None:
         """Begin the next phase when its time has come, sooner after a change."""
-        timing, present = self.timing, tuple(it.gpu for it in idle)
+        timing, present = self.timing, tuple(candidate.gpu for candidate in idle)
         if present != self._idle:
             self._idle, self._quiet_phases = present, 0
             self.phase_ends = min(self.phase_ends, now + timing.turn)
@@ -114,7 +116,7 @@ class TurnSchedule:
             return
         self.phase += 1
         self._quiet_phases += 1
-        round_of_all = max((len(it.backends) for it in idle), default=1) * _PHASES
+        round_of_all = max((len(candidate.backends) for candidate in idle), default=1) * _PHASES
         doubled = (self._quiet_phases - 1) // round_of_all
         self.phase_ends = now + min(timing.longest_turn, timing.turn * 2.0 ** min(doubled, 10))
 
@@ -142,16 +144,24 @@ def _offering(idle: Sequence[TurnCandidate], phase: int) -> Mapping[GpuId, str]:
     """Return the backend that a phase has for each idle GPU."""
     rounds, place = divmod(phase, _PHASES)
     if place == _PHASES - 1:
-        return {it.gpu: it.backends[rounds % len(it.backends)] for it in idle}
+        return {
+            candidate.gpu: candidate.backends[rounds % len(candidate.backends)]
+            for candidate in idle
+        }
     step = phase - rounds
-    return {it.gpu: it.backends[(i + step) % len(it.backends)] for i, it in enumerate(idle)}
+    return {
+        candidate.gpu: candidate.backends[(i + step) % len(candidate.backends)]
+        for i, candidate in enumerate(idle)
+    }
 
 
-def _started(it: TurnCandidate, known: OfferTurn | None, wanted: str, now: float) -> OfferTurn:
+def _started(
+    candidate: TurnCandidate, known: OfferTurn | None, wanted: str, now: float
+) -> OfferTurn:
     """Return the turn that an idle GPU has now; a new one where the last has ended."""
     if known is not None and known.withdrawn and now >= known.until:
-        return OfferTurn(known.next if known.next in it.backends else wanted, now)
-    if known is None or known.backend not in it.backends:
+        return OfferTurn(known.next if known.next in candidate.backends else wanted, now)
+    if known is None or known.backend not in candidate.backends:
         return OfferTurn(wanted, now)
     return known
 
@@ -210,7 +220,7 @@ class TurnRunner:
             states = [snapshot.gpus[gpu] for gpu in pool if gpu in snapshot.gpus]
             shared = [candidate_of(state) for state in states if len(state.backends) > 1]
             if shared:
-                key = tuple(it.gpu for it in shared)
+                key = tuple(candidate.gpu for candidate in shared)
                 self._schedules[key] = known.get(key) or TurnSchedule(self._timing)
                 turns |= self._schedules[key].apply(shared, now)
         return turns
@@ -228,7 +238,11 @@ class TurnRunner:
 
 def candidate_of(state: GpuState) -> TurnCandidate:
     """Return a GPU as the turns see it; without backends while no pod can have it."""
-    reserved = [backend for backend, it in state.provisioned.items() if it.exclusive]
+    reserved = [
+        backend
+        for backend, provisioned_state in state.provisioned.items()
+        if provisioned_state.exclusive
+    ]
     owner = state.owner or next(iter(reserved), None)
     backends = tuple(backend for backend in state.backends if open_to(state, backend))
     return TurnCandidate(state.gpu.id, backends, owner)

@@ -121,10 +121,10 @@ def choose_roots(options: RootOptions, seen: Mapping[str, FolderContents]) -> Dr
     """
     possible = _driver_candidates(options)
     said = bool(options.driver or options.container_driver)
-    usual = [it for it in possible if said or it.host == "/"]
+    usual = [folder for folder in possible if said or folder.host == "/"]
     driver = next(
-        (it for it in possible if seen[it.here].library),
-        next((it for it in usual if seen[it.here].is_root), possible[-1]),
+        (folder for folder in possible if seen[folder.here].library),
+        next((folder for folder in usual if seen[folder.here].is_root), possible[-1]),
     )
     host = driver if driver.host == "/" else _host_root(driver, seen)
     nodes = _dev_candidates(options, (driver, host))
@@ -149,7 +149,7 @@ def _dev_candidates(options: RootOptions, found: Sequence[Folder]) -> Sequence[F
     if options.container_dev:
         return (Folder(options.dev or found[0].host, options.container_dev),)
     if options.dev:
-        return (*(it for it in found if it.host == options.dev), *_views(options.dev))
+        return (*(folder for folder in found if folder.host == options.dev), *_views(options.dev))
     return (*found, Folder("/", "/"))
 
 
@@ -159,14 +159,14 @@ def _host_candidates() -> Sequence[Folder]:
 
 def _host_root(driver: Folder, seen: Mapping[str, FolderContents]) -> Folder:
     mounted = (candidate for candidate in _host_candidates() if candidate.here != driver.here)
-    return next((it for it in mounted if seen[it.here].is_root), Folder("/", "/"))
+    return next((folder for folder in mounted if seen[folder.here].is_root), Folder("/", "/"))
 
 
 def _views(path: str) -> Sequence[Folder]:
     """Return the paths of this process that a folder of the host may have."""
     below = "" if path == "/" else path
     mounts = (f"{mount}{below}" for mount in (HOST_MOUNT, DRIVER_MOUNT))
-    return (*(Folder(path, it) for it in mounts), Folder(path, path))
+    return (*(Folder(path, mount) for mount in mounts), Folder(path, path))
 
 
 def _reason(driver: Folder) -> str:

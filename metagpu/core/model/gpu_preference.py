@@ -91,8 +91,8 @@ def gpu_annotations(annotations: Mapping[str, str]) -> Mapping[str, str]:
     ]
     if not names:
         return {}
-    names.sort(key=lambda it: (it not in _KEYS, it))
-    kept = {it: str(annotations[it]) for it in names[:MAX_ANNOTATIONS]}
+    names.sort(key=lambda name: (name not in _KEYS, name))
+    kept = {name: str(annotations[name]) for name in names[:MAX_ANNOTATIONS]}
     return {
         name: text if len(text) <= MAX_LENGTH else text[: MAX_LENGTH - 1] + _CUT
         for name, text in kept.items()
@@ -161,7 +161,7 @@ def unmet(
             return f"holds {_shares(held[gpu])} of GPU {gpus[gpu]}, {words}"
     if preference.parts is None or are_equal_parts(held.values(), preference.parts):
         return ""
-    on = ", ".join(f"GPU {gpus[it].index}: {held[it]}" for it in held if it in gpus)
+    on = ", ".join(f"GPU {gpus[gpu_id].index}: {held[gpu_id]}" for gpu_id in held if gpu_id in gpus)
     wanted = f"equal parts of {preference.parts} GPUs" if preference.parts > 1 else "one GPU"
     return (
         f"holds {_shares(sum(held.values()))} ({on}), and {PARTS_PREFIX}{container} "
@@ -183,8 +183,8 @@ def _words(value: str | None) -> tuple[str, ...]:
 def _policy(value: str, problems: list[str]) -> GpuPolicy | None:
     """Return the first known policy of a list: HAMi takes several since 2.10."""
     known, given = frozenset(GpuPolicy), _words(value.lower())
-    found = next((GpuPolicy(it) for it in given if it in known), None)
-    if others := [it for it in given if it not in known]:
+    found = next((GpuPolicy(word) for word in given if word in known), None)
+    if others := [word for word in given if word not in known]:
         problems.append(
             f"{POLICY}: {', '.join(others)[:64]} is not followed; {' and '.join(GpuPolicy)} are"
         )

@@ -119,12 +119,12 @@ class PodIndex(msgspec.Struct, frozen=True):
         return cls(
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
-            frozenset((it.namespace, it.name) for it in known if it.terminating or it.ended),
-            _sum_requests(it for it in known if not it.ended),
-            _sum_requests(it for it in known if it.arriving),
+            frozenset((pod.namespace, pod.name) for pod in known if pod.terminating or pod.ended),
+            _sum_requests(pod for pod in known if not pod.ended),
+            _sum_requests(pod for pod in known if pod.arriving),
             listed=True,
             asked=asked,
-            preferring=any(it.gpu_annotations for it in known),
+            preferring=any(pod.gpu_annotations for pod in known),
         )
 
     @property

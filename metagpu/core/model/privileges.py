@@ -30,4 +30,4 @@ NUMBERS: Final = {
 
 def privileges_in(mask: int) -> frozenset[Privilege]:
     """Return the privileges in a mask, such as `CapEff` of /proc/PID/status."""
-    return frozenset(it for it, number in NUMBERS.items() if mask >> number & 1)
+    return frozenset(privilege for privilege, number in NUMBERS.items() if mask >> number & 1)

@@ -64,7 +64,7 @@ class ClaimDevice(msgspec.Struct, frozen=True):
     @property
     def ranges(self) -> tuple[str, ...]:
         """The slots, runs of numbered ones as `m00-m49`."""
-        return tuple(it.translate(_IN_SLOTS) for it in _shortened(self.slots))
+        return tuple(slot.translate(_IN_SLOTS) for slot in _shortened(self.slots))
 
     @property
     def name(self) -> str:
@@ -197,7 +197,7 @@ class MpsLimits(msgspec.Struct, frozen=True):
     def settings(self) -> str:
         """The limits as a claim's settings: `50-10240`, `50`, `-10240`, or nothing."""
         given = (self.threads, self.memory_mib)
-        return "-".join("" if it is None else str(it) for it in given).rstrip("-")
+        return "-".join("" if number is None else str(number) for number in given).rstrip("-")
 
     @classmethod
     def parse(cls, settings: str) -> Self:

@@ -273,7 +273,7 @@ def gpu_of(share: ShareId) -> GpuId:
 
 def count_containers(leases: Iterable[Lease]) -> int:
     """Count the containers of leases; one without a name yet counts by its time."""
-    return len({it for lease in leases for it in holders_of(lease) or (lease.since,)})
+    return len({holder for lease in leases for holder in holders_of(lease) or (lease.since,)})
 
 
 def by_gpu(shares: Iterable[Share]) -> dict[GpuId, list[Share]]:

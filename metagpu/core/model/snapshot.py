@@ -120,7 +120,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         """The cordon in force, an operator's before others; `None` without one."""
         if not self.cordons:  # every list asks for this
             return None
-        return next(self.cordons[it] for it in CordonSource if it in self.cordons)
+        return next(self.cordons[source] for source in CordonSource if source in self.cordons)
 
     @property
     def owner(self) -> str | None:
@@ -156,7 +156,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def paused_shares(self) -> Mapping[ShareId, str]:
         """The shares that their backend does not grant for now, and why."""
-        return {i: why for it in self.provisioned.values() for i, why in it.paused.items()}
+        return {i: why for state in self.provisioned.values() for i, why in state.paused.items()}
 
     def device_fault(self, share: ShareId) -> Verdict | None:
         """Return the fault of the MIG device of a share, `None` for a healthy one."""

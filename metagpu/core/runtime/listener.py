@@ -115,7 +115,7 @@ class _Waiting:
         self._sources.setdefault(source, deque()).append(connection)
         self._count += 1
         if self._count > self._most:
-            most = max(self._sources, key=lambda it: len(self._sources[it]))
+            most = max(self._sources, key=lambda peer: len(self._sources[peer]))
             _reset(self._pop(most, self._sources[most].pop()))
 
     def next(self) -> tuple[socket.socket, str] | None:

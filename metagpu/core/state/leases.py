@@ -109,7 +109,7 @@ def _named_by_claims(known: Iterable[Lease], fact: LeasesObserved) -> list[Lease
             holders = fact.of_claims.get((claim.uid, lease.share.id), ())
             if holders:
                 holder = lease.holder if lease.holder in holders else holders[0]
-                sharers = tuple(it for it in sorted(set(holders), key=str) if it != holder)
+                sharers = tuple(other for other in sorted(set(holders), key=str) if other != holder)
                 if (holder, sharers) != (lease.holder, lease.sharers):
                     found.append(replace(lease, holder=holder, sharers=sharers))
     return found
@@ -118,13 +118,15 @@ def _named_by_claims(known: Iterable[Lease], fact: LeasesObserved) -> list[Lease
 def _ended(known: Iterable[Lease], unnamed: Iterable[Lease], fact: LeasesObserved) -> list[ShareId]:
     """Return the shares whose leases have ended, of those that the list does not name."""
     claims = [
-        fact.at if it.unanswered else it.since
-        for it in known
-        if it.holder is None and it.share.id not in fact.holders and it.resource_claim is None
+        fact.at if lease.unanswered else lease.since
+        for lease in known
+        if lease.holder is None
+        and lease.share.id not in fact.holders
+        and lease.resource_claim is None
     ]
     last_claim = max(claims, default=fact.at)
     held_again = {(holder, fact.resources.get(i)) for i, holder in fact.holders.items()}
-    return [it.share.id for it in unnamed if _has_ended(it, fact, last_claim, held_again)]
+    return [lease.share.id for lease in unnamed if _has_ended(lease, fact, last_claim, held_again)]
 
 
 def _has_ended(
@@ -202,8 +204,8 @@ def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Sna
     return with_states(
         snapshot,
         [
-            replace(it, kubelet=replace(it.kubelet, mig_devices_of_other_plugins=devices))
-            for it in changed
+            replace(state, kubelet=replace(state.kubelet, mig_devices_of_other_plugins=devices))
+            for state in changed
         ],
     )
 
@@ -334,5 +336,5 @@ def _cleanup(state: GpuState, held: Mapping[ShareId, Lease], at: float) -> Clean
     before = {lease.share.backend for lease in state.leases.values()}
     now = {lease.share.backend for lease in held.values()}
     begun = dict.fromkeys(sorted((before - now) & backends), at)
-    left = {backend: it for backend, it in {**since, **begun}.items() if backend not in now}
+    left = {backend: time for backend, time in {**since, **begun}.items() if backend not in now}
     return Cleanup(backends, MappingProxyType(left))

@@ -167,7 +167,9 @@ def _unreadable_found(
 def _competitor(
     snapshot: Snapshot, fact: CompetingPluginFound | CompetingPluginGone
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    plugins = {it: where for it, where in snapshot.competing_plugins.items() if it != fact.resource}
+    plugins = {
+        name: where for name, where in snapshot.competing_plugins.items() if name != fact.resource
+    }
     if isinstance(fact, CompetingPluginFound):
         plugins[fact.resource] = fact.where
     if plugins == snapshot.competing_plugins:
@@ -179,7 +181,7 @@ def _registration_problem(
     snapshot: Snapshot, fact: RegistrationProblemFound | RegistrationProblemGone
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
     before = snapshot.registration_problems
-    problems = {it: problem for it, problem in before.items() if it != fact.resource}
+    problems = {name: problem for name, problem in before.items() if name != fact.resource}
     if isinstance(fact, RegistrationProblemFound):
         problems[fact.resource] = fact.problem
     if problems == before:
