@@ -136,14 +136,17 @@ def take_note(snapshot: Snapshot) -> FaultNote:
     states = snapshot.gpus.items()
     return FaultNote(
         tuple(
-            NotedFault(gpu, _brief(it.reason), it.since, it.fault, it.needs_proof)
+            NotedFault(
+                gpu, _brief(verdict.reason), verdict.since, verdict.fault, verdict.needs_proof
+            )
             for gpu, state in states
-            if not (it := state.verdict).healthy and (it.fault in NOTED_FAULTS or it.needs_proof)
+            if not (verdict := state.verdict).healthy
+            and (verdict.fault in NOTED_FAULTS or verdict.needs_proof)
         ),
         tuple(
-            NotedDevice(gpu, device, _brief(it.reason), it.since)
+            NotedDevice(gpu, device, _brief(other.reason), other.since)
             for gpu, state in states
-            for device, it in state.mig_faults.items()
+            for device, other in state.mig_faults.items()
         ),
         tuple(
             NotedCordon(gpu, _brief(cordon.reason), cordon.since)
@@ -207,8 +210,10 @@ class GpuVerdicts:
             if fault.needs_proof:
                 self.registry.apply(GpuNeedsProof(fault.gpu))
             log.error("gpu still out of service", gpu=fault.gpu, reason=fault.reason)
-        for it in found.devices:
-            self.registry.apply(InstanceFaulted(it.gpu, it.device, it.reason, it.since))
+        for device in found.devices:
+            self.registry.apply(
+                InstanceFaulted(device.gpu, device.device, device.reason, device.since)
+            )
         for cordon in found.cordons:
             self.registry.apply(GpuCordoned(cordon.gpu, cordon.reason, cordon.since))
 
@@ -231,8 +236,8 @@ class GpuVerdicts:
         for fault in ended.faults:
             if self.recovering.get(fault.gpu) is self._restored_recoveries[fault.gpu]:
                 self.recovered(fault.gpu, reason)
-        for it in ended.devices:
-            self.registry.apply(InstanceRecovered(it.gpu, it.device, reason, self.clock()))
+        for noted in ended.devices:
+            self.registry.apply(InstanceRecovered(noted.gpu, noted.device, reason, self.clock()))
         for cordon in ended.cordons:
             self.registry.apply(GpuUncordoned(cordon.gpu, self.clock()))
         self.restore(last.without(take_note(self.registry.snapshot)))
@@ -404,7 +409,7 @@ class MigHealth:
             existing = {compute.uuid for each in answer for compute in each.compute_instances}
             state = self.registry.snapshot.gpus[gpu]
             for backend in state.provisioned.values():
-                existing |= {it.device for it in backend.devices.values()}
+                existing |= {hardware_device.device for hardware_device in backend.devices.values()}
             for device in state.mig_faults.keys() - existing:
                 self._recovered(gpu, device, "the MIG device no longer exists")
 
@@ -431,9 +436,9 @@ def _devices(state: GpuState, reference: MigInstanceRef) -> Sequence[str]:
         device for backend in state.provisioned.values() for device in backend.devices.values()
     )
     found = (
-        it.device
-        for it in provisioned
-        if _is_instance(reference, it.gpu_instance, it.compute_instance)
+        device.device
+        for device in provisioned
+        if _is_instance(reference, device.gpu_instance, device.compute_instance)
     )
     return list(dict.fromkeys(found))
 

@@ -215,7 +215,11 @@ class HealthWatch:
         self.registry.apply(TopologyRead(survey.topology))
         self.registry.apply(DriverRead(Versions(survey.driver_version, survey.cuda_version)))
         # A known GPU goes out of service below.
-        unknown = {it.index: it.reason for it in survey.unreadable if it.gpu is None}
+        unknown = {
+            unreadable_gpu.index: unreadable_gpu.reason
+            for unreadable_gpu in survey.unreadable
+            if unreadable_gpu.gpu is None
+        }
         if self.registry.apply(UnreadableGpusFound(unknown, self.clock())):
             for index, reason in unknown.items():
                 log.warning("gpu unreadable", index=index, reason=reason)
@@ -230,9 +234,9 @@ class HealthWatch:
         """Return known GPUs that NVML does not list: their ids stay listed, unhealthy."""
         listed = {gpu.id for gpu in survey.gpus}
         reasons = {
-            it.gpu: reason_beside(it.gpu, it.reason)
-            for it in survey.unreadable
-            if it.gpu is not None
+            gpu.gpu: reason_beside(gpu.gpu, gpu.reason)
+            for gpu in survey.unreadable
+            if gpu.gpu is not None
         }
 
         return [

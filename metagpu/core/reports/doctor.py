@@ -366,6 +366,6 @@ _NODE_CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
     "MG701": _mps,
 }
 CHECKS: Final = dict(
-    sorted({**_NODE_CHECKS, **{k: _of_status(it) for k, it in STATUS_CHECKS.items()}}.items())
+    sorted({**_NODE_CHECKS, **{k: _of_status(check) for k, check in STATUS_CHECKS.items()}}.items())
 )
 """By code: 1 permissions, 2 driver, 3 kubelet, 4 daemon, 5 containers, 6 toolkit, 7 MPS."""

@@ -21,7 +21,7 @@ def needed_privileges(config: Config, ports: Mapping[str, int]) -> Mapping[Privi
 
     `ports` are those that are served, by what they serve.
     """
-    needed: dict[Privilege, list[str]] = {it: [] for it in Privilege}
+    needed: dict[Privilege, list[str]] = {each: [] for each in Privilege}
 
     for pool, backends in config.build_backends(config.root.injection(Injection())):
         for backend in backends:

@@ -25,7 +25,7 @@ class FieldMissing(MetagpuError):
 def json_name(field: str) -> str:
     """Return the name of a field in JSON: `used_mib` is `usedMiB`."""
     first, *more = field.split("_")
-    return first + "".join("MiB" if it == "mib" else it.capitalize() for it in more)
+    return first + "".join("MiB" if word == "mib" else word.capitalize() for word in more)
 
 
 class ReportPart(msgspec.Struct, frozen=True, rename=json_name):
@@ -75,11 +75,11 @@ def plain_report(report: ReportPart) -> dict[str, Any]:
 def _plain(value: Any) -> Any:  # noqa: ANN401 - any field of a report
     if isinstance(value, ReportPart):
         shown = (field for field in _fields(type(value)) if _is_shown(value, field))
-        return {it.encode_name: _plain(getattr(value, it.name)) for it in shown}
+        return {field.encode_name: _plain(getattr(value, field.name)) for field in shown}
     if isinstance(value, list):
         return list(map(_plain, value))
     if isinstance(value, dict):
-        return {name: _plain(it) for name, it in value.items()}
+        return {name: _plain(inner) for name, inner in value.items()}
     return value
 
 
@@ -103,14 +103,18 @@ def _read(value: Any, kind: Any) -> Any:  # noqa: ANN401 - any field of a report
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        for it in kinds:
-            if isinstance(value, list) and get_origin(it) is list:
-                return [_read(part, *get_args(it)) for part in value]
-            if isinstance(value, Mapping) and get_origin(it) is dict:
-                _, inner = get_args(it)
+        for member in kinds:
+            if isinstance(value, list) and get_origin(member) is list:
+                return [_read(part, *get_args(member)) for part in value]
+            if isinstance(value, Mapping) and get_origin(member) is dict:
+                _, inner = get_args(member)
                 return {name: _read(part, inner) for name, part in value.items()}
-            if isinstance(value, Mapping) and isinstance(it, type) and issubclass(it, ReportPart):
-                return _read_part(value, it)
+            if (
+                isinstance(value, Mapping)
+                and isinstance(member, type)
+                and issubclass(member, ReportPart)
+            ):
+                return _read_part(value, member)
         raise
 
 

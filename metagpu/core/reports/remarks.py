@@ -90,7 +90,9 @@ def best_move(
     now = largest_request(rule, free)
     better = [move for move in _moves(rule, free, movable) if move.largest > now]
     room = {part.gpu: part.free for part in free}
-    return min(better, key=lambda it: (-it.largest, it.part.shares, room[it.target]), default=None)
+    return min(
+        better, key=lambda move: (-move.largest, move.part.shares, room[move.target]), default=None
+    )
 
 
 def _moves(
@@ -101,7 +103,10 @@ def _moves(
             if target.gpu == part.gpu or target.usable < part.shares:
                 continue
             change = {part.gpu: part.shares, target.gpu: -part.shares}
-            after = [replace(it, free=it.free + change.get(it.gpu, 0)) for it in free]
+            after = [
+                replace(free_part, free=free_part.free + change.get(free_part.gpu, 0))
+                for free_part in free
+            ]
             yield PartMove(part, target.gpu, largest_request(rule, after))
 
 
@@ -139,7 +144,7 @@ def describe_held_back(snapshot: Snapshot) -> Iterator[Remark]:
                 text = f"{shares}: {full if part.full else most}"
                 yield Remark(RemarkReason.SHARES_HELD_BACK, text, state.gpu.index)
         if held_back and (move := best_move(offer.rule.requests, parts, _held(snapshot, offer))):
-            source, target = (snapshot.gpus[it].gpu.index for it in (move.part.gpu, move.target))
+            source, target = (snapshot.gpus[gpu].gpu.index for gpu in (move.part.gpu, move.target))
             text = (
                 f"if {move.part.holder} moved with its {move.part.shares} {resource} from GPU "
                 f"{source} to GPU {target}, a request of {move.largest} would fit"
@@ -173,10 +178,10 @@ def describe_capacity(capacities: Sequence[FreeCapacity]) -> Iterator[Remark]:
 
     for capacity in capacities:
         index = capacity.gpu.index
-        for it in capacity.moves:
+        for move in capacity.moves:
             text = (
-                f"if {it.holder} moved from {it.slot} of GPU {index} to {it.target_slot} of GPU "
-                f"{it.target_gpu.index}, a {it.profile} would fit on GPU {index}"
+                f"if {move.holder} moved from {move.slot} of GPU {index} to {move.target_slot} of "
+                f"GPU {move.target_gpu.index}, a {move.profile} would fit on GPU {index}"
             )
             yield Remark(RemarkReason.MOVE_FOR_INSTANCE, text)
 

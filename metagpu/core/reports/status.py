@@ -105,8 +105,10 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> Explanation:
                 *describe_capacity(capacities),
             )
         ],
-        competing_plugins={str(it): by for it, by in snapshot.competing_plugins.items()},
-        registration_problems={str(it): why for it, why in snapshot.registration_problems.items()},
+        competing_plugins={str(name): by for name, by in snapshot.competing_plugins.items()},
+        registration_problems={
+            str(name): why for name, why in snapshot.registration_problems.items()
+        },
     )
 
 
@@ -114,9 +116,15 @@ def lease_reports(snapshot: Snapshot) -> list[LeaseReport]:
     """Return the shares that containers hold, once for each holder, resource and GPU."""
     held = defaultdict[_Held, list[Share]](list)
     for state in snapshot.gpus.values():
-        for it in state.leases.values():
-            key = str(it.share.resource), it.share.gpu, it.holder, it.resource_claim, it.sharers
-            held[key].append(it.share)
+        for lease in state.leases.values():
+            key = (
+                str(lease.share.resource),
+                lease.share.gpu,
+                lease.holder,
+                lease.resource_claim,
+                lease.sharers,
+            )
+            held[key].append(lease.share)
     capacity = {
         gpu: Counter(share.resource for share in state.shares)
         for gpu, state in snapshot.gpus.items()
@@ -166,7 +174,9 @@ def _offer_report(snapshot: Snapshot, offer: Offer) -> OfferReport:
     parts, resource = free_parts(snapshot, offer), offer.resource
     return OfferReport(
         free=sum(part.free for part in parts),
-        held_back=sum(it.free for it in parts if resource in held_back_of(snapshot.gpus[it.gpu])),
+        held_back=sum(
+            part.free for part in parts if resource in held_back_of(snapshot.gpus[part.gpu])
+        ),
         largest_request=largest_request(offer.rule.requests, parts),
         request_rule=offer.rule.requests,
         free_devices=_free_devices(snapshot, offer) if offer.api is Api.DRA else None,
@@ -191,14 +201,14 @@ def _devices_report(snapshot: Snapshot) -> dict[str, DeviceTypeReport]:
     largest: dict[str, dict[str, int]] = {}
     for state in snapshot.gpus.values():
         taken = availability_of(state).refused | state.leases.keys()
-        for it in devices_of(state):
-            free = sum(share.id not in taken for share in it.shares)
-            devices[it.type] += 1
-            open_devices[it.type] += free > 0
-            of_type = largest.setdefault(it.type, {})
-            if it.capacity_name is not None:
-                known = of_type.get(it.capacity_name, 0)
-                of_type[it.capacity_name] = max(known, free * it.unit)
+        for device in devices_of(state):
+            free = sum(share.id not in taken for share in device.shares)
+            devices[device.type] += 1
+            open_devices[device.type] += free > 0
+            of_type = largest.setdefault(device.type, {})
+            if device.capacity_name is not None:
+                known = of_type.get(device.capacity_name, 0)
+                of_type[device.capacity_name] = max(known, free * device.unit)
     return {
         kind: DeviceTypeReport(count, open_devices[kind], largest[kind])
         for kind, count in devices.items()
@@ -272,9 +282,9 @@ def _gpu_report(
         unheard=_pause_report(state.unheard) if state.unheard else None,
         faults=[_fault_report(state, device) for device in state.mig_faults],
         devices=[
-            _device_report(state, share, it)
+            _device_report(state, share, device)
             for backend in provisioned
-            for share, it in backend.devices.items()
+            for share, device in backend.devices.items()
         ],
         blocked=sorted({*blocked, *paused}),
         paused=paused,
@@ -287,22 +297,22 @@ def _gpu_report(
     )
 
 
-def _turn_report(it: OfferTurn) -> TurnReport:
-    next_in = round(max(0.0, it.until - time.monotonic()), 1)
-    return TurnReport(it.backend, it.withdrawn, it.next, next_in)
+def _turn_report(turn: OfferTurn) -> TurnReport:
+    next_in = round(max(0.0, turn.until - time.monotonic()), 1)
+    return TurnReport(turn.backend, turn.withdrawn, turn.next, next_in)
 
 
-def _device_report(state: GpuState, share: ShareId, it: HardwareDevice) -> MigDeviceReport:
-    lease, place = state.leases.get(share), it.placement
+def _device_report(state: GpuState, share: ShareId, device: HardwareDevice) -> MigDeviceReport:
+    lease, place = state.leases.get(share), device.placement
     return MigDeviceReport(
         share=share,
         holder=str(lease.holder) if lease and lease.holder else None,
-        device=it.device,
+        device=device.device,
         profile=profile_of(share),
         placement=PlacementReport(place.start, place.size) if place else None,
-        gpu_instance=it.gpu_instance,
-        compute_instance=it.compute_instance,
-        idle=it.idle,
+        gpu_instance=device.gpu_instance,
+        compute_instance=device.compute_instance,
+        idle=device.idle,
     )
 
 
@@ -312,8 +322,8 @@ def _fault_report(state: GpuState, device: str) -> FaultReport:
     shares = sorted(
         share
         for backend in state.provisioned.values()
-        for share, it in backend.devices.items()
-        if it.device == device
+        for share, hardware_device in backend.devices.items()
+        if hardware_device.device == device
     )
     return FaultReport(device, list(shares), verdict.reason, iso_time(verdict.since))
 
@@ -326,8 +336,8 @@ def _recovery_report(recovery: Recovery | None) -> RecoveryReport | None:
     return RecoveryReport(iso_time(recovery.since), returns_at)
 
 
-def _pause_report(it: Pause) -> PauseReport:
-    return PauseReport(it.reason, iso_time(it.since), it.until_reset)
+def _pause_report(pause: Pause) -> PauseReport:
+    return PauseReport(pause.reason, iso_time(pause.since), pause.until_reset)
 
 
 def _nvlink_peers(snapshot: Snapshot, gpu: GpuId) -> list[int]:

@@ -133,10 +133,12 @@ def attribute_processes(
     # of the two pods is judged by its own processes.
     containers, active = [], set[Holder]()
     for (holder, uid), own in attributed.items():
-        holders = [holder] if holder in shares else [it for it in shares if holder.covers(it)]
+        holders = (
+            [holder] if holder in shares else [share for share in shares if holder.covers(share)]
+        )
         active.update(holders)
-        held = tuple(dict.fromkeys(share for it in holders for share in shares[it]))
-        amounts = [promised.get((uid, it.container, gpu)) for it in holders]
+        held = tuple(dict.fromkeys(share for sharer in holders for share in shares[sharer]))
+        amounts = [promised.get((uid, sharer.container, gpu)) for sharer in holders]
         amount = None if None in amounts else _sum_known(amounts)
         containers.append(ContainerUsage(gpu, holder, uid, held, tuple(own), amount))
     containers += [
@@ -155,7 +157,10 @@ def _with_unlisted(
         return state.shares_by_holder
     shares = defaultdict[Holder, list[Share]](list)
     shares.update((holder, list(held)) for holder, held in state.shares_by_holder.items())
-    seen = {(it.pod_uid, holder.container): holder for it, holder in names.items()}
+    seen = {
+        (process_container.pod_uid, holder.container): holder
+        for process_container, holder in names.items()
+    }
     for share in state.shares:
         for uid, name in state.allocated.get(share.id, ()):
             holder = seen.get((uid, name))
@@ -170,7 +175,11 @@ def _charged(
     names: Mapping[Container, Holder], shares: Collection[Holder]
 ) -> Mapping[Container, Holder]:
     """Return the holder of the shares that each container's processes count against."""
-    unknown = {(holder, it.pod_uid) for it, holder in names.items() if not holder.container}
+    unknown = {
+        (holder, process_container.pod_uid)
+        for process_container, holder in names.items()
+        if not holder.container
+    }
     charged: dict[Container, Holder] = {}
 
     for container, holder in names.items():

@@ -273,9 +273,9 @@ def unmet_preferences(
     leases = _leases_by_pod(snapshot)
     for pod in pods:
         held: dict[tuple[str, ResourceName, bool], Counter[GpuId]] = {}
-        for it, lease in _leases_of(pod, leases):
-            if it.container:
-                key = it.container, lease.share.resource, lease.resource_claim is not None
+        for holder, lease in _leases_of(pod, leases):
+            if holder.container:
+                key = holder.container, lease.share.resource, lease.resource_claim is not None
                 held.setdefault(key, Counter())[lease.share.gpu] += 1
         for (container, _, of_claim), counts in held.items():
             preference = parse_preference(pod.gpu_annotations, container)
@@ -289,7 +289,9 @@ def _preferring(snapshot: Snapshot) -> tuple[tuple[KnownPod, ...], object]:
     """Return the data that a preference depends on; no leases if no pod prefers GPUs."""
     if not snapshot.pods.preferring:
         return (), ()
-    pods = tuple(it for it in snapshot.pods.by_uid.values() if it.gpu_annotations and not it.ended)
+    pods = tuple(
+        pod for pod in snapshot.pods.by_uid.values() if pod.gpu_annotations and not pod.ended
+    )
     return pods, tuple(state.leases for state in snapshot.gpus.values()) if pods else ()
 
 
@@ -338,8 +340,8 @@ def _leases_by_pod(snapshot: Snapshot) -> _LeasesByPod:
     found: dict[tuple[str, str], list[_HeldLease]] = {}
     for state in snapshot.gpus.values():
         for lease in state.leases.values():
-            for it in holders_of(lease):
-                found.setdefault((it.namespace, it.pod), []).append((it, lease))
+            for holder in holders_of(lease):
+                found.setdefault((holder.namespace, holder.pod), []).append((holder, lease))
     return found
 
 

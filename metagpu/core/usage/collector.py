@@ -234,7 +234,9 @@ class UsageCollector:
         for gpu, listing in listings.items():
             own = listing.own(identities)
             its = {
-                it.container: names[it.container] for it in own.values() if it.container in names
+                identity.container: names[identity.container]
+                for identity in own.values()
+                if identity.container in names
             }
             self._log_unknown(gpu, its)
             found[gpu] = attribute_processes(
@@ -312,5 +314,5 @@ def _identities(usages: Collection[GpuUsage]) -> Collection[ProcessIdentity]:
     attributed = (
         process for gpu in usages for usage in gpu.containers for process in usage.processes
     )
-    unauthorized = (it.process for gpu in usages for it in gpu.unauthorized)
-    return {it.identity for it in (*attributed, *unauthorized) if it.identity}
+    unauthorized = (process.process for gpu in usages for process in gpu.unauthorized)
+    return {usage.identity for usage in (*attributed, *unauthorized) if usage.identity}

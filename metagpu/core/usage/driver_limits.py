@@ -213,8 +213,12 @@ class DriverLimits:
 
         state.cgroups, state.searched_at = await self._host.cgroups(shares.keys()), now
         present = {target.container for target in state.cgroups}
-        state.limits = {it: limit for it, limit in state.limits.items() if it in present}
-        state.retry_at = {it: at for it, at in state.retry_at.items() if it in present}
+        state.limits = {
+            container: limit for container, limit in state.limits.items() if container in present
+        }
+        state.retry_at = {
+            container: at for container, at in state.retry_at.items() if container in present
+        }
 
     async def _set_limit(
         self, gpu: GpuId, state: _GpuLimits, target: ContainerCgroup, limit: int | None

@@ -108,9 +108,12 @@ class CheckMoments:
         now = anyio.current_time()
         number = int(now // period)
         known = self._drawn.get(period, {})
-        drawn = {it: known.get(it) or _chance.random() for it in range(number, number + 3)}
+        drawn = {
+            period_number: known.get(period_number) or _chance.random()
+            for period_number in range(number, number + 3)
+        }
         self._drawn[period] = drawn
-        waits = ((it + part) * period - now for it, part in drawn.items())
+        waits = ((period_number + part) * period - now for period_number, part in drawn.items())
         return next(wait for wait in waits if wait >= self._EARLY * period)
 
 

@@ -174,20 +174,26 @@ class AbsentContainerWatch:
         running = await self._running(asked.keys()) if asked else ()
         now, claims = anyio.current_time(), claims_of_holders(self._registry.snapshot)
         self.last_seen = {
-            it: seen
-            for it, seen in self.last_seen.items()
-            if claims.get(it) == self._claims.get(it)
+            absent_holder: seen
+            for absent_holder, seen in self.last_seen.items()
+            if claims.get(absent_holder) == self._claims.get(absent_holder)
         }
         self.last_seen |= {
-            it: now for it in running if it in claims and claims[it] == asked.get(it)
+            present: now
+            for present in running
+            if present in claims and claims[present] == asked.get(present)
         }
         self._claims = claims
         absent = {
-            it: now - seen
-            for it, seen in self.last_seen.items()
+            absent_holder: now - seen
+            for absent_holder, seen in self.last_seen.items()
             if now - seen >= self._timing.absent_after
         }
-        self.found = {it: event for it, event in self.found.items() if it in absent}
+        self.found = {
+            absent_holder: event
+            for absent_holder, event in self.found.items()
+            if absent_holder in absent
+        }
         for holder in absent.keys() - self.found.keys():
             self._report(holder, absent[holder])
 
@@ -280,8 +286,12 @@ class MixedRequestWatch:
     def report(self) -> list[MixedRequestReport]:
         """Return the containers."""
         return [
-            MixedRequestReport(str(it.holder), it.pod_uid, describe_mixed_request(it))
-            for it in self.found.values()
+            MixedRequestReport(
+                str(request.holder),
+                request.pod_uid,
+                describe_mixed_request(request),
+            )
+            for request in self.found.values()
         ]
 
     def _check(self) -> None:
@@ -290,9 +300,9 @@ class MixedRequestWatch:
         claims = self._claims = claims_of_holders(snapshot)
         # A container keeps the answers of its admission: a later strategy changes nothing for it.
         self.found = {
-            it: event
-            for it, event in self.found.items()
-            if it in mixed and claims[it] == before.get(it)
+            holder: event
+            for holder, event in self.found.items()
+            if holder in mixed and claims[holder] == before.get(holder)
         }
         hidden = _holders_by_variable(snapshot) if self._hides() else set()
         for holder in (mixed.keys() - self.found.keys()) & hidden:

@@ -87,15 +87,15 @@ def find_lost_devices(
         unknown: GPUs whose MIG devices NVML could not list.
     """
     found = set()
-    for it in allocated:
-        holders = {leases[share].holder if share in leases else None for share in it.shares}
+    for grant in allocated:
+        holders = {leases[share].holder if share in leases else None for share in grant.shares}
         [holder] = holders if len(holders) == 1 else [None]
-        gone = it.devices - existing
-        known = unknown.isdisjoint(map(gpu_of, it.shares))
-        if holder is not None and holder.container == it.container and gone and known:
+        gone = grant.devices - existing
+        known = unknown.isdisjoint(map(gpu_of, grant.shares))
+        if holder is not None and holder.container == grant.container and gone and known:
             devices = tuple(sorted(gone))
             where = holder.namespace, holder.pod, holder.container
-            found.add(LostDevices(*where, it.pod_uid, devices))
+            found.add(LostDevices(*where, grant.pod_uid, devices))
     return frozenset(found)
 
 
@@ -129,21 +129,21 @@ class LostDeviceWatch:
             if seen is None:
                 continue
             found = seen & before
-            for it in sorted(found - self.found):
-                self._report_loss(it)
+            for loss in sorted(found - self.found):
+                self._report_loss(loss)
             self.found, before = found, seen
 
     def report(self) -> list[LostDevicesReport]:
         """Return the losses, each with its fix."""
         return [
             LostDevicesReport(
-                holder=str(it.holder),
-                pod_uid=it.pod_uid,
-                devices=list(it.devices),
-                reason=describe_loss(it.container, it.devices, it.fix),
-                fix=it.fix,
+                holder=str(loss.holder),
+                pod_uid=loss.pod_uid,
+                devices=list(loss.devices),
+                reason=describe_loss(loss.container, loss.devices, loss.fix),
+                fix=loss.fix,
             )
-            for it in sorted(self.found)
+            for loss in sorted(self.found)
         ]
 
     async def _check(self) -> frozenset[LostDevices] | None:
@@ -162,7 +162,9 @@ class LostDeviceWatch:
             if isinstance(answer, DriverError):
                 unknown.add(gpu)  # the health watch reports the error
             else:
-                existing |= {part.uuid for it in answer for part in it.compute_instances}
+                existing |= {
+                    part.uuid for instance in answer for part in instance.compute_instances
+                }
         still = {
             share: lease
             for share, lease in self._held_leases().items()
@@ -178,15 +180,15 @@ class LostDeviceWatch:
         now = self._registry.snapshot
         known = now.gpus and not now.unreadable_gpus
         found = dict(now.vanished) if known else {}
-        return found | {i: it for gpu in now.gpus.values() for i, it in gpu.leases.items()}
+        return found | {i: lease for gpu in now.gpus.values() for i, lease in gpu.leases.items()}
 
-    def _report_loss(self, it: LostDevices) -> None:
+    def _report_loss(self, loss: LostDevices) -> None:
         log.warning(
             "devices lost",
-            container=str(it.holder),
-            devices=", ".join(it.devices),
-            fix=it.fix,
+            container=str(loss.holder),
+            devices=", ".join(loss.devices),
+            fix=loss.fix,
         )
         self._registry.events.publish(
-            DevicesLost(it.holder, it.pod_uid, it.devices, it.fix, at=time())
+            DevicesLost(loss.holder, loss.pod_uid, loss.devices, loss.fix, at=time())
         )

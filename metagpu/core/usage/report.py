@@ -72,7 +72,9 @@ class RequestingPod(msgspec.Struct, frozen=True):
 def usage_report(snapshot: Snapshot, node_usage: NodeUsage, rules: ReportRules) -> UsageReport:
     """Return the usage of all containers and GPUs, and the unauthorized processes."""
     usages = [usage for account in node_usage.gpus.values() for usage in account.containers]
-    unauthorized = [it for account in node_usage.gpus.values() for it in account.unauthorized]
+    unauthorized = [
+        process for account in node_usage.gpus.values() for process in account.unauthorized
+    ]
 
     return UsageReport(
         at=node_usage.at,
@@ -81,7 +83,9 @@ def usage_report(snapshot: Snapshot, node_usage: NodeUsage, rules: ReportRules) 
             for state in snapshot.gpus.values()
         ],
         containers=_containers_report(snapshot, usages, node_usage, rules),
-        unauthorized=[_unauthorized_report(it, snapshot, node_usage) for it in unauthorized],
+        unauthorized=[
+            _unauthorized_report(process, snapshot, node_usage) for process in unauthorized
+        ],
         warnings=list(node_usage.warnings),
     )
 
@@ -95,7 +99,7 @@ def pod_report(
     pids are those of the pod's containers.
     """
     usages = [
-        usage for it in node_usage.gpus.values() for usage in it.containers if pod.owns(usage)
+        usage for gpu in node_usage.gpus.values() for usage in gpu.containers if pod.owns(usage)
     ]
 
     return UsageReport(
@@ -106,8 +110,8 @@ def pod_report(
             if (its := [usage for usage in usages if usage.gpu == gpu])
         ],
         containers=[
-            replace(it, gpus=list(map(_with_own_pids, it.gpus)))
-            for it in _containers_report(snapshot, usages, node_usage, rules)
+            replace(report, gpus=list(map(_with_own_pids, report.gpus)))
+            for report in _containers_report(snapshot, usages, node_usage, rules)
         ],
         unauthorized=[],
         warnings=[],
@@ -206,7 +210,7 @@ def _gpu_report_for_pod(
         if share.id in provisioned
     }
     devices = [_device_report(state, share, *of_share) for share, of_share in own.items()]
-    names = {it.device for it in devices}
+    names = {device.device for device in devices}
     details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
     faults = {device: reason for device, reason in details.faults.items() if device in names}
     ends = [
@@ -221,14 +225,14 @@ def _gpu_report_for_pod(
 
 
 def _device_report(
-    state: GpuState, share: ShareId, holder: Holder, it: HardwareDevice
+    state: GpuState, share: ShareId, holder: Holder, device: HardwareDevice
 ) -> HeldDeviceReport:
     """Return a MIG device that a container holds, or holds a part of."""
-    place, fault = it.placement, state.mig_faults.get(it.device)
+    place, fault = device.placement, state.mig_faults.get(device.device)
     return HeldDeviceReport(
         share=share,
         container=holder.container,
-        device=it.device,
+        device=device.device,
         profile=profile_of(share),
         placement=PlacementReport(place.start, place.size) if place else None,
         fault=DatedReason(fault.reason, iso_time(fault.since)) if fault else None,

@@ -106,8 +106,8 @@ class UsageService:
     def lease_differences(self) -> list[LeaseDifference]:
         """The differences between the leases and what processes and cgroups show."""
         snapshot = self._registry.snapshot
-        found = [difference_of(it, snapshot) for it in self._unauthorized.found.values()]
-        return found + [difference_of(it, snapshot) for it in self._absent.found.values()]
+        found = [difference_of(use, snapshot) for use in self._unauthorized.found.values()]
+        return found + [difference_of(absence, snapshot) for absence in self._absent.found.values()]
 
     @property
     def difference_counts(self) -> Mapping[LeaseDifferenceKind, int]:
