@@ -119,7 +119,7 @@ def load_kubernetes_client() -> None:
         with _loaded_later("urllib3"):
             _load_without_models()
     except (ImportError, AttributeError):
-        for name in [it for it in sys.modules if it.partition(".")[0] == _CLIENT]:
+        for name in [module for module in sys.modules if module.partition(".")[0] == _CLIENT]:
             del sys.modules[name]
 
 

@@ -261,9 +261,9 @@ class CdiFile:
             gpu: (
                 state.gpu,
                 {
-                    name: it
+                    name: device
                     for provisioned in state.provisioned.values()
-                    for name, it in provisioned.named_devices.items()
+                    for name, device in provisioned.named_devices.items()
                 }
                 or self._listed.get(gpu, {}),
             )
@@ -341,7 +341,9 @@ class CdiFile:
             injection, device_nodes_present=present, capabilities=capabilities, dev_root=root
         )
 
-        self._monitors.replace((it for it, _ in found.values()), injection, self.driver_edits.edits)
+        self._monitors.replace(
+            (gpu for gpu, _ in found.values()), injection, self.driver_edits.edits
+        )
         named = {
             name: nodes
             for gpu, devices in found.values()

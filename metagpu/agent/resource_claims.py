@@ -126,7 +126,7 @@ class ResourceClaims:
             return False
         except (OSError, msgspec.DecodeError):
             return True
-        return any(it in checkpoint for it in _OUR_CLAIMS)
+        return any(claim in checkpoint for claim in _OUR_CLAIMS)
 
     def _build(self, driver: str) -> "DraDriver":
         from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch

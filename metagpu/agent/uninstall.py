@@ -166,7 +166,7 @@ class Uninstall:
         await self.agent.resource_claims.read_leases()
         self.agent.registry.apply(answer)
         # The registry knows no lease of a GPU that cannot be read.
-        held = {it for share, it in answer.holders.items() if share.startswith(_GPU)}
+        held = {holder for share, holder in answer.holders.items() if share.startswith(_GPU)}
         return held.union(*answer.of_claims.values())
 
     def _in_folders(self, node: AbandonedNode) -> Sequence[Leftover]:

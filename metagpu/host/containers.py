@@ -183,8 +183,8 @@ def find_container_cgroups(
 
 def find_pods(root: Path, uids: Collection[str]) -> frozenset[str]:
     """Return the pods that have a cgroup, in any version and hierarchy; blocks."""
-    roots = [root] if is_cgroup_v2(root) else [it for it in root.glob("*") if it.is_dir()]
-    names = (Path(path).name for it in roots for path in _walked(it, "", uids))
+    roots = [root] if is_cgroup_v2(root) else [file for file in root.glob("*") if file.is_dir()]
+    names = (Path(path).name for where in roots for path in _walked(where, "", uids))
     return frozenset(uid for name in names if (uid := parse_pod_uid(name)) is not None)
 
 
@@ -258,7 +258,7 @@ def read_containers(folder: Path, holders: Collection[Holder]) -> Mapping[Contai
     Raises:
         OSError: the folder is missing.
     """
-    stems = {f"{it.pod}_{it.namespace}_{it.container}" for it in holders}
+    stems = {f"{named.pod}_{named.namespace}_{named.container}" for named in holders}
     with os.scandir(folder) as entries:
         names = [entry.name.removesuffix(_SUFFIX) for entry in entries]
     found: dict[Container, Holder] = {}

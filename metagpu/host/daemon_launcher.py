@@ -62,7 +62,7 @@ def enter_host(process: int) -> bool:
         return False
     names = [f"/proc/{process}/ns/{kind}" for kind in ("cgroup", "mnt")]
     with _needs("the capability SYS_PTRACE", errno.EACCES, errno.EPERM):
-        opened = {it: os.open(it, os.O_RDONLY | os.O_CLOEXEC) for it in names}
+        opened = {file: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file in names}
     with _needs("the capabilities SYS_ADMIN and SYS_CHROOT", errno.EPERM):
         for name, namespace in opened.items():
             _check(_libc.setns(namespace, 0), name)
@@ -189,8 +189,8 @@ def _find(request: Request) -> tuple[str, str, Mapping[str, str]]:
             if os.path.lexists(f"{root}/{folder}/{name}"):
                 if any(os.path.lexists(f"{root}/{loader}") for loader in _LOADERS):
                     return root, f"/{folder}/{name}", {}
-                libraries = [f"{root}/{it}" for it in request["libraries"]]
-                used = [it for it in libraries if os.path.lexists(f"{it}/{_NVML}")]
+                libraries = [f"{root}/{library}" for library in request["libraries"]]
+                used = [library for library in libraries if os.path.lexists(f"{library}/{_NVML}")]
                 return "/", f"{root}/{folder}/{name}", _library_path(used)
     where = ", ".join([request["path"], *request["roots"]])
     raise OSError(f"there is no {name} on the host; looked in {where}")
@@ -252,7 +252,7 @@ def _root_mount(process: int) -> bytes:
 
 
 def _mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
-    words = [os.fsencode(it) or None for it in (source, target, kind)]
+    words = [os.fsencode(word) or None for word in (source, target, kind)]
     result = _libc.mount(*words, ctypes.c_ulong(flags), os.fsencode(options) or None)
     with _may_mount():
         _check(result, target)

@@ -204,8 +204,8 @@ class LinuxHost:
             return ()  # `hints` says so
         found = find_container_cgroups(self._cgroups, containers)
         return [
-            ContainerCgroup(it, containers[it], str(folder), is_populated(folder))
-            for it, folder in found.items()
+            ContainerCgroup(container, containers[container], str(folder), is_populated(folder))
+            for container, folder in found.items()
         ]
 
     def _remember(self, found: Mapping[Container, Holder]) -> None:

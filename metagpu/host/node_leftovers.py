@@ -92,7 +92,9 @@ def _remove_entries(folder: Path, present: Sequence[Path], parent: Path | None) 
     for entry in present:
         if entry.is_dir() and not entry.is_symlink():
             # Links to programs may go; a folder in it is that of a control daemon.
-            if inner := [it.name for it in entry.iterdir() if it.is_dir() and not it.is_symlink()]:
+            if inner := [
+                file.name for file in entry.iterdir() if file.is_dir() and not file.is_symlink()
+            ]:
                 raise LeftoverInUse(f"{entry} is used, for {', '.join(inner)}")
             for link in entry.iterdir():
                 link.unlink()

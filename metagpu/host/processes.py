@@ -118,7 +118,7 @@ def _cgroup(folder: int, stat: list[bytes]) -> str:
     """
     name = "cgroup"
     if stat[_STATE] == _ZOMBIE:
-        name = next((f"task/{it}/cgroup" for it in _living_threads(folder)), name)
+        name = next((f"task/{thread}/cgroup" for thread in _living_threads(folder)), name)
     return _read(folder, name).decode(errors="replace")
 
 

@@ -146,7 +146,7 @@ class EventSet:
         """Free sets, and earlier ones; those under a call that hangs wait."""
         self._retired += sets
         with self._mutex:
-            idle = [it for it in self._retired if not self._users[address_of(it)]]
+            idle = [retired for retired in self._retired if not self._users[address_of(retired)]]
             self._present.difference_update(map(address_of, idle))
         for events in idle:
             self._retired.remove(events)
@@ -240,7 +240,7 @@ class NvmlEvents:
         if self.due and anyio.current_time() >= self._not_before:
             await self.renew(deadline)
         if not self.event_set.collected and not any(
-            it.registration.types for it in self.gpus.values()
+            gpu.registration.types for gpu in self.gpus.values()
         ):
             await anyio.sleep(self.timing.wait)
             return ()
@@ -324,7 +324,7 @@ class NvmlEvents:
         while True:
             new = await self.worker.call(self.event_set.create, deadline)
             found = await self._register_all(new, refused, deadline)
-            spoiling = {gpu: it for gpu, it in found.items() if it.refused}
+            spoiling = {gpu: outcome for gpu, outcome in found.items() if outcome.refused}
             if not spoiling:
                 break
             refused |= spoiling

@@ -340,7 +340,7 @@ def read_instance_sensors(handle: Handle) -> tuple[InstanceSensors, ...]:
         used, free = memory.used - (memory.reserved or 0), memory.total - memory.used
         return InstanceSensors(number, profile, used, free, memory.reserved)
 
-    found = {it.number: it for it in read_devices(handle, read) if it is not None}
+    found = {device.number: device for device in read_devices(handle, read) if device is not None}
     return tuple(found.values())
 
 

@@ -72,7 +72,9 @@ def read_sensors(handle: Handle, answers: NvmlAnswers, *, costly: bool = True) -
         memory_clock=ask(_read_memory_clock, _MEGA),
         ecc_corrected=fields.get(pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
         ecc_uncorrected=fields.get(pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL),
-        nvlink_errors={kind: fields[it] for kind, it in _NVLINK_FIELDS.items() if it in fields},
+        nvlink_errors={
+            kind: fields[field] for kind, field in _NVLINK_FIELDS.items() if field in fields
+        },
         pcie_replays=fields.get(pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER),
         throttled=_throttle_reasons(answers.fresh(_read_throttle_reasons, handle)),
     )
@@ -107,7 +109,11 @@ def read_detailed_sensors(
 def _read_fields(handle: Handle, fields: Sequence[int]) -> Mapping[int, int]:
     """Read those of the fields that the GPU has, by number."""
     found = pynvml.nvmlDeviceGetFieldValues(handle, list(fields))
-    return {it.fieldId: field_number(it) for it in found if it.nvmlReturn == pynvml.NVML_SUCCESS}
+    return {
+        answer.fieldId: field_number(answer)
+        for answer in found
+        if answer.nvmlReturn == pynvml.NVML_SUCCESS
+    }
 
 
 def _scaled(

@@ -100,7 +100,9 @@ class TopologyReader:
                 group.start_soon(self._read_paths, gpu, gpus[position + 1 :], known, until)
 
         found = {frozenset((a.id, b.id)): self._between(a, b) for a, b in combinations(gpus, 2)}
-        return Topology({pair: it for pair, it in found.items() if it != Connection()})
+        return Topology(
+            {pair: connection for pair, connection in found.items() if connection != Connection()}
+        )
 
     async def _read_links(self, gpu: GpuId, known: SessionGpu, until: float) -> None:
         links = self._links.get(gpu)

@@ -129,7 +129,9 @@ class BackendContract:
         _require(self._shares() == self._shares(), "a second backend has other shares")
         moved = [replace(gpu, index=gpu.index + 4) for gpu in self._gpus()]
         ids = [share.id for share in self._layout(moved).shares]
-        _require(ids == [it.id for it in self._shares()], "ids change with the index of the GPU")
+        _require(
+            ids == [share.id for share in self._shares()], "ids change with the index of the GPU"
+        )
 
     def test_a_gpu_in_mig_mode_is_left_alone(self) -> None:
         """A GPU in MIG mode has no shares, unless the backend creates MIG instances.
@@ -272,8 +274,8 @@ def _state(rig: BackendRig, snapshot: Snapshot) -> GpuState:
 
 async def _survey(gpu_models: str, mig_enabled: bool) -> tuple[Gpu, ...]:  # noqa: FBT001
     node = build_node(gpu_models)
-    for it in node.gpus:
-        it.mig.enabled = it.mig.pending = mig_enabled
+    for gpu in node.gpus:
+        gpu.mig.enabled = gpu.mig.pending = mig_enabled
     driver = NvmlDriver(SimLibrary(node))
     async with driver.session():
         return (await driver.survey()).gpus

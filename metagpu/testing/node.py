@@ -188,7 +188,9 @@ class BackendRig:
 
     def share(self, backend: str, number: int = 0, index: int = 0) -> Share:
         """Return one of the shares that a backend offers of a GPU."""
-        return [it for it in self.state(index).shares if it.backend == backend][number]
+        return [
+            candidate for candidate in self.state(index).shares if candidate.backend == backend
+        ][number]
 
     def claim(self, *shares: Share) -> None:
         """Claim shares, as Allocate does."""
@@ -244,8 +246,8 @@ async def run_backends(
         timing: the delays of the backend runner.
     """
     node, registry = node or build_node(gpu_models), Registry()
-    for it in node.gpus:
-        it.mig.enabled = it.mig.pending = mig_enabled
+    for simulated in node.gpus:
+        simulated.mig.enabled = simulated.mig.pending = mig_enabled
     driver = NvmlDriver(SimLibrary(node))
 
     async with driver.session():

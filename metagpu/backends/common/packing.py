@@ -146,9 +146,12 @@ def choose_shares_or_fallback(
 
 def fallback_choice(size: int, candidates: Sequence[GpuCandidate]) -> list[Share]:
     """Choose `size` shares from as few GPUs as possible, without the rule."""
-    ordered = sorted(candidates, key=lambda it: (not it.required, -len(it.free), it.gpu.index))
-    required = [share for it in ordered for share in sorted(it.required, key=_number)]
-    others = [share for it in ordered for share in it.take(it.total)]
+    ordered = sorted(
+        candidates,
+        key=lambda candidate: (not candidate.required, -len(candidate.free), candidate.gpu.index),
+    )
+    required = [share for candidate in ordered for share in sorted(candidate.required, key=_number)]
+    others = [share for candidate in ordered for share in candidate.take(candidate.total)]
 
     return list(dict.fromkeys([*required, *others]))[:size]
 
@@ -160,7 +163,11 @@ def _on_one_gpu(
     if len(bound) > 1:
         return None
 
-    fitting = [it for it in bound or candidates if len(it.required) <= size <= len(it.free)]
+    fitting = [
+        candidate
+        for candidate in bound or candidates
+        if len(candidate.required) <= size <= len(candidate.free)
+    ]
     return min(fitting, key=_rank(policy)).take(size) if fitting else None
 
 
@@ -179,16 +186,16 @@ def _combinations(
     """Yield combinations of whole GPUs and at most one part, the better ones first."""
     for part in (None, *sorted(candidates, key=_rank(policy))):
         others = [candidate for candidate in candidates if candidate is not part]
-        others.sort(key=lambda it: (-it.total, it.gpu.index))
+        others.sort(key=lambda candidate: (-candidate.total, candidate.gpu.index))
         bound = [other for other in others if other.required]
-        if any(not it.idle for it in bound):
+        if any(not candidate.idle for candidate in bound):
             continue  # this GPU would be a second part
 
         sums = _sums([other for other in others if other.idle and not other.required])
-        missing = size - sum(it.total for it in bound)
+        missing = size - sum(candidate.total for candidate in bound)
         for count in _part_sizes(part):
             if (wholes := sums.get(missing - count)) is not None:
-                whole_gpus = [(it, it.total) for it in (*bound, *wholes)]
+                whole_gpus = [(candidate, candidate.total) for candidate in (*bound, *wholes)]
                 yield [*whole_gpus, *([(part, count)] if part else [])]
 
 

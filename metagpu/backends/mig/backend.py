@@ -331,7 +331,9 @@ class MigBackend(
             keep_warm=options.warm_seconds,
             deadline=options.deadline,
             layout=None if options.fixed_layout is None else frozenset(map(str, placed)),
-            suffixes={name: it.suffixes for name, it in sharing.items()},
+            suffixes={
+                name: instance_sharing.suffixes for name, instance_sharing in sharing.items()
+            },
             mps_profiles=frozenset(filter(options.uses_mps, options.profile_names)),
             keeps_existing=options.existing is not False,
             shared_memory=self._mps.shared_memory,
@@ -394,12 +396,18 @@ def _candidate(
 
     occupied = {slot for lease in state.leases.values() for slot in lease.share.footprint}
     occupied.update(provisioned.blocked)
-    occupied.update(slot for it in mine if it.id in unleased - warm for slot in it.footprint)
+    occupied.update(
+        slot for share in mine if share.id in unleased - warm for slot in share.footprint
+    )
     return PlacementCandidate(
         state.gpu,
         geometry_of(state.gpu.mig_profiles, frozenset(profile_of(share.id) for share in mine)),
         frozenset(occupied),
-        [it for it in shares if it not in required and it.footprint.isdisjoint(occupied)],
+        [
+            share
+            for share in shares
+            if share not in required and share.footprint.isdisjoint(occupied)
+        ],
         frozenset(required),
-        frozenset(it for it in mine if it.id in warm),
+        frozenset(share for share in mine if share.id in warm),
     )

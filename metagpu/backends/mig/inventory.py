@@ -143,13 +143,16 @@ class InstanceInventory:
 
     def update_instances(self, state: GpuState, listed: Sequence[MigInstance], now: float) -> None:
         """Take over NVML's list; no request to create or remove may be open meanwhile."""
-        held = {slot_of(share) for share, it in state.leases.items() if it.holder is not None}
+        held = {slot_of(share) for share, lease in state.leases.items() if lease.holder is not None}
         reported = set[str]()
         if not self.scanned:  # reported by this agent, under an earlier configuration
             before = state.provisioned.get(self.backend, ProvisionedState())
             reported = {device.device for device in before.devices.values()}
             self.unsettled |= before.pending
-        self.present = {slot_of_instance(state.gpu.mig_profiles, it): it for it in listed}
+        self.present = {
+            slot_of_instance(state.gpu.mig_profiles, mig_instance): mig_instance
+            for mig_instance in listed
+        }
 
         for slot, instance in self.present.items():
             if slot in held or slot in self.unsettled or identity(instance) in reported:
@@ -201,7 +204,9 @@ class InstanceInventory:
 
     def unleased(self, state: GpuState) -> list[str]:
         """List the instances without a lease that are ours or may be."""
-        return [it for it in self.present if it in self.unclaimed or self.is_unleased(state, it)]
+        return [
+            slot for slot in self.present if slot in self.unclaimed or self.is_unleased(state, slot)
+        ]
 
     def is_owned(self, slot: str) -> bool:
         """Return whether metagpu owns the instance in a slot."""
@@ -256,7 +261,9 @@ class InstanceInventory:
         timing = self.settings.timing
         times = [now + timing.scan]
         times += [now + timing.poll for _ in (*self.processes, *self.unclaimed)]
-        times += [self._removal_time(state, it) for it in self.idle if it not in self.changing]
+        times += [
+            self._removal_time(state, slot) for slot in self.idle if slot not in self.changing
+        ]
         return max(0.0, min(times) - now)
 
     def missing_instances(
@@ -325,7 +332,11 @@ class InstanceInventory:
         for record in (self.unclaimed, self.idle, self.processes, self.removal_failures):
             for slot in record.keys() - self.present.keys():
                 record.pop(slot)
-        uuids = {it.uuid for instance in listed for it in instance.compute_instances}
+        uuids = {
+            compute_instance.uuid
+            for instance in listed
+            for compute_instance in instance.compute_instances
+        }
         self.daemon_problems = {k: why for k, why in self.daemon_problems.items() if k in uuids}
 
     def _removal_time(self, state: GpuState, slot: str) -> float:
@@ -388,7 +399,9 @@ async def find_instances(
     pids: dict[int | None, list[int]] = {}
     for process in processes:
         pids.setdefault(process.gpu_instance, []).append(process.pid)
-    ours = inventory.unleased(state) + [it for it in inventory.present if inventory.is_owned(it)]
+    ours = inventory.unleased(state) + [
+        slot for slot in inventory.present if inventory.is_owned(slot)
+    ]
     inventory.update_processes(state, pids, time.monotonic())
     return [
         Leftover(

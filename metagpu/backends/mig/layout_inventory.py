@@ -150,7 +150,9 @@ class LayoutInventory(InstanceInventory):
         """Take over NVML's list; an instance that exists has no creation failure."""
         super().update_instances(state, listed, now)
         self.creation_failures = {
-            slot: it for slot, it in self.creation_failures.items() if slot not in self.present
+            slot: failure
+            for slot, failure in self.creation_failures.items()
+            if slot not in self.present
         }
 
     def update_processes(

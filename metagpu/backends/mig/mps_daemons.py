@@ -152,7 +152,10 @@ class MpsDaemons:
         An unwanted daemon goes on while it has clients; one whose device is gone does not.
         """
         # By uuid alone: the slot of an instance may change while NVML reports few profiles.
-        present_uuids, self._wanted = {it.uuid for it in present}, {it.uuid for it in wanted}
+        present_uuids, self._wanted = (
+            {mig_device.uuid for mig_device in present},
+            {mig_device.uuid for mig_device in wanted},
+        )
         for daemon in self._daemons.values():
             daemon.unwanted = daemon.device.uuid not in self._wanted
             if daemon.device.uuid not in present_uuids:

@@ -91,7 +91,9 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
             )
         if self.disable_mig and self.enable_mig:
             raise ValueError("enableMig and disableMig contradict each other; give one of them")
-        named = dict.fromkeys(it for names in self._profiles_by_key.values() for it in names)
+        named = dict.fromkeys(
+            profile for names in self._profiles_by_key.values() for profile in names
+        )
         # NVML names the profiles of existing instances.
         for name in (*(self.profile_names if self.existing is False else ()), *named):
             if not _PROFILE.fullmatch(name):
@@ -245,18 +247,18 @@ def possible_shares(options: MigOptions, gpu: Gpu, backend: str) -> Sequence[Sha
     sharing_by_profile = options.sharing_by_profile(gpu)
     counted = Counter[ResourceName]()
     shares = []
-    for it in placed:
-        profile = it.profile.name
+    for placed_profile in placed:
+        profile = placed_profile.profile.name
         resource, sharing = options.resource_of(profile), sharing_by_profile[profile]
         for suffix in sharing.suffixes:
             shares.append(
                 Share(
-                    id=share_id(gpu.id, f"{it}{suffix}"),
+                    id=share_id(gpu.id, f"{placed_profile}{suffix}"),
                     gpu=gpu.id,
                     resource=resource,
                     backend=backend,
                     number=counted[resource],
-                    footprint=with_suffix(it.footprint, suffix),
+                    footprint=with_suffix(placed_profile.footprint, suffix),
                     memory=sharing.memory,
                     replica=sharing.replicas,
                 )

@@ -92,7 +92,7 @@ def choose_placements(size: int, candidates: Sequence[PlacementCandidate]) -> li
     with_required = [search for search in searches if search.required]
 
     if len(with_required) <= 1:
-        found = [best for it in with_required or searches if (best := it.best(size))]
+        found = [best for search in with_required or searches if (best := search.best(size))]
         if found:
             return list(min(found, key=lambda selection: selection.rank).shares)
     return _choose_on_several(size, searches)

@@ -415,12 +415,12 @@ def _instances(state: GpuState, backend: str) -> dict[str, tuple[str, str]]:
     """Return the profile and state of each MIG device; one held replica holds it."""
     found: dict[str, tuple[str, str]] = {}
 
-    for share, it in state.provisioned.get(backend, ProvisionedState()).devices.items():
+    for share, device in state.provisioned.get(backend, ProvisionedState()).devices.items():
         held = share in state.leases
-        if held or it.device not in found:
-            at = _HELD if held else "warm" if it.idle else "released"
-            at = "faulty" if it.device in state.mig_faults else at
-            found[it.device] = profile_of(share), at
+        if held or device.device not in found:
+            at = _HELD if held else "warm" if device.idle else "released"
+            at = "faulty" if device.device in state.mig_faults else at
+            found[device.device] = profile_of(share), at
     return found
 
 
@@ -431,7 +431,7 @@ def capacity_metrics(
 
     A GPU that gives nothing now, for any reason, has no placeable instances.
     """
-    geometry, whole = (geometry_of(state.gpu.mig_profiles, it) for it in (names, None))
+    geometry, whole = (geometry_of(state.gpu.mig_profiles, profiles) for profiles in (names, None))
     slots = set(state.provisioned.get(backend, ProvisionedState()).blocked)
     slots.update(slot for lease in state.leases.values() for slot in lease.share.footprint)
     gpu, occupied, free = state.gpu.id, geometry.mask(slots), whole.free_slices(whole.mask(slots))

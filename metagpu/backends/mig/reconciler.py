@@ -80,12 +80,12 @@ class OfferStagger:
         if delayed and not self.waiting:
             self.next_at = max(self.next_at, now + self.timing.stagger)
         while delayed and now >= self.next_at:
-            profile = profile_of(max(delayed, key=lambda it: _size(free[it])))
-            offered |= {it for it in delayed if profile_of(it) == profile}
+            profile = profile_of(max(delayed, key=lambda share_id: _size(free[share_id])))
+            offered |= {share_id for share_id in delayed if profile_of(share_id) == profile}
             delayed = free.keys() - offered
             self.next_at = now + self.timing.stagger
         self.offered, self.waiting = frozenset(offered), bool(delayed)
-        return replace(provisioned, delayed=frozenset(it.id for it in mine) - self.offered)
+        return replace(provisioned, delayed=frozenset(share.id for share in mine) - self.offered)
 
     def seconds_to_next(self, now: float) -> float:
         """Return the seconds until the next profile is offered, infinite if none waits."""
@@ -278,7 +278,7 @@ class MigReconciler:
 
 def _triggers(state: GpuState) -> object:
     """Return the part of the GPU's state that starts a round when it changes."""
-    leases = frozenset((i, it.since, it.holder is None) for i, it in state.leases.items())
+    leases = frozenset((i, lease.since, lease.holder is None) for i, lease in state.leases.items())
     return (
         leases,
         state.kubelet.mig_devices_of_other_plugins,

@@ -84,7 +84,7 @@ class MigMpsOptions(
     def profiles_by_key(self) -> Mapping[str, Iterable[str]]:
         """The profiles that the options name, by the key that names them."""
         keys = {"unitsPerInstance": self.units_per_instance, "replicas": self.replicas}
-        return {f"mps.{key}": it for key, it in keys.items() if isinstance(it, dict)}
+        return {f"mps.{key}": value for key, value in keys.items() if isinstance(value, dict)}
 
     def includes(self, profile: str) -> bool:
         """Return whether instances of a profile are shared through MPS."""
@@ -102,7 +102,7 @@ class MigMpsOptions(
         An instance serves its part of the GPU's clients, by compute slices: NVIDIA's MIG user guide
         says that the 48 of a GPU are lowered in proportion to the size of the compute instance.
         """
-        slices = max(it.slices for it in gpu.mig_profiles)
+        slices = max(mig_profile.slices for mig_profile in gpu.mig_profiles)
         return max(1, max_clients_of(gpu, self.max_clients) * profile.slices // slices)
 
     def exceeds_clients(self, profile: MigProfile, gpu: Gpu) -> bool:
@@ -260,7 +260,9 @@ def _takes_more(instance: InstanceKey, state: GpuState, options: MigMpsOptions) 
 
 def _max_clients(instance: InstanceKey, state: GpuState, options: MigMpsOptions) -> int:
     name = instance[1].rpartition("@")[0]
-    profile = next(it for it in state.gpu.mig_profiles if it.name == name)
+    profile = next(
+        mig_profile for mig_profile in state.gpu.mig_profiles if mig_profile.name == name
+    )
     return options.clients_of(profile, state.gpu)
 
 

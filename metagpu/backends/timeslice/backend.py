@@ -59,8 +59,10 @@ def choose_replicas(
         policy: the GPU that comes first.
         last: the GPUs to take from only when no other GPU has a replica left.
     """
-    by_index = sorted(candidates, key=lambda it: it.gpu.index)
-    required = [share for it in by_index for share in sorted(it.required, key=_number)]
+    by_index = sorted(candidates, key=lambda candidate: candidate.gpu.index)
+    required = [
+        share for candidate in by_index for share in sorted(candidate.required, key=_number)
+    ]
     missing = max(0, size - len(required))
     ranked = sorted(_ranked(candidates, _RANKS[policy], last), key=lambda pair: pair[0])
 
@@ -74,7 +76,7 @@ def _ranked(
 ) -> Iterator[tuple[_Rank, Share]]:
     for candidate in candidates:
         free = sorted(
-            [it for it in candidate.free if it not in candidate.required]
+            [free_share for free_share in candidate.free if free_share not in candidate.required]
             if candidate.required
             else candidate.free,
             key=_number,

@@ -373,7 +373,7 @@ async def find_control_daemons(node: AbandonedNode) -> Sequence[Leftover]:
 def _list_directories(run_dir: Path) -> list[tuple[MpsDirectories, str | None]]:
     """List the directories of control daemons, each with the compute mode to restore."""
     found = (MpsDirectories(home) for home in sorted((run_dir / "mps").glob("*")))
-    return [(it, it.read_compute_mode()) for it in found]
+    return [(directories, directories.read_compute_mode()) for directories in found]
 
 
 async def _find(node: AbandonedNode, directories: MpsDirectories, mode: str | None) -> Leftover:
