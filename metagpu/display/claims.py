@@ -15,13 +15,15 @@ def claim_fits_parts(claims: Sequence[Report]) -> Sequence[Part]:
     if not claims:
         return ["No ResourceClaim in these files."]
     found = table("CLAIM", "POD", "FITS", "DEVICES, OR WHY NOT", whole=("CLAIM", "POD", "FITS"))
-    for it in claims:
+    for claim in claims:
         found.add(
-            it["claim"],
-            it["pod"] or "-",
-            "yes" if it["fits"] else "no",
-            ", ".join(map(_allocated, it["devices"])) if it["fits"] else _problem(it["problem"]),
-            style="" if it["fits"] else "yellow",
+            claim["claim"],
+            claim["pod"] or "-",
+            "yes" if claim["fits"] else "no",
+            ", ".join(map(_allocated, claim["devices"]))
+            if claim["fits"]
+            else _problem(claim["problem"]),
+            style="" if claim["fits"] else "yellow",
         )
     return [found]
 
@@ -70,8 +72,8 @@ def _claimed(device: Mapping[str, Any]) -> str:
     if not device.get("allowMultipleAllocations"):
         memory = capacity.get("memory", {}).get("value", "")
         return f"all of it, {memory}" if memory else "all of it"
-    [(name, it)] = capacity.items()
-    return f"{name}: {it['requestPolicy']['default']} to {it['value']}"
+    [(name, amount)] = capacity.items()
+    return f"{name}: {amount['requestPolicy']['default']} to {amount['value']}"
 
 
 def _taints(device: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ def _sorted(items: Sequence[Item], field: str) -> Sequence[Item]:
         {name: _sorted(value, field) if _is_rows(value) else value for name, value in item.items()}
         for item in items
     ]
-    return sorted(inside, key=lambda it: _key(it, field))
+    return sorted(inside, key=lambda item: _key(item, field))
 
 
 def _key(item: Item, field: str) -> tuple[bool, Any]:
@@ -47,7 +47,7 @@ def _key(item: Item, field: str) -> tuple[bool, Any]:
 def _fields(items: Iterable[Item]) -> Iterator[str]:
     """Yield the names of plain values, those inside rows last."""
     for item in items:
-        yield from (it for it, value in item.items() if not isinstance(value, (Mapping, list)))
+        yield from (name for name, value in item.items() if not isinstance(value, (Mapping, list)))
     for item in items:
         for value in item.values():
             if _is_rows(value):

@@ -108,7 +108,7 @@ def _status_parts(status: StatusReport) -> Sequence[Part]:
     waiting = status.standby.problems if status.standby else ()
     return (
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
-        *(Cell(f"the next daemon is not ready: {it}", "bold red") for it in waiting),
+        *(Cell(f"the next daemon is not ready: {reason}", "bold red") for reason in waiting),
         *(
             Cell(f"configuration does not fit {misfit}", "yellow")
             for misfit in status.configuration.misfits
@@ -158,7 +158,7 @@ def show_plan(plan: Plan) -> None:
             _change(each["change"]),
             _arrow(each["poolBefore"], each["poolAfter"]),
             _arrow(", ".join(each["backendsBefore"]), ", ".join(each["backendsAfter"])),
-            [Cell(_lease(it)) for it in each["waitsFor"]] or "-",
+            [Cell(_lease(wait)) for wait in each["waitsFor"]] or "-",
         )
 
     settings = ", ".join(plan["settings"])
@@ -174,7 +174,7 @@ def _unreadable_gpus(report: Explanation) -> Iterable[Cell]:
 
 
 def _competing_plugins(sockets: Mapping[str, str]) -> Iterable[str]:
-    return (f"{name} is served by another plugin on {it}" for name, it in sockets.items())
+    return (f"{name} is served by another plugin on {socket}" for name, socket in sockets.items())
 
 
 def _of_holders(
@@ -189,8 +189,10 @@ def cluster_problems(cluster: ClusterReport | None) -> Iterable[str]:
         return
     if cluster.problem:
         yield f"API server: {cluster.problem}"
-    yield from (f"API server, {use}: {it}" for use, it in cluster.features.items() if it)
-    yield from (f"{name}: {it}" for name, it in cluster.node_differences.items())
+    yield from (
+        f"API server, {use}: {problem}" for use, problem in cluster.features.items() if problem
+    )
+    yield from (f"{name}: {difference}" for name, difference in cluster.node_differences.items())
     if slices := cluster.resource_slices:
         if slices.problem:
             yield f"API server, ResourceSlices: {slices.problem}"

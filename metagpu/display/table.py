@@ -116,7 +116,7 @@ def fold(cell: Cell, terminal: Terminal) -> Sequence[Cell]:
     """Fold a line between words to the terminal's width; a longer word stays whole."""
     if not terminal.columns or len(cell.text) <= terminal.columns:
         return [cell]
-    return [msgspec.structs.replace(cell, text=it) for it in _wrap(cell.text, terminal.columns)]
+    return [msgspec.structs.replace(cell, text=line) for line in _wrap(cell.text, terminal.columns)]
 
 
 def redraw(text: str, terminal: Terminal) -> str:
@@ -171,7 +171,7 @@ def _fit(
             max(
                 [
                     len(name),
-                    *(len(word) for row in rows for it in row[n] for word in it.text.split()),
+                    *(len(word) for row in rows for cell in row[n] for word in cell.text.split()),
                 ]
             )
             if name in folded

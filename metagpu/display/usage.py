@@ -85,7 +85,7 @@ def in_namespace(answer: Answer, namespace: str) -> Answer:
     if not namespace:
         return answer
     rows = ("containers", "unauthorized")
-    kept = {name: [it for it in answer[name] if it["namespace"] == namespace] for name in rows}
+    kept = {name: [row for row in answer[name] if row["namespace"] == namespace] for name in rows}
     return {**answer, **kept}
 
 
@@ -202,7 +202,9 @@ def processes_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
             style="yellow",
         )
 
-    requests = _sum_of_one_resource([(it.resource, it.shares) for _, it in _parts(answer)])
+    requests = _sum_of_one_resource(
+        [(report.resource, report.shares) for _, report in _parts(answer)]
+    )
     rows.add_sums(str(len(answer.containers)), "", "", "", "", f"{used} MiB", "", "", requests)
     return (rows, *_notes(answer, wide=wide))
 
@@ -263,7 +265,7 @@ def top_screen(answer: UsageReport, cpu: Mapping[int, float], sort_by: str = "")
     rows = TextTable(
         ("GPU", "PID", "POD (CONTAINER)", "BUSY", "MEMORY", "CPU", "HOST MEMORY", "CMD")
     )
-    plain = [to_builtins(it) for it in _processes(answer)]
+    plain = [to_builtins(held_process) for held_process in _processes(answer)]
     for process in convert(sort_items(plain, sort_by or "memoryMiB"), list[HeldProcess]):
         rows.add(
             str(process.index),
@@ -299,9 +301,9 @@ def _processes(answer: UsageReport) -> Iterator[HeldProcess]:
         name = f"{container.namespace}/{container.pod} ({container.container})"
         for process in part.known_processes:
             yield HeldProcess(**asdict(process), index=part.index, holder=name)
-    for it in answer.known_unauthorized:
-        details = {name: getattr(it, name) for name in ProcessReport.__struct_fields__}
-        yield HeldProcess(**details, index=it.index, holder="no lease")
+    for report in answer.known_unauthorized:
+        details = {name: getattr(report, name) for name in ProcessReport.__struct_fields__}
+        yield HeldProcess(**details, index=report.index, holder="no lease")
 
 
 def _parts(answer: UsageReport) -> Iterator[tuple[ContainerReport, ContainerGpuReport]]:

@@ -148,8 +148,8 @@ class PageServer:
         async with anyio.create_task_group() as group, aclosing(accept(listener, rate)) as accepted:
             async for connection, source in accepted:
                 if len(self._open) >= CONNECTIONS:
-                    counts = Counter(it.source for it in self._open.values())
-                    oldest = max(self._open, key=lambda it: counts[self._open[it].source])
+                    counts = Counter(entry.source for entry in self._open.values())
+                    oldest = max(self._open, key=lambda key: counts[self._open[key].source])
                     self._open.pop(oldest).scope.cancel()
                 scope = anyio.CancelScope()
                 self._open[connection] = _Open(source, scope)

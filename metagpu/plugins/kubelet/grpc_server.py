@@ -199,7 +199,7 @@ class Connections:
 
     async def wait_answered(self, calls: StreamingCalls) -> None:
         """Wait until all calls but the streaming ones are answered."""
-        running = self._left.union(*(it.call_handler.running for it in self._open))
+        running = self._left.union(*(connection.call_handler.running for connection in self._open))
         if unary := running - calls.tasks:
             await asyncio.wait(unary)
 

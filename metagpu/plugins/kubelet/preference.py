@@ -124,7 +124,7 @@ class _Choice:
             for gpu, state in asked.snapshot.gpus.items()
             if not preference.misfit(state.gpu) and open_to(state, asked.backend.name)
         }
-        possible = (it for it in asked.available if it.gpu in self._named)
+        possible = (share for share in asked.available if share.gpu in self._named)
         self.usable = list(dict.fromkeys([*asked.required, *possible]))
 
     def by_default(self) -> Sequence[Share]:
@@ -156,12 +156,14 @@ class _Choice:
         required = by_gpu(self._asked.required)
         left, chosen = self.usable, list[Share]()
         for _ in range(parts):
-            must = next((it for gpu, it in required.items() if gpu in {s.gpu for s in left}), ())
+            must = next(
+                (shares for gpu, shares in required.items() if gpu in {s.gpu for s in left}), ()
+            )
             part = self._one_part(left, must, each)
             if len(part) != each:
                 return ()
             chosen += part
-            left = [it for it in left if it.gpu != part[0].gpu]
+            left = [share for share in left if share.gpu != part[0].gpu]
         return chosen
 
     def keeps_to(self, shares: Sequence[Share]) -> bool:
@@ -184,7 +186,7 @@ class _Choice:
         """Return why the usable shares do not suffice."""
         resource = self._backend_resource()
         offer = self._snapshot.offers.get(resource) if resource else None
-        gpus = [self._snapshot.gpus[it].gpu for it in offer.by_gpu] if offer else []
+        gpus = [self._snapshot.gpus[gpu_id].gpu for gpu_id in offer.by_gpu] if offer else []
         if not [gpu for gpu in gpus if not self._preference.misfit(gpu)]:
             return (
                 f"no GPU of this node that offers {resource} is one of them; choose nodes by a "
@@ -210,18 +212,20 @@ class _Choice:
 
     def _one_part(self, left: Sequence[Share], must: Sequence[Share], size: int) -> Sequence[Share]:
         """Return shares of one GPU, the one of the required shares if there are any."""
-        enough = {gpu: it for gpu, it in by_gpu(left).items() if len(it) >= size}
+        enough = {gpu: there for gpu, there in by_gpu(left).items() if len(there) >= size}
         if must:
-            enough = {gpu: it for gpu, it in enough.items() if gpu == must[0].gpu}
+            enough = {gpu: there for gpu, there in enough.items() if gpu == must[0].gpu}
         if not enough:
             return ()
         policy = self._preference.policy
         if policy is not None:
             first = next(
-                by_fullness(self._fullness([s for it in enough.values() for s in it]), policy)
+                by_fullness(self._fullness([s for there in enough.values() for s in there]), policy)
             )
-            enough = {gpu: it for gpu, it in enough.items() if gpu in first}
-        shares = self._asked.prefer([it for those in enough.values() for it in those], must, size)
+            enough = {gpu: there for gpu, there in enough.items() if gpu in first}
+        shares = self._asked.prefer(
+            [share for those in enough.values() for share in those], must, size
+        )
         if not shares:
             return ()
         # A backend may take one share from each GPU: ask it again for the first alone.
@@ -232,7 +236,7 @@ class _Choice:
         if not shares:
             return {}
         on_offer = self._snapshot.offers[shares[0].resource].ids
-        return {gpu: (len(it), len(on_offer[gpu])) for gpu, it in by_gpu(shares).items()}
+        return {gpu: (len(there), len(on_offer[gpu])) for gpu, there in by_gpu(shares).items()}
 
 
 AMBIGUOUS: Final = (
@@ -320,8 +324,10 @@ class PreferenceMatcher:
         its answer is meant if no other is known.
         """
         pending = self._pending(size, snapshot)
-        if len({it.preference for it in pending}) > 1:
-            named = tuple((it.uid, it.name) for it in pending if it.preference)
+        if len({container.preference for container in pending}) > 1:
+            named = tuple(
+                (container.uid, container.name) for container in pending if container.preference
+            )
             self._registry.events.publish(PreferenceMissed(named, AMBIGUOUS))
             return None
         if not pending:
@@ -355,9 +361,9 @@ class PreferenceMatcher:
     def _unanswered(self, size: int, snapshot: Snapshot) -> list[PendingContainer]:
         """Return the first container of each pod that had no answer."""
         found: dict[str, PendingContainer] = {}
-        for it in pending_containers(self._resource, size, snapshot):
-            if (it.uid, it.name) not in self._answered:
-                found.setdefault(it.uid, it)
+        for container in pending_containers(self._resource, size, snapshot):
+            if (container.uid, container.name) not in self._answered:
+                found.setdefault(container.uid, container)
         return list(found.values())
 
 
@@ -389,7 +395,7 @@ class ShareChooser:
     async def answer(self, request: bytes) -> bytes:
         """Answer a request of the kubelet, as soon as its pod is known."""
         asked = list(fast_codec.decode_preferred_request(request))
-        await self._matcher.wait_known({it.size for it in asked})
+        await self._matcher.wait_known({allocation.size for allocation in asked})
         return fast_codec.encode_preferred_response(map(self.choose, asked))
 
     def choose(self, asked: fast_codec.PreferredAllocation) -> Sequence[str]:
@@ -405,7 +411,7 @@ class ShareChooser:
             known = cast("Mapping[str, Share]", offer.shares).get
             available = list(filter(None, map(known, asked.available)))
             # What the kubelet takes for free and is not is the last choice: Allocate refuses it.
-            free = [it for it in available if not _is_unconfirmed(it, snapshot)]
+            free = [share for share in available if not _is_unconfirmed(share, snapshot)]
             available = free if len(free) >= asked.size else available
             required = list(filter(None, map(known, asked.required)))
             rooms = self._matcher.rooms(asked.size, snapshot)

@@ -164,7 +164,7 @@ class KubeletReadiness(msgspec.Struct):
             elif before is not None:
                 named[key] = _Naming(version, before.absences + (before.version != version))
         self._named = named
-        return frozenset(key[0] for key, it in named.items() if it.absences >= _ABSENCES)
+        return frozenset(key[0] for key, naming in named.items() if naming.absences >= _ABSENCES)
 
     def _believe(
         self,
@@ -186,21 +186,22 @@ class KubeletReadiness(msgspec.Struct):
             # names the pod of the last admission after its end too.
             ids = allocated.resources if allocated else {}
             doubtful = not answer.holders and any(
-                it.holder and it.share.id in ids and not _has_ended(it, snapshot) for it in gone
+                lease.holder and lease.share.id in ids and not _has_ended(lease, snapshot)
+                for lease in gone
             )
             self.doubted = self.doubted + 1 if doubtful else 0
             return not doubtful or self.doubted >= _REPETITIONS
 
-        if self.since is None or any(it.unanswered for it in _leases(snapshot)):
+        if self.since is None or any(lease.unanswered for lease in _leases(snapshot)):
             self.since = answer.at  # pods are admitted one by one, and one waits
         knows_api_pods = any(not name.endswith(f"-{self.node}") for _, name in answer.pods)
         unseen = {
-            f"{it.holder.namespace}/{it.holder.pod}"
-            for it in gone
-            if it.holder
-            and it.share.id not in released
-            and (it.holder.namespace, it.holder.pod) not in answer.pods
-            and not _has_ended(it, snapshot)
+            f"{lease.holder.namespace}/{lease.holder.pod}"
+            for lease in gone
+            if lease.holder
+            and lease.share.id not in released
+            and (lease.holder.namespace, lease.holder.pod) not in answer.pods
+            and not _has_ended(lease, snapshot)
         }
         missing = {_name(uid, snapshot) for uid in self._missing(answer, allocated, snapshot)}
         lasted = answer.at - self.since >= self.timing.readiness
@@ -226,7 +227,10 @@ class KubeletReadiness(msgspec.Struct):
             uid
             for uid, ids in (allocated.pods.items() if allocated else ())
             if ids.isdisjoint(answer.holders)
-            and any(gpu_of(it) in snapshot.gpus or it.startswith(MIG_PREFIX) for it in ids)
+            and any(
+                gpu_of(share_id) in snapshot.gpus or share_id.startswith(MIG_PREFIX)
+                for share_id in ids
+            )
             and not snapshot.pods.has_ended(uid, self._first_named[uid])
         ]
 

@@ -78,19 +78,19 @@ def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
             "gpu": part["index"],
             "uuid": part["uuid"],
             "shares": part["shares"],
-            "holder": f"{it['namespace']}/{it['pod']} ({it['container']})",
+            "holder": f"{container['namespace']}/{container['pod']} ({container['container']})",
         }
-        for it in containers
-        for part in it["gpus"]
+        for container in containers
+        for part in container["gpus"]
     ]
-    pods = [f"{it['namespace']}/{it['pod']}" for it in containers]
+    pods = [f"{container['namespace']}/{container['pod']}" for container in containers]
     return {
         "name": devices["node"],
         "pod": pods[0] if pods else None,
         "problem": "",
         "labels": {},
         "status": {
-            "gpus": [_gpu(it, pods[0] if pods else "") for it in devices["gpus"]],
+            "gpus": [_gpu(gpu, pods[0] if pods else "") for gpu in devices["gpus"]],
             "leases": leases,
         },
         "usage": {
@@ -103,21 +103,25 @@ def node_of_pod(devices: Object, processes: Object) -> dict[str, Any]:
 
 def _without_processes(container: Object) -> dict[str, Any]:
     """Return a container with its number of processes, as the status API has it."""
-    gpus = [{**it, "processes": len(it["processes"])} for it in container["gpus"]]
+    gpus = [{**gpu, "processes": len(gpu["processes"])} for gpu in container["gpus"]]
     return {**container, "gpus": gpus}
 
 
 def _gpu(report: Object, pod: str) -> dict[str, Any]:
     shown = ("index", "uuid", "product", "memoryMiB", "healthy", "reason", "since")
-    devices = [{**it, "holder": f"{pod} ({it['container']})"} for it in report["devices"]]
+    devices = [
+        {**device, "holder": f"{pod} ({device['container']})"} for device in report["devices"]
+    ]
     return {
         **{name: report[name] for name in shown},
         "faults": [
-            {"device": it["device"], "shares": [it["share"]], **it["fault"]}
-            for it in devices
-            if it["fault"]
+            {"device": device["device"], "shares": [device["share"]], **device["fault"]}
+            for device in devices
+            if device["fault"]
         ],
         "devices": devices,
         "slices": report["slices"],
-        "shares": {it["resource"]: {"capacity": it["capacity"]} for it in report["shares"]},
+        "shares": {
+            share["resource"]: {"capacity": share["capacity"]} for share in report["shares"]
+        },
     }

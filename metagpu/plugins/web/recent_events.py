@@ -130,7 +130,7 @@ class RecentEvents:
 
     def report(self) -> list[EventReport]:
         """Return the events, the latest first."""
-        return [it.report(self._node.name) for it in self._latest_first()]
+        return [event.report(self._node.name) for event in self._latest_first()]
 
     def report_for_pod(
         self, pod: RequestingPod, gpus: Iterable[UsedGpuReport]
@@ -144,18 +144,18 @@ class RecentEvents:
         indices, devices = set[int](), set[str]()
         for gpu in gpus:
             indices.add(gpu.index)
-            devices.update(it.device for it in gpu.devices or ())
+            devices.update(device.device for device in gpu.devices or ())
         return [
-            it.report(self._node.name)
-            for it in self._latest_first()
-            if it.pod == (pod.namespace, pod.name)
-            or it.device in devices
-            or (it.reason in _OF_A_WHOLE_GPU and it.gpu in indices)
+            event.report(self._node.name)
+            for event in self._latest_first()
+            if event.pod == (pod.namespace, pod.name)
+            or event.device in devices
+            or (event.reason in _OF_A_WHOLE_GPU and event.gpu in indices)
         ]
 
     def _latest_first(self) -> list[RecentEvent]:
-        found = [it for kept in self._kept.values() for it in kept]
-        return sorted(found, key=lambda it: it.at, reverse=True)
+        found = [event for kept in self._kept.values() for event in kept]
+        return sorted(found, key=lambda event: event.at, reverse=True)
 
     def _add(self, event: RecentEvent) -> None:
         kept = self._kept[event.of_pod]
@@ -170,7 +170,7 @@ def describe_event(event: Event, snapshot: Snapshot, node: ObjectReference) -> R
     index, now = known.gpu.index if known else None, time.time()
     match event:
         case LayoutApplied():
-            offers = [f"{len(it.shares)} {name}" for name, it in snapshot.offers.items()]
+            offers = [f"{len(offer.shares)} {name}" for name, offer in snapshot.offers.items()]
             text = f"the configuration in force offers {', '.join(offers) or 'no shares'}"
             return RecentEvent(now, None, "info", EventReason.CONFIG_APPLIED, text)
         case GpuCordoned(reason=reason):
@@ -232,11 +232,13 @@ def lease_events(
     new = frozenset(claimed)
     for pod, shares in now.items():
         known = before.get(pod, {})
-        granted = [share for it, share in shares.items() if it in new and it not in known]
+        granted = [
+            share for share_id, share in shares.items() if share_id in new and share_id not in known
+        ]
         yield from _share_events(pod, granted, GRANTED, "has", snapshot)
     for pod, shares in before.items():
         present = now.get(pod, {})
-        freed = [share for it, share in shares.items() if it not in present]
+        freed = [share for share_id, share in shares.items() if share_id not in present]
         yield from _share_events(pod, freed, FREED, "has given back", snapshot)
 
 

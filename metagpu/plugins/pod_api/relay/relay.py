@@ -285,7 +285,9 @@ def main(path: str, proc: str, *settings: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * HELD), hard))
 
-    values = {name: float(number) for name, _, number in (it.partition("=") for it in settings)}
+    values = {
+        name: float(number) for name, _, number in (setting.partition("=") for setting in settings)
+    }
     channel = socket.socket(fileno=0)
     try:
         listener = _listener(path, int(values["passrights"]))
