@@ -25,7 +25,7 @@ def _node_rows(node: str, report: UsageReport) -> Iterator[Item]:
         "gpus": len(gpus),
         "healthy": sum(gpu.healthy for gpu in gpus),
         "cordoned": sum(gpu.cordon is not None for gpu in gpus),
-        "heldGpus": round(sum(_held_part(gpu) for gpu in gpus), 2),
+        "heldGpus": round(sum(gpu.held_part for gpu in gpus), 2),
         "held": held,
         "capacity": capacity,
         "utilization": _mean(gpu.utilization for gpu in gpus),
@@ -49,7 +49,7 @@ def _gpu_rows(node: str, report: UsageReport) -> Iterator[Item]:
             "gpu": gpu.index,
             "uuid": gpu.uuid,
             "product": gpu.product.removeprefix("NVIDIA "),
-            "heldGpus": round(_held_part(gpu), 2),
+            "heldGpus": round(gpu.held_part, 2),
             "held": held,
             "capacity": capacity,
             "utilization": gpu.utilization,
@@ -77,6 +77,7 @@ def _pod_rows(node: str, report: UsageReport) -> Iterator[Item]:
                 "resource": part.resource,
                 "shares": part.shares,
                 "capacity": part.capacity,
+                "heldGpus": round(part.part, 4),
                 "utilization": part.utilization,
                 "usedMiB": part.used_mib,
                 "shareMiB": part.share_mib,
@@ -102,7 +103,7 @@ def _namespace_rows(rows: Iterable[Item]) -> Iterator[Item]:
         yield {
             "namespace": name,
             "pods": len({(it["node"], it["pod"]) for it in items}),
-            "heldGpus": round(sum(it["shares"] / max(it["capacity"], 1) for it in items), 2),
+            "heldGpus": round(sum(it["heldGpus"] for it in items), 2),
             "shares": dict(shares),
             "utilization": _sum(it["utilization"] for it in items),
             "usedMiB": _sum(it["usedMiB"] for it in items),
@@ -164,11 +165,6 @@ def _shares_of(gpus: Iterable[UsedGpuReport]) -> tuple[Mapping[str, int], Mappin
             held[offer.resource] += offer.held
             capacity[offer.resource] += offer.capacity
     return dict(held), dict(capacity)
-
-
-def _held_part(gpu: UsedGpuReport) -> float:
-    """Return the part of a GPU that is held, from 0 to 1, by one of its backends."""
-    return max((it.held / max(it.capacity, 1) for it in gpu.shares), default=0.0)
 
 
 def _gpu_problem(gpu: UsedGpuReport) -> str:

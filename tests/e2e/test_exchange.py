@@ -17,6 +17,7 @@ from tests.e2e.cluster import (
     container,
     pod,
 )
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.pod_daemon import PodDaemon
 from tests.e2e.rig.waiting import wait_for
@@ -186,7 +187,10 @@ def await_ended(cluster: Cluster, count: int, *, exchanges: int = 0) -> int:
 
     def all_ended() -> bool:
         seen = phases(cluster)
-        return len(seen) == count and not {"Pending", "Running"} & set(seen.values())
+        left = {name: phase for name, phase in seen.items() if phase in ("Pending", "Running")}
+        if left or len(seen) < count:
+            raise RigError(f"{len(seen)} of {count} pods were made, and these did not end: {left}")
+        return True
 
     wait_for("all pods to end", all_ended, within_s=max(SOON_S, 2.0 * count))
     failed = {name: it for name, it in phases(cluster).items() if it != "Succeeded"}

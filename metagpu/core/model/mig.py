@@ -7,6 +7,7 @@
 Memory is in bytes.
 """
 
+from collections.abc import Iterable, Iterator
 from math import floor
 from typing import Final
 
@@ -24,9 +25,14 @@ class Placement(msgspec.Struct, frozen=True, order=True):
     size: int
 
     @property
+    def end(self) -> int:
+        """The number after that of the last slice."""
+        return self.start + self.size
+
+    @property
     def slices(self) -> range:
         """The numbers of the slices."""
-        return range(self.start, self.start + self.size)
+        return range(self.start, self.end)
 
     def __str__(self) -> str:
         """Return the placement as nvidia-smi writes it: `4:2`."""
@@ -114,6 +120,15 @@ def profile_of(share: str) -> str:
 def is_mig(share: str) -> bool:
     """Return whether the id of a share names a MIG instance, or a part of one."""
     return "@" in share
+
+
+def placed_at(profiles: Iterable[MigProfile], share: str) -> Iterator[tuple[MigProfile, Placement]]:
+    """Yield profile and placement of the instance that a share's id names, if there is such."""
+    slot = slot_of(share)
+    for profile in profiles:
+        for placement in profile.placements:
+            if f"{profile.name}@{placement.start}" == slot:
+                yield profile, placement
 
 
 def share_suffix(share: str) -> str:

@@ -806,6 +806,8 @@ class UsedGpuReport(ReportPart, frozen=True, omit_defaults=True):
         used_mib: memory in use, in MiB; `null` where it cannot be read.
         utilization: percent of the time in which kernels ran; `null` where it is unknown.
         shares: shares of each resource.
+        held_part: part of it that containers hold, from 0 to 1 ([how](metrics.md#showback)); in a
+            pod's own answer, the pod's.
         healthy: whether the GPU is in service.
         reason: why it is not in service; empty for a healthy GPU.
         since: time since which it is healthy or not, ISO 8601 in UTC.
@@ -826,6 +828,7 @@ class UsedGpuReport(ReportPart, frozen=True, omit_defaults=True):
     used_mib: int | None
     utilization: int | None
     shares: list[OfferedSharesReport]
+    held_part: float
     healthy: bool
     reason: str
     since: str
@@ -893,6 +896,8 @@ class ContainerGpuReport(ReportPart, frozen=True):
         resource: name of the resource.
         shares: number of shares.
         capacity: number of shares of the resource on the GPU.
+        part: part of the GPU that it holds, from 0 to 1 ([how](metrics.md#showback)); it has its
+            part alone of a claim that several containers use.
         share_mib: memory of its shares in MiB; `null` where shares have none.
         limit_mib: memory above which the policy acts, in MiB; `null` for no such limit.
         used_mib: memory in use, in MiB; `null` where it cannot be read.
@@ -910,6 +915,7 @@ class ContainerGpuReport(ReportPart, frozen=True):
     resource: str
     shares: int
     capacity: int
+    part: float
     share_mib: int | None
     limit_mib: int | None
     used_mib: int | None

@@ -1,6 +1,6 @@
 """GPU usage of containers: processes joined with the leases of their containers."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -12,7 +12,8 @@ from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.host import Container, ProcessIdentity
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share
+from metagpu.core.model.mig import is_mig, placed_at
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share, holders_of
 from metagpu.core.model.snapshot import GpuState
 
 PromisedMemory = Mapping[tuple[str, str, GpuId], int]
@@ -100,6 +101,51 @@ class GpuUsage(msgspec.Struct, frozen=True):
     gpu: GpuId
     containers: tuple[ContainerUsage, ...] = ()
     unauthorized: tuple[UnauthorizedProcess, ...] = ()
+
+
+class HeldParts:
+    """How much of one GPU is held, from 0 to 1: the one measure of it.
+
+    Shares that do not exclude each other are never more than 1 together. A share of a MIG instance
+    is the instance's memory slices of the GPU's, divided among the instance's shares; another one
+    that is on offer is one of those of its resource; an earlier one is its memory of the GPU's.
+
+    Attributes:
+        numbers: the number of shares on offer of each resource.
+    """
+
+    def __init__(self, state: GpuState) -> None:
+        self._state = state
+        self._offered = {share.id: share for share in state.shares}
+        self.numbers = Counter(share.resource for share in state.shares)
+
+    def of_share(self, share: Share) -> float:
+        """Return the part that a share stands for."""
+        gpu = self._state.gpu
+        if is_mig(share.id):
+            slices = max((at.end for it in gpu.mig_profiles for at in it.placements), default=1)
+            for profile, placement in placed_at(gpu.mig_profiles, share.id):
+                return placement.size / slices * min(1.0, share.memory / profile.memory)
+        if gpu.memory and share.memory and self._offered.get(share.id) != share:
+            return min(1.0, share.memory / gpu.memory)
+        return 1 / max(1, self.numbers[share.resource])
+
+    def of_leases(self) -> float:
+        """Return the part of the GPU that is held."""
+        return min(1.0, sum(self.of_share(it.share) for it in self._state.leases.values()))
+
+    def of_container(self, usage: ContainerUsage) -> float:
+        """Return the part that a container holds, of a share of several an equal part.
+
+        An init container has the shares of its pod's other containers, and adds nothing to them.
+        """
+        part = 0.0
+        for share in usage.shares:
+            lease = self._state.leases.get(share.id)
+            holders = holders_of(lease) if lease else (usage.holder,)
+            own = sum(usage.holder.covers(holder) for holder in holders)
+            part += self.of_share(share) * own / max(1, len(holders))
+        return part
 
 
 def attribute_processes(

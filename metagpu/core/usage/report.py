@@ -3,7 +3,6 @@
 Memory is in MiB, utilization in percent; `None` where the driver does not report the value.
 """
 
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -15,7 +14,7 @@ from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import profile_of
 from metagpu.core.model.quantities import iso_time
-from metagpu.core.model.shares import HardwareDevice, Holder, ResourceName, Share, ShareId
+from metagpu.core.model.shares import HardwareDevice, Holder, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.reports.schema import (
     ContainerGpuReport,
@@ -32,6 +31,7 @@ from metagpu.core.reports.schema import (
 from metagpu.core.usage.accounting import (
     ContainerUsage,
     GpuUsage,
+    HeldParts,
     ProcessUsage,
     UnauthorizedProcess,
 )
@@ -140,9 +140,10 @@ def without_processes(report: UsageReport) -> UsageReport:
 
 
 class _GpuTotals(msgspec.Struct, frozen=True):
-    """Totals of a GPU, or of one pod on it: shares, memory, and utilization by pid."""
+    """Totals of a GPU, or of one pod on it: shares and their part, memory, utilization by pid."""
 
     held: Container[ShareId]
+    part: float
     memory: int
     utilization: Mapping[int, int] | None
 
@@ -154,7 +155,9 @@ def _gpu_totals(state: GpuState, node_usage: NodeUsage) -> _GpuTotals:
         unauthorized_process.process.memory or 0 for unauthorized_process in account.unauthorized
     )
     memory = sum(usage.memory for usage in account.containers) + unauthorized
-    return _GpuTotals(state.leases, memory, node_usage.utilization.get(state.gpu.id))
+    return _GpuTotals(
+        state.leases, HeldParts(state).of_leases(), memory, node_usage.utilization.get(state.gpu.id)
+    )
 
 
 def _pod_totals(
@@ -165,7 +168,8 @@ def _pod_totals(
     busy = node_usage.utilization.get(state.gpu.id)
     pids = [process.pid for usage in usages for process in usage.processes]
     own = None if busy is None else {pid: busy.get(pid, 0) for pid in pids}
-    return _GpuTotals(held, sum(usage.memory for usage in usages), own)
+    part = sum(map(HeldParts(state).of_container, usages))
+    return _GpuTotals(held, part, sum(usage.memory for usage in usages), own)
 
 
 def _gpu_report(
@@ -183,6 +187,7 @@ def _gpu_report(
         used_mib=None if failure else _mib(use.memory),
         utilization=None if busy is None else min(100, sum(busy.values())),
         shares=_resources_report(state, use.held),
+        held_part=round(use.part, 4),
         healthy=state.verdict.healthy,
         reason=state.verdict.reason,
         since=iso_time(state.verdict.since),
@@ -213,11 +218,7 @@ def _gpu_report_for_pod(
     names = {device.device for device in devices}
     details = _gpu_report(state, _pod_totals(state, usages, node_usage), node_usage, rules)
     faults = {device: reason for device, reason in details.faults.items() if device in names}
-    ends = [
-        placement.start + placement.size
-        for profile in state.gpu.mig_profiles
-        for placement in profile.placements
-    ]
+    ends = [placement.end for profile in state.gpu.mig_profiles for placement in profile.placements]
     slices = max(ends, default=0) if devices else 0
     return replace(
         details, cordon=None, suspended={}, faults=faults, devices=devices, slices=slices
@@ -266,10 +267,7 @@ def _containers_report(
         if uid is None and (pod := snapshot.pods.find(usage.holder, None)) is not None:
             uid = pod.uid
         found.setdefault((usage.holder, uid), []).append(usage)
-    capacity = {
-        gpu: Counter(share.resource for share in snapshot.gpus[gpu].shares)
-        for gpu in {usage.gpu for usage in usages}
-    }
+    measures = {gpu: HeldParts(snapshot.gpus[gpu]) for gpu in {usage.gpu for usage in usages}}
 
     reports = []
     for (holder, uid), parts in sorted(found.items(), key=lambda item: str(item[0])):
@@ -283,7 +281,7 @@ def _containers_report(
                 pod_owner=(known.owner or None) if known else None,
                 pod_phase=(known.phase or None) if known else None,
                 gpus=[
-                    _container_gpu_report(snapshot, its, node_usage, rules, capacity[its.gpu])
+                    _container_gpu_report(snapshot, its, node_usage, rules, measures[its.gpu])
                     for its in parts
                 ],
             )
@@ -296,20 +294,16 @@ def _container_gpu_report(
     usage: ContainerUsage,
     node_usage: NodeUsage,
     rules: ReportRules,
-    capacities: Mapping[ResourceName, int],
+    measure: HeldParts,
 ) -> ContainerGpuReport:
-    """Return the usage of one container on one GPU.
-
-    `capacities` are the shares of each resource of the GPU.
-    """
+    """Return the usage of one container on one GPU, whose parts are measured by `measure`."""
     state, guard = snapshot.gpus[usage.gpu], memory_guard_of(usage, rules.guards)
     effective = effective_limit(usage, snapshot, rules.settings(usage.gpu))
     enforced = guard is MemoryGuard.ENFORCER
     limit = effective.limit if enforced else None
     if enforced and rules.is_driver_limited(usage):
         guard = MemoryGuard.DRIVER
-    resource = usage.shares[0].resource
-    capacity = capacities.get(resource, 0)
+    resource, part = usage.shares[0].resource, measure.of_container(usage)
     busy = node_usage.utilization.get(usage.gpu)
     own = None if busy is None else sum(busy.get(p.pid, 0) for p in usage.processes)
 
@@ -318,16 +312,15 @@ def _container_gpu_report(
         uuid=usage.gpu,
         resource=resource,
         shares=len(usage.shares),
-        capacity=capacity,
+        capacity=measure.numbers[resource],
+        part=round(part, 4),
         share_mib=None if usage.share_memory is None else _mib(usage.share_memory),
         limit_mib=None if limit is None else _mib(limit),
         used_mib=None if usage.gpu in node_usage.failures else _mib(usage.memory),
         over_limit=limit is not None and usage.memory > limit,
         utilization=own,
         # In percent of the container's part of the GPU: above 100 where others leave time.
-        relative_utilization=(
-            None if own is None else round(own * max(capacity, 1) / len(usage.shares))
-        ),
+        relative_utilization=(None if own is None else round(own / part) if part else own),
         guard=str(guard) if guard else None,
         policy=str(effective.settings.policy) if enforced else None,
         processes=[_process_report(process, busy, node_usage) for process in usage.processes],

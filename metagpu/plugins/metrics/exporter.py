@@ -18,10 +18,11 @@ from anyio import to_thread
 from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Lease, ResourceName, Share, ShareId
+from metagpu.core.model.shares import Lease, ResourceName, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.tasks import run_with_restart, start_together
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.accounting import HeldParts
 from metagpu.core.usage.collector import NodeUsage
 from metagpu.core.usage.timing import DEFAULT_TIMING
 from metagpu.core.usage.utilization import SensorTurns
@@ -121,17 +122,11 @@ class NamespaceMeter:
 def _held_of(state: GpuState) -> _Held:
     shares: Counter[tuple[str, ResourceName]] = Counter()
     parts: dict[str, float] = {}
+    measure = HeldParts(state)
     for namespace, lease in _named_leases(state):
         shares[namespace, lease.share.resource] += 1
-        parts[namespace] = parts.get(namespace, 0.0) + part_of_gpu(state, lease.share)
+        parts[namespace] = parts.get(namespace, 0.0) + measure.of_share(lease.share)
     return _Held(state.leases, shares, parts)
-
-
-def part_of_gpu(state: GpuState, share: Share) -> float:
-    """Return the part of its GPU that a share stands for, by memory or by number."""
-    if state.gpu.memory and share.memory:
-        return min(1.0, share.memory / state.gpu.memory)
-    return 1 / max(1, sum(it.resource == share.resource for it in state.shares))
 
 
 def namespace_samples(snapshot: Snapshot, usage: NodeUsage | None) -> Iterator[Sample]:

@@ -106,6 +106,7 @@ def test_the_usage_of_a_container_on_a_gpu() -> None:
         "resource": "cnvrg.io/metagpu",
         "shares": 3,
         "capacity": 10,
+        "part": 0.3,
         "shareMiB": 12288,
         "limitMiB": 12102 + 512,
         "usedMiB": 13000,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.metrics.exporter import KEPT, NamespaceMeter, namespace_samples, part_of_gpu
+from metagpu.plugins.metrics.exporter import KEPT, NamespaceMeter, namespace_samples
 from tests.core.usage.test_report import A, B, node
 from tests.plugins.metrics.rig import valued
 from tests.rigs.build import METAGPU
@@ -71,16 +71,6 @@ def test_a_namespace_of_the_past_is_forgotten() -> None:
     assert SHARE_SECONDS in counted(meter)
     meter.advance(6.0 + KEPT)
     assert counted(meter) == {}
-
-
-def test_a_share_without_memory_is_its_part_of_their_number() -> None:
-    """Shares of a GPU whose memory is unknown are equal parts of it."""
-    snapshot, _ = node()
-    state = snapshot.gpus[A.id]
-    share = state.shares[0]
-    assert part_of_gpu(state, share) == pytest.approx(0.1)
-    unknown = replace(state, gpu=replace(state.gpu, memory=None))
-    assert part_of_gpu(unknown, share) == pytest.approx(0.1)
 
 
 def test_what_a_namespace_holds_and_uses() -> None:
