@@ -18,7 +18,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.mig import a_node, hurry, on_demand_pool, pod
+from tests.rigs.mig import a_node, hurry, mig_pool, on_demand_pool, pod
 from tests.rigs.waiting import becomes
 
 NODE = "gpu-1"
@@ -495,6 +495,19 @@ async def test_a_wrong_file_is_an_event_on_the_bus_and_in_the_cluster(tmp_path: 
         [reported] = [each for each in server.events() if each["reason"] == "ConfigRejected"]
         assert reported["note"] == f"{refused.reason}; the last good configuration stays"
         await it.until(20, 20)
+
+
+async def test_a_resource_that_no_gpu_provides_is_an_event(tmp_path: Path) -> None:
+    """A profile that no GPU has is a warning of the Node, not only an amount of 0."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    config = mig_pool("profiles: [1g.5gb, 7g.80gb]")
+    settings = joined(server, tmp_path, config_map=None)
+    async with server.running(), agent_at_work(tmp_path, node, config, cluster_settings=settings):
+        await server.until(lambda: "ResourceEmpty" in [each["reason"] for each in server.events()])
+        [reported] = [each for each in server.events() if each["reason"] == "ResourceEmpty"]
+        assert reported["note"].startswith("nvidia.com/mig-7g.80gb has the amount 0, as no GPU provides it")
 
 
 async def test_without_the_use_a_wrong_file_still_ends_the_start(tmp_path: Path) -> None:

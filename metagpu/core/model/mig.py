@@ -123,7 +123,7 @@ def is_mig(share: str) -> bool:
 
 
 def placed_at(profiles: Iterable[MigProfile], share: str) -> Iterator[tuple[MigProfile, Placement]]:
-    """Yield profile and placement of the instance that a share's id names, if there is such."""
+    """Yield profile and placement of the instance in a share's id, if there is one."""
     slot = slot_of(share)
     for profile in profiles:
         for placement in profile.placements:

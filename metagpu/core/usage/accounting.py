@@ -104,7 +104,7 @@ class GpuUsage(msgspec.Struct, frozen=True):
 
 
 class HeldParts:
-    """How much of one GPU is held, from 0 to 1: the one measure of it.
+    """The one measure of how much of a GPU is held, from 0 to 1.
 
     Shares that do not exclude each other are never more than 1 together. A share of a MIG instance
     is the instance's memory slices of the GPU's, divided among the instance's shares; another one

@@ -140,7 +140,7 @@ def without_processes(report: UsageReport) -> UsageReport:
 
 
 class _GpuTotals(msgspec.Struct, frozen=True):
-    """Totals of a GPU, or of one pod on it: shares and their part, memory, utilization by pid."""
+    """Totals of a GPU, or of one pod on it: shares, memory, utilization by pid."""
 
     held: Container[ShareId]
     part: float
@@ -296,7 +296,7 @@ def _container_gpu_report(
     rules: ReportRules,
     measure: HeldParts,
 ) -> ContainerGpuReport:
-    """Return the usage of one container on one GPU, whose parts are measured by `measure`."""
+    """Return the usage of one container on one GPU."""
     state, guard = snapshot.gpus[usage.gpu], memory_guard_of(usage, rules.guards)
     effective = effective_limit(usage, snapshot, rules.settings(usage.gpu))
     enforced = guard is MemoryGuard.ENFORCER

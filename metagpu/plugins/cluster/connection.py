@@ -22,6 +22,7 @@ from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
 from metagpu.plugins.cluster.events import (
     GpuEventFeed,
     NodeEvents,
+    record_empty_resources,
     record_node_events,
     record_pod_events,
     record_refusals,
@@ -264,6 +265,7 @@ class NodeConnection:
             yield lambda: record_node_events(
                 registry, parts.node_events, parts.competing_pods.name_competitor
             )
+            yield lambda: record_empty_resources(registry, parts.node_events)
 
     def _pod_event_tasks(self) -> Iterator[Work]:
         parts, registry, client = self._parts, self._context.registry, self._client

@@ -94,6 +94,7 @@ class EventReason(StrEnum):
     REGISTRATION_PROBLEM = "RegistrationProblem"
     REJECTED_POD_DELETED = "RejectedPodDeleted"
     REJECTED_POD_FOUND = "RejectedPodFound"
+    RESOURCE_EMPTY = "ResourceEmpty"
     RESOURCE_SLICE_FIELDS_DROPPED = "ResourceSliceFieldsDropped"
 
 

@@ -339,6 +339,23 @@ async def record_node_events(
                 node.recorder.record(found)
 
 
+async def record_empty_resources(registry: Registry, node: NodeEvents) -> None:
+    """Record an Event of each resource that no GPU provides, until cancelled."""
+    before = frozenset[ResourceName]()
+    async for empty in registry.watch(_empty_resources):
+        for resource in sorted(empty - before):
+            note = (
+                f"{resource} has the amount 0, as no GPU provides it; `metagpu status` on this "
+                "node has the reason for each GPU"
+            )
+            node.record(EventReason.RESOURCE_EMPTY, note, "Configure", warning=True, key=resource)
+        before = empty
+
+
+def _empty_resources(snapshot: Snapshot) -> frozenset[ResourceName]:
+    return frozenset(name for name, offer in snapshot.offers.items() if not offer.shares)
+
+
 async def record_pod_events(registry: Registry, recorder: EventRecorder) -> None:
     """Record Events about the memory and the MIG devices of pods until cancelled."""
     with registry.events.subscribe(*POD_EVENT_KINDS) as events:

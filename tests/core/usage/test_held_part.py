@@ -1,4 +1,4 @@
-"""How much of a GPU is held: one measure, whatever the backend."""
+"""The measure of how much of a GPU is held, whatever the backend."""
 
 from random import Random
 from types import MappingProxyType
