@@ -503,11 +503,15 @@ async def test_a_resource_that_no_gpu_provides_is_an_event(tmp_path: Path) -> No
     server.add_node(NODE)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     config = mig_pool("profiles: [1g.5gb, 7g.80gb]")
-    settings = joined(server, tmp_path, config_map=None)
-    async with server.running(), agent_at_work(tmp_path, node, config, cluster_settings=settings):
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path, node, config, cluster_settings=joined(server, tmp_path, config_map=None)
+        ),
+    ):
         await server.until(lambda: "ResourceEmpty" in [each["reason"] for each in server.events()])
         [reported] = [each for each in server.events() if each["reason"] == "ResourceEmpty"]
-        assert reported["note"].startswith("nvidia.com/mig-7g.80gb has the amount 0, as no GPU provides it")
+        assert reported["note"].startswith("nvidia.com/mig-7g.80gb has the amount 0")
 
 
 async def test_without_the_use_a_wrong_file_still_ends_the_start(tmp_path: Path) -> None:
