@@ -133,6 +133,7 @@ def _status_parts(status: StatusReport) -> Sequence[Part]:
         resources_table(status.resources),
         gpus_table(status.gpus, "HELD", "OWNER", "POOL", health=brief_health),
         *reasons(status.gpus),
+        *_in_no_pool(status.gpus),
         *_turns(status.gpus),
         leases_table(status.leases),
         *map(Cell, format_enforcement(status.enforcement)),
@@ -313,6 +314,15 @@ def _turns(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
         Cell(f"GPU {', '.join(indices)}: idle, {text}, as several backends share it")
         for text, indices in found.items()
     ]
+
+
+def _in_no_pool(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
+    """Return a line for the GPUs that no pool has for one reason."""
+    found: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if gpu.pool is None:
+            found.setdefault(gpu.pool_reason, []).append(str(gpu.index))
+    return [Cell(f"GPU {', '.join(indices)}: {reason}") for reason, indices in found.items()]
 
 
 def _unused_pools(pools: Mapping[str, str]) -> Sequence[Cell]:

@@ -132,6 +132,16 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
     assert "the next daemon is not ready: the driver: it is not loaded" in out
 
 
+def test_a_status_says_why_gpus_are_in_no_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPUs that no pool has share a line for each reason, below the table."""
+    card = {"pool": None, "poolReason": "no pool selects it (all: it is a display card)"}
+    gpus = [gpu_report(), *({**gpu_report(), "index": it, **card} for it in (1, 3))]
+    show_status({"resources": {}, "gpus": gpus, "leases": []})
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU ")]
+    assert lines == ["GPU 1, 3: no pool selects it (all: it is a display card)"]
+
+
 def test_a_status_has_misfits_and_mixed_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """GPUs without anything of their pool, and containers that see one GPU, have a line each."""
     status = {"resources": {}, "gpus": [gpu_report()], "leases": []}

@@ -145,6 +145,14 @@ def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path) -> None:
     assert [line["event"] for line in log] == ["links in /dev/char not created"]
 
 
+def test_the_machine_is_named_where_its_firmware_does(tmp_path: Path) -> None:
+    """The name has no end of line; a machine without one has none."""
+    file = tmp_path / "product_name"
+    assert nodes_module.read_machine(file) == ""
+    file.write_bytes(b"DGX Station A100\n")
+    assert nodes_module.read_machine(file) == "DGX Station A100"
+
+
 def test_the_root_is_in_the_path_of_the_device(tmp_path: Path) -> None:
     """The link leads below the root complex; without a link, or an address, nothing is known."""
     devices = tmp_path / "bus"

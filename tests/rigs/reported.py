@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import NODEFAULT
 
-from metagpu.core.layout.layout import Layout
+from metagpu.core.layout.layout import Layout, PoolAssignment
 from metagpu.core.reports.reading import ReportPart, plain_report
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.facts import (
@@ -31,7 +31,8 @@ def gpu_report(*facts: Fact) -> dict[str, Any]:
     """Return the report of a GPU after some facts."""
     kept = BackendAttached(A.id, "mps", needs_setup=False, needs_cleanup=True, at=0)
     snapshot = after(GpusFound((A,), at=0), kept, offer(*FRACTIONS, *UNITS), *facts)
-    [gpu] = explain_report(snapshot, Layout((), {}, ())).gpus
+    pool = PoolAssignment(A, "all", "all GPUs")
+    [gpu] = explain_report(snapshot, Layout((pool,), {}, ())).gpus
     return plain_report(gpu)
 
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator
 from typing import Final
-from uuid import UUID
 
 import pynvml
 
@@ -122,25 +121,6 @@ class QueryFunctions(SimLibraryBase):
         with self._gpu(device) as gpu:
             write_pci_address(info, gpu.bus_id)
             dereference(info).pciDeviceId = gpu.model.pci_device_id
-
-    @since(535)
-    @c_function
-    def nvmlDeviceGetPciInfoExt(self, device: Argument, info: Argument) -> None:
-        """Return the PCI class: a 3D controller, or a VGA controller for a display."""
-        with self._gpu(device) as gpu:
-            answer = dereference(info)
-            answer.baseClass, answer.subClass = 0x03, 0x00 if gpu.model.is_display else 0x02
-
-    @since(550)
-    @c_function
-    def nvmlDeviceGetGpuFabricInfoV(self, device: Argument, info: Argument) -> None:
-        """Return the NVLink domain of several nodes, if there is one."""
-        with self._gpu(device) as gpu:
-            if gpu.clique is None:
-                raise NvmlReturn(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            answer, (cluster, number) = dereference(info), gpu.clique
-            answer.clusterUuid[:] = UUID(cluster).bytes
-            answer.cliqueId, answer.state = number, pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
 
     @c_function
     def nvmlDeviceGetVirtualizationMode(self, device: Argument, mode: Argument) -> None:
