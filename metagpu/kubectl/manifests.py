@@ -151,6 +151,8 @@ def _named(document: Object, place: PodPlace, places: Sequence[PodPlace]) -> str
 
 
 _MOST_NAMED: Final = 3
+_LABELS: Final = frozenset(("labels", "matchLabels", "nodeSelector"))
+"""Objects whose keys are labels; a label or a taint may have the name of a resource."""
 _RAY_GPUS: Final = "num-gpus"
 _RAY_GPU: Final = re.compile(r"gpu$|nvidia\.com/mig-\d+g\.\d+gb$")
 """Names of resources that KubeRay takes for GPUs (1.4)."""
@@ -257,7 +259,7 @@ def _translated(document: Object, setup: _Setup) -> TranslatedObject:
         if it.outcome.operations:
             changed = place.replaced(changed, it.pod)
         pods.append(it)
-        changed, warnings = _with_ray_gpus(changed, place, setup.groups)
+        changed, warnings = _with_ray_gpus(changed, place, setup.groups, it.template)
         it.outcome = replace(it.outcome, warnings=(*it.outcome.warnings, *warnings))
     left = list(_left(changed, places, setup.groups, setup.settings))
     return TranslatedObject(name_of(document), changed, pods, left)
@@ -286,10 +288,11 @@ def _left(
     vocabularies = [VOCABULARIES[it] for it in settings.vocabularies]
     found: dict[str, tuple[Keys, Any]] = {}
     for path, value in values_outside(document, places):
-        for text in (path[-1] if path else "", value):
+        *_, above, key = ("", "", *map(str, path))
+        texts = [value if key != "key" else "", key if above not in _LABELS else ""]
+        for text in texts:
             if isinstance(text, str) and _without_kind(text) in names:
                 found.setdefault(text, (path, value))
-        *_, above, key = ("", "", *map(str, path))
         if above == "annotations" and any(it.is_annotation(key) for it in vocabularies):
             found.setdefault(key, (path, value))
     for text, (path, value) in found.items():
@@ -315,7 +318,7 @@ def _instead(part: OfferedPart, memory: int, *, is_quota: bool) -> str:
 
 
 def _with_ray_gpus(
-    document: Object, place: PodPlace, nodes: NodeGroups
+    document: Object, place: PodPlace, nodes: NodeGroups, claimed: Object | None
 ) -> tuple[Object, Sequence[str]]:
     """Return a Ray cluster whose group says the GPUs that KubeRay reads wrong.
 
@@ -331,6 +334,9 @@ def _with_ray_gpus(
     amounts = {name: whole_number(limits[name]) or 0 for name in sorted(limits)}
     parts = nodes.parts
     gpus = sum(_gpus_of(pod, container, parts[it], amounts[it]) for it in parts if it in amounts)
+    requests = claimed["spec"]["spec"]["devices"]["requests"] if claimed else ()
+    own = [it["firstAvailable"][0] for it in requests if it["name"] == container.get("name")]
+    gpus += sum(it.get("count", 1) for it in own)
     read = next((it for name, it in amounts.items() if it and _RAY_GPU.search(name)), 0)
     if _RAY_GPUS in params or gpus == read:
         return document, ()

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from metagpu.compat.kube_documents import KubeDocument
 from metagpu.kubectl.pod_places import places_in
+from metagpu.kubectl.pods import pods_in
 from tests.kubectl.test_translate import nodes_file, run, written
 from tests.translation.nodes import node, pod
 
@@ -162,7 +164,12 @@ def test_what_is_outside_of_pods_is_said(
 def test_names_of_nodes_are_no_names_of_hamis(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A quota of whole GPUs stays in force where nodes count them; a status asks for nothing."""
+    """Names ask for nothing in a status, a taint or a label, nor where nodes count them."""
+    labels = {"nvidia.com/gpu": "true"}
+    taint = {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}], "labels": labels}
+    pool = written(tmp_path, custom("karpenter.sh/v1", "NodePool", template=taint))
+    assert run(capsys, pool, nodes_file(tmp_path, NODE))[::2] == (0, "")
+
     quota = custom("v1", "ResourceQuota", hard={"requests.nvidia.com/gpu": 2})
     quota["status"] = {"used": {"nvidia.com/gpumem": 1}}
     whole = node("w", "a100-40gb", "whole", more="resource: nvidia.com/gpu")
@@ -200,6 +207,19 @@ def test_ray_counts_gpus_and_not_shares(
     assert ("rayStartParams gets num-gpus" in err) == (expected is not None and not params)
 
 
+def test_ray_counts_the_devices_of_claims(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KubeRay reads no claim: the number of its devices is written for Ray."""
+    worker = template()
+    worker["spec"]["containers"][0]["resources"] = {"limits": {**ASKED, "nvidia.com/gpu": 2}}
+    cluster = custom("ray.io/v1", "RayCluster", workerGroupSpecs=[{"template": worker}])
+    manifest, nodes = written(tmp_path, cluster), nodes_file(tmp_path, NODE)
+    _, found = yaml.safe_load_all(run(capsys, manifest, nodes, "--claims")[1])
+
+    assert found["spec"]["workerGroupSpecs"][0]["rayStartParams"] == {"num-gpus": "2"}
+
+
 @pytest.mark.parametrize("name", ["nvidia.com/mig-2g.10gb", "nvidia.com/gpu"])
 def test_ray_counts_instances_and_whole_gpus_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -233,6 +253,16 @@ def test_each_pod_of_an_object_is_named_by_its_place(
     assert "Job it, spec.tasks[1].template: container main: 90000 MiB" in err
     assert claim["metadata"]["name"] == "it-job-gpus"
     assert "Job it, spec.tasks[0].template" in run(capsys, manifest, nodes, "--explain")[1]
+
+
+def test_fit_reads_the_same_pods() -> None:
+    """Each pod has the name of its object, and its place among several."""
+    read = [pods_in([KubeDocument("-", "document 1", it)]) for it in (RAY, SERVICE)]
+
+    assert [[it["metadata"]["name"] for it in pods] for pods in read] == [
+        ["it spec.headGroupSpec.template", "it spec.workerGroupSpecs[0].template"],
+        ["it"],
+    ]
 
 
 def test_a_pod_is_found_once_and_a_schema_is_none() -> None:
