@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 12990, ("sim/*",)),
+    Capability("simulator", 13460, ("sim/*",)),
     Capability(
         "DRA",
         4460,
@@ -73,7 +73,7 @@ CAPABILITIES: Final = (
     Capability("metrics", 1815, ("plugins/metrics/*",)),
     Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6730, (
+    Capability("cli, display, reports", 6745, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 4520, ("kubectl/*",)),
@@ -85,10 +85,10 @@ CAPABILITIES: Final = (
 LIMITS: Final = (
     Limit("modules without the simulator", 286, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 47, 45),
+    Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 1, 1),
-    Limit("product lines", 78500, 75000),
-    Limit("test lines", 97400, 92300),
+    Limit("product lines", 79000, 75000),
+    Limit("test lines", 97600, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

@@ -29,6 +29,7 @@ PLANTED: Final = {
     "grpc": {"agent/planted.py": "import grpclib"},
     "api-server": {"plugins/cluster/planted.py": "import kubernetes_asyncio"},
     "nvml": {"plugins/metrics/planted.py": "import pynvml"},
+    "cel": {"agent/planted.py": "import cel_expr_python"},
     "programs": {"backends/mps/planted.py": "import subprocess"},
     "metrics-libraries": {"plugins/metrics/planted.py": "import prometheus_client"},
 }

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.compat.kube_documents import KubeDocument, Object
 from metagpu.core.config.errors import ConfigReason
@@ -12,9 +13,10 @@ from metagpu.core.devices.devices import gpu_of_pool
 from metagpu.core.errors import MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
-from metagpu.sim.allocation.obstacles import find_obstacle
+from metagpu.sim.allocation.obstacles import ClaimObstacle, ObstacleKind, find_obstacle
 from metagpu.sim.allocation.pools import DevicePools, gather_pools
 from metagpu.sim.cluster.claim_objects import device_classes
+from metagpu.sim.cluster.claim_versions import as_v1
 from metagpu.sim.cluster.document_forms import check_document, check_pod_claims
 
 CheckedT = TypeVar("CheckedT")
@@ -24,6 +26,11 @@ _TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "CronJob": ("spec", "jobTemplate", "spec", "template", "spec"),
 }
 """Where the specification of a pod is, by the kind of its object; elsewhere in `spec.template`."""
+_BESIDE: Final = {
+    ObstacleKind.NO_DEVICE: "no device is left for",
+    ObstacleKind.ERROR: "Kubernetes refuses",
+    ObstacleKind.UNKNOWN: "nobody knows about",
+}
 _OF_CLAIMS: Final = {"resourceClaimName": "ResourceClaim"} | {
     "resourceClaimTemplateName": "ResourceClaimTemplate"
 }
@@ -59,7 +66,7 @@ def claim_fits(
         kind, name = it.value["kind"], _name_of(it.value)
         if kind not in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
             continue
-        spec = _checked(it, lambda document: check_document(_with_name(document)))
+        spec = _checked(it, lambda document: check_document(_with_name(as_v1(document))))
         if kind == "DeviceClass":
             classes[name] = {"spec": spec}
         elif kind != "Pod":
@@ -144,28 +151,30 @@ def _rows(
     """Yield the row of each claim of a pod."""
     common = [{"pod": used.pod or None, "claim": " ".join(it)} for it in used.names]
     if missing := [it for it in used.names if it not in specs]:
-        for row, name in zip(common, used.names, strict=True):
-            absent = f"the file has no {' '.join(missing[0])}"
-            request = "" if name == missing[0] else None
-            yield _refused(row, request, absent)
+        absent = ClaimObstacle(0, "", f"the file has no {' '.join(missing[0])}")
+        yield from (_refused(row, absent) for row in common)
         return
     claims = [{"metadata": {"name": name}, "spec": specs[kind, name]} for kind, name in used.names]
     obstacle = find_obstacle(pools, claims, classes)
     if obstacle is not None:
         for place, row in enumerate(common):
-            at = place == obstacle.claim
-            beside = f"the pod's {common[obstacle.claim]['claim']} has no device"
-            yield _refused(row, obstacle.request if at else None, obstacle.reason if at else beside)
+            found = obstacle
+            if place != obstacle.claim:
+                beside = f"{_BESIDE[obstacle.kind]} the pod's {common[obstacle.claim]['claim']}"
+                found = replace(obstacle, request="", reason=beside)
+            yield _refused(row, found)
         return
-    found = allocate(pools, claims, classes, HeldDevices()) or ()
-    for row, results in zip(common, found, strict=True):
-        devices = [_device(it, gpus) for it in results]
-        yield {**row, "fits": True, "devices": devices, "problem": None}
+    results = allocate(pools, claims, classes, HeldDevices()) or ()
+    for row, of_claim in zip(common, results, strict=True):
+        devices = [_device(it, gpus) for it in of_claim]
+        yield {**row, "answer": "yes", "fits": True, "devices": devices, "problem": None}
 
 
-def _refused(row: Object, request: str | None, reason: str) -> dict[str, Any]:
-    problem = {"request": request or None, "reason": reason}
-    return {**row, "fits": False, "devices": [], "problem": problem}
+def _refused(row: Object, obstacle: ClaimObstacle) -> dict[str, Any]:
+    fits = None if obstacle.kind is ObstacleKind.UNKNOWN else False
+    problem = {"request": obstacle.request or None, "reason": obstacle.reason}
+    answer = {"answer": obstacle.kind, "fits": fits}
+    return {**row, **answer, "devices": [], "problem": problem}
 
 
 def _device(result: AllocationResult, gpus: Mapping[GpuId, int]) -> dict[str, Any]:

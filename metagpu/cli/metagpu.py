@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from metagpu.plugins.cluster.settings import ClusterSettings
     from metagpu.plugins.http.address import ListenAddress
 
+_UNKNOWN: Final = 3
+"""The exit status where nothing here can tell about a claim."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0 done, 1 failed, 2 wrong arguments."""
@@ -161,7 +164,8 @@ def _explain(args: argparse.Namespace) -> int:
             from metagpu.display.claims import claim_fits_parts
 
             show("", *claim_fits_parts(more["claims"]))
-    return 0
+    answers = {it["answer"] for it in more.get("claims", ())}
+    return 1 if "error" in answers else _UNKNOWN if "unknown" in answers else 0
 
 
 def _claim_fits(

@@ -19,7 +19,7 @@ def claim_fits_parts(claims: Sequence[Report]) -> Sequence[Part]:
         found.add(
             claim["claim"],
             claim["pod"] or "-",
-            "yes" if claim["fits"] else "no",
+            claim["answer"],
             ", ".join(map(_allocated, claim["devices"]))
             if claim["fits"]
             else _problem(claim["problem"]),

@@ -196,3 +196,96 @@ def test_without_dra_no_claim_fits(
     first, *_ = explained(options, capsys)
     reason = "no device is of the class fraction.metagpu.io"
     assert first["problem"] == {"request": "gpu", "reason": reason}
+
+
+def selected_by(expression: str) -> str:
+    """Return a ResourceClaim of a whole GPU with a selector."""
+    selectors = json.dumps([{"cel": {"expression": expression}}])
+    return of_request(f"selectors: {selectors}")
+
+
+OURS = "device.attributes['gpu.metagpu.io']"
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer", "status", "reason"),
+    [
+        (f"{OURS}.cudaComputeCapability.major() == 8", "yes", 0, None),
+        (f"cel.bind(g, {OURS}, g.architecture == 'Ampere' && g.brand == 'Nvidia')", "yes", 0, None),
+        (f"{OURS}.?addressingMode.orValue('None') == 'None'", "yes", 0, None),
+        (f"{OURS}.brand == 'AMD'", "no", 0, "no device of gpu.metagpu.io fulfils"),
+        (f"{OURS}.driverVersion.compareTo(semver('550.127.08')) >= 0", "error", 1, "leading zeros"),
+        (f"{OURS}.brand == 'Nvidia' and true", "error", 1, "Syntax error"),
+        (f"{OURS}.productName.find('A100') != ''", "unknown", 3, "find() is not evaluated"),
+    ],
+)
+def test_a_selector_that_is_not_evaluated_is_unknown_and_one_that_fails_an_error(
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    expression: str,
+    answer: str,
+    status: int,
+    reason: str | None,
+) -> None:
+    """Table, JSON and exit status say which of the four it is."""
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / "claims.yaml").write_text(selected_by(expression))
+    assert main([*options, "--json"]) == status
+    [row] = json.loads(capsys.readouterr().out)["claims"]
+    assert row["answer"] == answer
+    assert row["fits"] is {"yes": True, "unknown": None}.get(answer, False)
+    assert (reason or "") in (row["problem"] or {"reason": ""})["reason"]
+    assert main(options) == status
+    [line] = [it for it in capsys.readouterr().out.splitlines() if "ResourceClaim a" in it]
+    assert line.split()[3] == answer
+
+
+def test_the_other_claims_of_a_pod_are_as_unknown(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are allocated together."""
+    unknown = selected_by("'a'.find('a') == 'a'").replace("name: a}", "name: b}", 1)
+    claims = "[{name: a, resourceClaimName: a}, {name: b, resourceClaimName: b}]"
+    files = [of_request("count: 1"), unknown, with_claims(claims)]
+    (tmp_path / "claims.yaml").write_text("\n---\n".join(files))
+    assert main([*options, "--json"]) == 3
+    rows = json.loads(capsys.readouterr().out)["claims"]
+    assert [it["answer"] for it in rows] == ["unknown", "unknown"]
+    assert rows[0]["problem"]["reason"] == "nobody knows about the pod's ResourceClaim b"
+
+
+FLAT = "{requests: [{name: gpu, deviceClassName: gpu.metagpu.io, count: 2}]}"
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        f"kind: ResourceClaim\nmetadata: {{name: a}}\nspec: {{devices: {FLAT}}}",
+        f"kind: ResourceClaimTemplate\nmetadata: {{name: a}}\nspec: {{spec: {{devices: {FLAT}}}}}",
+    ],
+)
+def test_claims_of_v1beta1_are_read(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: str
+) -> None:
+    """There a request has its fields without `exactly`."""
+    (tmp_path / "claims.yaml").write_text(f"apiVersion: resource.k8s.io/v1beta1\n{manifest}")
+    [row] = explained(options, capsys)
+    assert [it["request"] for it in row["devices"]] == ["gpu", "gpu"]
+
+
+@pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3"])
+def test_a_version_that_no_cluster_serves_is_an_error(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    """The line says what to write; no claim fits without a device."""
+    spec = "spec: {resourceClassName: gpu.nvidia.com}"
+    text = f"kind: ResourceClaim\nmetadata: {{name: old}}\n{spec}"
+    (tmp_path / "claims.yaml").write_text(f"apiVersion: resource.k8s.io/{version}\n{text}")
+    assert main(options) == 1
+    assert f"{version}: write apiVersion: resource.k8s.io/v1" in capsys.readouterr().err
+    (tmp_path / "claims.yaml").write_text(text)
+    [row] = explained(options, capsys)
+    assert row["problem"]["reason"].startswith("it requests no device")

@@ -19,7 +19,7 @@ from tests.rigs.reported import complete
 
 CLUSTER_LIBRARIES: Final = {
     *("grpclib", "h2", "hpack", "betterproto2"),
-    *("kubernetes_asyncio", "aiohttp", "prometheus_client", "pynvml", "rich"),
+    *("kubernetes_asyncio", "aiohttp", "prometheus_client", "pynvml", "rich", "cel_expr_python"),
 }
 """Never loaded by a command that serves nothing."""
 EVENT_LOOP: Final = {"asyncio", "anyio", "structlog", "subprocess", "ssl", "email", "yaml"}
@@ -65,7 +65,8 @@ NOT_SIMULATED: Final = (
 )
 """Parts of the simulator that a daemon on a simulated node does not load."""
 FOREIGN: Final = {
-    *("aiohttp", "h11", "kubernetes_asyncio", "multiprocessing", "prometheus_client"),
+    *("aiohttp", "cel_expr_python", "h11", "kubernetes_asyncio", "multiprocessing"),
+    *("prometheus_client",),
     *("rich", "statistics", "unittest", "urllib3", "xml"),
 }
 """Packages that such daemons do not load."""

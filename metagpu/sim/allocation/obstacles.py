@@ -5,6 +5,7 @@ those before it, a constraint less.
 """
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -13,7 +14,23 @@ from metagpu.sim.allocation.allocator import HeldDevices, allocate
 from metagpu.sim.allocation.amounts import AllocationError, format_amount, parse_amount
 from metagpu.sim.allocation.pools import DevicePools, Document, PooledDevice
 from metagpu.sim.allocation.requests import RequestedDevices, read_claim
-from metagpu.sim.allocation.selectors import selects
+from metagpu.sim.allocation.selectors import SelectorError, UnknownSelectorError, selects
+
+
+class ObstacleKind(StrEnum):
+    """Answer about a claim that has an obstacle."""
+
+    NO_DEVICE = "no"
+    ERROR = "error"
+    """Kubernetes refuses it, or its scheduler fails on it."""
+    UNKNOWN = "unknown"
+    """metagpu cannot evaluate a selector of the claim."""
+
+    @classmethod
+    def of(cls, error: AllocationError) -> "ObstacleKind":
+        """Return what an error of the search means."""
+        kinds = {UnknownSelectorError: cls.UNKNOWN, SelectorError: cls.ERROR}
+        return kinds.get(type(error), cls.NO_DEVICE)
 
 
 class ClaimObstacle(msgspec.Struct, frozen=True):
@@ -22,11 +39,13 @@ class ClaimObstacle(msgspec.Struct, frozen=True):
     Attributes:
         claim: the claim's place among those of the pod.
         request: the name of the request, empty for the claim as a whole.
+        kind: says what the reason means.
     """
 
     claim: int
     request: str
     reason: str
+    kind: ObstacleKind = ObstacleKind.NO_DEVICE
 
 
 class _Trial(msgspec.Struct, frozen=True):
@@ -46,25 +65,35 @@ def find_obstacle(
     """Return what keeps the claims of a pod from an idle node, `None` if they fit."""
     trial = _Trial(pools, classes)
     for place, claim in enumerate(claims):
-        devices = claim["spec"].get("devices") or {}
-        if refused := _refused_by_the_api(devices):
-            return ClaimObstacle(place, "", refused)
-        requests, constraints = devices.get("requests") or (), devices.get("constraints") or ()
-        for count, request in enumerate(requests, start=1):
-            name = request["name"]
-            try:
-                reason = _request_reason(trial, claim, requests[:count], constraints)
-            except AllocationError as error:
-                reason = str(error).removeprefix(f"request {name}: ")
-            if reason:
-                return ClaimObstacle(place, name, reason)
-        reason = "no device is left after those of the claims before it"
+        if (found := _own_obstacle(trial, place, claim)) is not None:
+            return found
         try:
             fits = trial.fits(*claims[: place + 1])
         except AllocationError as error:  # a selector fails on a device that no trial came to
-            fits, reason = False, str(error)
+            return ClaimObstacle(place, "", str(error), ObstacleKind.of(error))
         if not fits:
+            reason = "no device is left after those of the claims before it"
             return ClaimObstacle(place, "", reason)
+    return None
+
+
+def _own_obstacle(trial: _Trial, place: int, claim: Document) -> ClaimObstacle | None:
+    """Return what keeps a claim from an idle node, were it the pod's only one."""
+    devices = claim["spec"].get("devices") or {}
+    if refused := _refused_by_the_api(devices):
+        return ClaimObstacle(place, "", refused, ObstacleKind.ERROR)
+    requests, constraints = devices.get("requests") or (), devices.get("constraints") or ()
+    if not requests:
+        return ClaimObstacle(place, "", "it requests no device: write spec.devices.requests")
+    for count, request in enumerate(requests, start=1):
+        name = request["name"]
+        try:
+            reason = _request_reason(trial, claim, requests[:count], constraints)
+        except AllocationError as error:
+            reason = str(error).removeprefix(f"request {name}: ")
+            return ClaimObstacle(place, name, reason, ObstacleKind.of(error))
+        if reason:
+            return ClaimObstacle(place, name, reason)
     return None
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from metagpu.sim.allocation.amounts import AllocationError, Amounts, consumed_amount, parse_amount
 from metagpu.sim.allocation.pools import Document, PooledDevice
-from metagpu.sim.allocation.selectors import selects
+from metagpu.sim.allocation.selectors import check_selector, selects
 
 MAX_RESULTS: Final = 32
 """Devices of one claim."""
@@ -120,13 +120,16 @@ def _requested(
     if spec.get("adminAccess"):
         raise AllocationError(f"request {name}: the simulator has no adminAccess")
     own = (*(classes[kind].get("spec") or {}).get("selectors", ()), *spec.get("selectors", ()))
+    selectors = tuple(it["cel"]["expression"] for it in own)
+    for expression in selectors:
+        check_selector(expression)
     asked = (spec.get("capacity") or {}).get("requests") or {}
     return RequestedDevices(
         name=name,
         alternative=alternative,
         device_class=kind,
         count=None if spec.get("allocationMode") == "All" else int(spec.get("count") or 1),
-        selectors=tuple(it["cel"]["expression"] for it in own),
+        selectors=selectors,
         amounts={capacity: parse_amount(amount) for capacity, amount in asked.items()},
         tolerations=tuple(spec.get("tolerations") or ()),
     )

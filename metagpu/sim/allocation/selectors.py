@@ -1,246 +1,308 @@
-"""Selectors of devices in the part of CEL that claims of GPUs use. Pure.
+"""Selectors of devices: CEL as Kubernetes evaluates it. Pure.
 
-CEL's expressions are read by Python's own parser, for the grammar of both is the same but for the
-names of the logical operators (docs/decisions/0002-simulator-below-pynvml.md). Not read:
-macros but `has`, the ternary operator, and strings with CEL's own escapes.
+The library cel-expr-python parses, checks and evaluates. Here are the variable `device`, and the
+functions that Kubernetes adds (docs/decisions/0002-simulator-below-pynvml.md).
 """
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Mapping
-from fractions import Fraction
-from functools import lru_cache
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, Final
 
-from metagpu.sim.allocation.amounts import AllocationError, parse_amount
+from cel_expr_python import cel
 
-_TOKENS: Final = re.compile(r"""r?'[^'\\\n]*'|r?"[^"\\\n]*"|&&|\|\||!(?!=)|\.?\b[A-Za-z_]\w*|\s+""")
-_NAMES: Final = {"&&": " and ", "||": " or ", "!": "~"} | {
-    name: name.capitalize().replace("Null", "None") for name in ("true", "false", "null")
-}
-_COMPARISONS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+from metagpu.plugins.kubelet.pb.cel.expr import CheckedExpr
+from metagpu.sim.allocation import cel_tree, cel_values
+from metagpu.sim.allocation.amounts import AllocationError
 
 Device = Mapping[str, Any]
 """A device of a ResourceSlice."""
 
-
-class _MissingKeyError(AllocationError):
-    """Raised for a name that a device lacks."""
-
-
-class _Ordered:
-    """A Quantity or a version: values that CEL compares by methods."""
-
-    def __init__(self, value: Any) -> None:  # noqa: ANN401 - anything with an order
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ordered) and bool(self.value == other.value)
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-
-def _compare(one: _Ordered, other: _Ordered) -> int:
-    return int(one.value > other.value) - int(one.value < other.value)
-
-
-_METHODS: Final[Mapping[tuple[type, str], Callable[..., Any]]] = {
-    (_Ordered, "compareTo"): _compare,
-    (_Ordered, "isGreaterThan"): lambda one, other: _compare(one, other) > 0,
-    (_Ordered, "isLessThan"): lambda one, other: _compare(one, other) < 0,
-    (str, "matches"): lambda text, pattern: re.search(pattern, text) is not None,
-    (str, "startsWith"): str.startswith,
-    (str, "endsWith"): str.endswith,
-    (str, "contains"): lambda text, part: part in text,
-    (str, "lowerAscii"): str.lower,
-    (str, "upperAscii"): str.upper,
-    (str, "size"): len,
-}
+_FIELDS: Final = ("driver", "attributes", "capacity", "allowMultipleAllocations")
+_HAS_FIELD: Final = re.compile(rf"\bhas\s*\(\s*device\s*\.\s*(?:{'|'.join(_FIELDS)})\s*\)")
+_UNSERVED: Final = frozenset(
+    {
+        *("cidr", "isCIDR", "ip", "ip.isCanonical", "isIP", "containsCIDR", "containsIP"),
+        *("url", "isURL", "find", "findAll", "includes", "unwrapOpt", "optional", "format"),
+        *("indexOf", "lastIndexOf", "isSorted", "max", "min", "sum"),
+    }
+)
+"""Functions that Kubernetes has and the library has not, or not for lists."""
+_DIFFERENT: Final = frozenset({"format", "cel.@mapInsert"})
+"""Functions that the library evaluates in another way."""
+_UNDECLARED: Final = re.compile(
+    r"(?:undeclared reference to|found no matching overload for) '([^']+)'"
+)
+_AROUND: Final = re.compile(r"^(?:[A-Z_]+: )+(?:<input>:[0-9:]+ )?| \[[A-Z_]+\]$")
+"""What the library puts around a text: its status, and a place."""
+_TOO_DEEP: Final = "it is nested too deep"
+_ORDERS: Final = ("_<_", "_<=_", "_>_", "_>=_")
+_LIBRARIES: Final = """
+- name: bindings
+- name: lists
+- name: optional
+- name: sets
+- name: strings
+  version: 2
+- name: two-var-comprehensions
+"""
+_BOOL, _INT, _STRING, _DOUBLE = cel.Type.BOOL, cel.Type.INT, cel.Type.STRING, cel.Type.DOUBLE
+_ANY: Final = cel.Type("google.protobuf.Any")
+_QUANTITY: Final = cel.Type.AbstractType(cel_values.QUANTITY)
+_SEMVER: Final = cel.Type.AbstractType(cel_values.SEMVER)
 
 
-def _version(text: str) -> _Ordered:
-    found = _VERSION.match(text)
-    if found is None:
-        raise AllocationError(f"{text!r} is not a version")
-    return _Ordered(tuple(map(int, found.groups())))
+class SelectorError(AllocationError):
+    """Raised for an expression that Kubernetes refuses, or that fails on a device."""
 
 
-_FUNCTIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "quantity": lambda text: _Ordered(parse_amount(text)),
-    "semver": _version,
-    "size": len,
-}
+class UnknownSelectorError(AllocationError):
+    """Raised for an expression of which nobody here knows what Kubernetes makes of it."""
+
+
+def check_selector(expression: str) -> None:
+    """Check what Kubernetes checks without a device.
+
+    Raises:
+        SelectorError: Kubernetes refuses the expression.
+    """
+    with suppress(UnknownSelectorError):
+        _compile(expression)
 
 
 def selects(expression: str, driver: str, device: Device) -> bool:
     """Return whether a selector selects a device.
 
     Raises:
-        AllocationError: the expression is not read here, or names what the device lacks.
+        SelectorError: Kubernetes refuses the expression, or it fails on the device.
+        UnknownSelectorError: it cannot be evaluated here.
     """
+    compiled = _compile(expression)
     try:
-        found = _Evaluation(_variables(driver, device)).value(_parse(expression))
-    except RecursionError as error:
-        raise _unread(expression) from error
-    if not isinstance(found, bool):
-        raise AllocationError(f"the selector {expression!r} is not a condition")
-    return found
+        found = compiled.eval(data=_variables(driver, device))
+    except RuntimeError as error:
+        raise _unknown(expression, _plain(error)) from error
+    except ValueError as error:  # of a version or a quantity of the device
+        raise _failed(expression, error) from error
+    if found.type() == cel.Type.ERROR:
+        raise _failed(expression, _plain(found.value()))
+    if found.type() != _BOOL:
+        raise _failed(expression, f"it gives {found.type().name()}, not BOOL")
+    return bool(found.value())
 
 
 @lru_cache(maxsize=256)
-def _parse(expression: str) -> ast.expr:
-    text = _TOKENS.sub(lambda found: _python_token(found[0]), expression)
+def _compile(expression: str) -> cel.Expression:
+    """Return a selector that can be evaluated."""
+    if _HAS_FIELD.search(expression):
+        raise _unknown(expression, "has() of a field of device is not evaluated")
     try:
-        return ast.parse(f"({text})", mode="eval").body
-    except (SyntaxError, ValueError, MemoryError) as error:  # the last: nested too deep
-        raise _unread(expression) from error
+        checked = _CHECKS.compile(expression)
+        tree = cel_tree.unpack_tree(checked.serialize())
+        if why := _unserved(tree):
+            raise _unknown(expression, why)
+        if problem := _problem(checked, tree):
+            raise _refused(expression, problem)
+        return _VALUES.deserialize(cel_tree.pack_tree(cel_tree.rewrite(tree)))
+    except RecursionError as error:
+        raise _unknown(expression, _TOO_DEEP) from error
+    except RuntimeError as error:
+        if "recursion" in str(error):
+            raise _unknown(expression, _TOO_DEEP) from error
+        if unserved := _UNSERVED.intersection(_UNDECLARED.findall(str(error))):
+            raise _unknown(expression, f"{min(unserved)}() is not evaluated") from error
+        raise _refused(expression, _plain(error)) from error
+    except TypeError as error:  # no text that the library can take
+        raise _refused(expression, "it is not valid Unicode") from error
 
 
-def _python_token(token: str) -> str:
-    return " " if token.isspace() else _NAMES.get(token, token)
+def _unserved(tree: CheckedExpr) -> str:
+    """Return what is evaluated otherwise here than by Kubernetes."""
+    if unserved := _DIFFERENT.intersection(cel_tree.called(tree)):
+        return f"{min(unserved)}() is not evaluated"
+    if "" in cel_tree.fields_of(tree, "device"):
+        return "device as a whole is not evaluated"
+    return "has() of a domain is not evaluated" if cel_tree.asks_for_a_domain(tree) else ""
 
 
-def _unread(expression: str) -> AllocationError:
-    return AllocationError(f"the simulator does not read the selector {expression!r}")
+def _problem(checked: cel.Expression, tree: CheckedExpr) -> str:
+    """Return what Kubernetes refuses of an expression that the library takes."""
+    if wrong := cel_tree.fields_of(tree, "device"):
+        return f"device has no field {min(wrong)}; it has {', '.join(_FIELDS)}"
+    if not (cel_tree.is_any(tree) or checked.return_type() == _BOOL):
+        return f"it gives {checked.return_type().name()}, not BOOL"
+    if cel_tree.mixes_types(tree):
+        return "the elements of a list or map have different types"
+    for function, program in _LITERALS.items():
+        for text in cel_tree.literal_arguments(tree, function):
+            found = program.eval(data={"text": text})
+            if found.type() == cel.Type.ERROR:
+                return f"{function} {text!r}: {_plain(found.value())}"
+    return ""
+
+
+def _refused(expression: str, why: str) -> SelectorError:
+    return SelectorError(f"Kubernetes refuses the selector {expression}: {why}")
+
+
+def _failed(expression: str, why: object) -> SelectorError:
+    return SelectorError(f"the selector {expression} fails on a device: {why}")
+
+
+def _unknown(expression: str, why: str) -> UnknownSelectorError:
+    return UnknownSelectorError(f"metagpu cannot evaluate the selector {expression}: {why}")
+
+
+def _plain(error: object) -> str:
+    """Return the first line of the library's text, in Kubernetes' words."""
+    text = _AROUND.sub("", str(error).partition("\n")[0])
+    text = re.sub('^Key not found in map : "(.*)"$', r"no such key: \1", text)
+    return text.replace("No matching overloads found : ", "no such overload: ")
 
 
 def _variables(driver: str, device: Device) -> Mapping[str, Any]:
-    return {
+    variables = {
         "driver": driver,
         "allowMultipleAllocations": bool(device.get("allowMultipleAllocations")),
         "attributes": _by_domain(driver, device.get("attributes") or {}, _attribute),
         "capacity": _by_domain(driver, device.get("capacity") or {}, _capacity),
     }
+    return {"device": variables} | {f"device.{name}": it for name, it in variables.items()}
 
 
-def _by_domain(driver: str, named: Mapping[str, Any], convert: Callable[[Any], Any]) -> "_Domains":
+def _by_domain(
+    driver: str, named: Mapping[str, Any], convert: Callable[[Any], Any]
+) -> Mapping[str, Mapping[str, Any]]:
     """Return values by domain and name; one without a domain is the driver's."""
-    found = _Domains()
+    found: dict[str, dict[str, Any]] = {}
     for name, value in named.items():
         domain, _, own = name.rpartition("/")
         found.setdefault(domain or driver, {})[own] = convert(value)
     return found
 
 
-class _Domains(dict[str, dict[str, Any]]):
-    """Names by domain; an unknown domain has none."""
-
-    def __missing__(self, _: str) -> dict[str, Any]:
-        return {}
-
-
 def _attribute(value: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a type of the user's
     [(kind, it)] = value.items()
-    return _version(it) if kind == "version" else it
+    return cel_values.semver(it) if kind == "version" else it
 
 
-def _capacity(value: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
-    return _Ordered(Fraction(parse_amount(value["value"])))
+def _capacity(value: Mapping[str, Any]) -> cel_values.Value:
+    return cel_values.quantity(str(value["value"]))
 
 
-class _Evaluation:
-    """One evaluation of an expression for a device."""
-
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        self._variables = variables
-
-    def value(self, it: ast.expr) -> Any:  # noqa: ANN401 - as the expression says
-        """Return the value of an expression."""
-        match it:
-            case ast.Constant(value=value):
-                found: Any = value
-            case ast.Name(id="device"):
-                found = self._variables
-            case ast.List(elts=elements):
-                found = [self.value(each) for each in elements]
-            case ast.Attribute(value=of, attr=name):
-                found = _member(self.value(of), name)
-            case ast.Subscript(value=of, slice=key):
-                found = _member(self.value(of), self.value(key))
-            case ast.Call(func=function, args=arguments, keywords=[]):
-                found = self._call(function, arguments)
-            case _:
-                found = self._operation(it)
-        return found
-
-    def _operation(self, it: ast.expr) -> bool:
-        match it:
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return not self._condition(operand)
-            case ast.BoolOp(op=joined, values=values):
-                return self._joined(values, ends=isinstance(joined, ast.Or))
-            case ast.Compare(left=left, ops=[comparison], comparators=[right]):
-                return _compared(comparison, self.value(left), self.value(right))
-        raise _unread(ast.unparse(it))
-
-    def _condition(self, it: ast.expr) -> bool:
-        found = self.value(it)
-        if not isinstance(found, bool):
-            raise AllocationError(f"{ast.unparse(it)!r} is not a condition")
-        return found
-
-    def _joined(self, values: list[ast.expr], *, ends: bool) -> bool:
-        """Join conditions; one that decides counts also beside errors, as CEL has it."""
-        error: AllocationError | None = None
-        for each in values:
-            try:
-                if self._condition(each) == ends:
-                    return ends
-            except AllocationError as problem:
-                error = error or problem
-        if error is not None:
-            raise error
-        return not ends
-
-    def _call(self, function: ast.expr, arguments: list[ast.expr]) -> Any:  # noqa: ANN401 - as said
-        match function, arguments:
-            case ast.Name(id="has"), [ast.Attribute(value=of, attr=name)]:
-                return name in _mapping(self.value(of), name)
-            case ast.Name(id=name), [argument] if name in _FUNCTIONS:
-                return _applied(_FUNCTIONS[name], self.value(argument), [])
-            case ast.Attribute(value=of, attr=name), _:
-                receiver = self.value(of)
-                method = _METHODS.get((type(receiver), name))
-                if method is not None:
-                    return _applied(method, receiver, [self.value(it) for it in arguments])
-        raise _unread(ast.unparse(ast.Call(function, arguments, [])))
+def _domain(found: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """Return the values of a domain; one that a device lacks has none."""
+    return found.get(name) or {}
 
 
-def _applied(method: Callable[..., Any], receiver: Any, values: list[Any]) -> Any:  # noqa: ANN401
-    try:
-        return method(receiver, *values)
-    except (TypeError, AttributeError, re.error) as error:
-        raise AllocationError(f"a call in a selector cannot be made: {error}") from error
+def _comparable(one: bool, other: bool) -> bool:  # noqa: FBT001 - CEL's order
+    """Return true where both or none is a version or quantity."""
+    if one != other:
+        raise ValueError(cel_values.MISMATCH)
+    return True
 
 
-def _member(of: Any, name: Any) -> Any:  # noqa: ANN401 - as the expression says
-    try:
-        return _mapping(of, name)[name]
-    except (KeyError, TypeError):  # a list is no key
-        raise _MissingKeyError(f"no such key: {name}") from None
+class _Functions:
+    """Overloads of functions, for two environments.
+
+    The one that checks has Kubernetes' types. In the one that evaluates, quantities and versions
+    are maps.
+    """
+
+    def __init__(self) -> None:
+        self._checks: dict[str, dict[str, cel.Overload]] = defaultdict(dict)
+        self._values: dict[str, dict[str, cel.Overload]] = defaultdict(dict)
+
+    def add(
+        self, name: str, takes: Sequence[cel.Type], gives: cel.Type, run: Callable[..., Any] | None
+    ) -> None:
+        """Add an overload; a method's name begins with a dot; the library may run it."""
+        kinds = (*takes, gives)
+        self._declare(self._checks, name, kinds, None)
+        if run is not None:
+            plain = [cel.Type.MAP if it in (_QUANTITY, _SEMVER) else it for it in kinds]
+            self._declare(self._values, name, plain, run)
+
+    def environments(self) -> tuple[cel.Env, cel.Env]:
+        """Return the environment that checks, and the one that evaluates."""
+        orders = "".join(f'  - name: "{it}"\n' for it in _ORDERS)
+        text = f"stdlib:\n  exclude_functions:\n{orders}extensions:{_LIBRARIES}"
+        named = cel.Type.Map(_STRING, cel.Type.Map(_STRING, _ANY))
+        amounts = cel.Type.Map(_STRING, cel.Type.Map(_STRING, _QUANTITY))
+        device = {"device": cel.Type.DYN, "device.driver": _STRING}
+        device |= {"device.attributes": named, "device.capacity": amounts}
+        device |= {"device.allowMultipleAllocations": _BOOL}
+        return (
+            cel.NewEnv(
+                config=cel.NewEnvConfigFromYaml(text),
+                variables=device,
+                functions=_listed(self._checks),
+            ),
+            cel.NewEnv(
+                config=cel.NewEnvConfigFromYaml(f"extensions:{_LIBRARIES}"),
+                variables=dict.fromkeys(device, cel.Type.DYN),
+                functions=_listed(self._values),
+            ),
+        )
+
+    @staticmethod
+    def _declare(
+        into: dict[str, dict[str, cel.Overload]],
+        name: str,
+        kinds: Sequence[cel.Type],
+        run: Callable[..., Any] | None,
+    ) -> None:
+        own, takes = name.removeprefix("."), list(kinds[:-1])
+        key = f"{name}({', '.join(it.name() for it in takes)})"
+        member = own != name
+        into[own][key] = cel.Overload(key, kinds[-1], takes, is_member=member, impl=run)
 
 
-def _mapping(of: Any, name: Any) -> Mapping[Any, Any]:  # noqa: ANN401 - as the expression says
-    if not isinstance(of, Mapping):
-        raise AllocationError(f"no such key: {name}")
-    return of
+def _listed(overloads: Mapping[str, Mapping[str, cel.Overload]]) -> list[cel.FunctionDecl]:
+    return [cel.FunctionDecl(name, list(it.values())) for name, it in overloads.items()]
 
 
-def _compared(comparison: ast.cmpop, one: Any, other: Any) -> bool:  # noqa: ANN401 - as above
-    if isinstance(comparison, ast.Eq | ast.NotEq):
-        equal = isinstance(one, bool) == isinstance(other, bool) and one == other
-        return bool(equal) == isinstance(comparison, ast.Eq)
-    try:
-        if isinstance(comparison, ast.In):
-            return one in other
-        return bool(_COMPARISONS[type(comparison)](one, other))
-    except (KeyError, TypeError) as error:
-        raise AllocationError("no such overload: a comparison of different kinds") from error
+def _environments() -> tuple[cel.Env, cel.Env]:
+    known, numbers = _Functions(), (_INT, cel.Type.UINT, _DOUBLE)
+    others = (_BOOL, _STRING, cel.Type.BYTES, cel.Type.TIMESTAMP, cel.Type.DURATION)
+    pairs = [(one, other) for one in numbers for other in numbers] + [(it, it) for it in others]
+    for name in _ORDERS:
+        for pair in pairs:  # the library's own checks refuse `1 <= 1.5`
+            known.add(name, pair, _BOOL, None)
+    for kind in (_QUANTITY, _SEMVER):
+        known.add(".compareTo", (kind, kind), _INT, cel_values.compare)
+        known.add(
+            ".isGreaterThan", (kind, kind), _BOOL, lambda *pair: cel_values.compare(*pair) > 0
+        )
+        known.add(".isLessThan", (kind, kind), _BOOL, lambda *pair: cel_values.compare(*pair) < 0)
+    for read, kind in ((cel_values.quantity, _QUANTITY), (cel_values.semver, _SEMVER)):
+        for takes in ((_STRING,), (_STRING, _BOOL))[: 1 + (kind == _SEMVER)]:
+            name = read.__name__
+            known.add(name, takes, kind, read)
+            known.add(f"is{name.capitalize()}", takes, _BOOL, partial(cel_values.is_valid, read))
+    known.add("sign", (_QUANTITY,), _INT, cel_values.sign)
+    known.add(".isInteger", (_QUANTITY,), _BOOL, cel_values.is_integer)
+    known.add(".asInteger", (_QUANTITY,), _INT, cel_values.as_integer)
+    known.add(".asApproximateFloat", (_QUANTITY,), _DOUBLE, cel_values.as_float)
+    for other in (_QUANTITY, _INT):
+        known.add(".add", (_QUANTITY, other), _QUANTITY, cel_values.add)
+        known.add(".sub", (_QUANTITY, other), _QUANTITY, cel_values.subtract)
+    for place, name in enumerate((".major", ".minor", ".patch")):
+        known.add(name, (_SEMVER,), _INT, cel_values.number_of(place))
+    known.add(cel_tree.DOMAIN, (cel.Type.MAP, _STRING), cel.Type.MAP, _domain)
+    known.add(cel_tree.COMPARABLE, (_BOOL, _BOOL), _BOOL, _comparable)
+    return known.environments()
+
+
+_CHECKS, _VALUES = _environments()
+_LITERALS: Final = {
+    function: cel.NewEnv(variables={"text": _STRING}).compile(call)
+    for function, call in (
+        ("matches", "''.matches(text)"),
+        ("duration", "duration(text)"),
+        ("timestamp", "timestamp(text)"),
+    )
+}
+"""Functions whose literal arguments Kubernetes checks with the syntax."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 from metagpu.sim.apiserver.objects import KINDS, Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
+from metagpu.sim.cluster.claim_versions import as_v1
 from metagpu.sim.cluster.document_forms import check_document, stored_spec
 from metagpu.sim.cluster.workloads import WORKLOADS, control, owner_of
 from metagpu.sim.machine.gpu import SimError
@@ -125,7 +126,7 @@ class Manifests:
 
     def _contents(self, documents: Sequence[Document], namespace: str) -> dict[Key, Object]:
         found: dict[Key, Object] = {}
-        for it in documents:
+        for it in map(as_v1, documents):
             check_document(it)
             key, content = _content(it, namespace)
             if key in found:

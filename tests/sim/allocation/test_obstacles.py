@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.sim.allocation.obstacles import ClaimObstacle, find_obstacle
+from metagpu.sim.allocation.obstacles import ClaimObstacle, ObstacleKind, find_obstacle
 from metagpu.sim.allocation.pools import gather_pools
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import gpu
@@ -68,9 +68,9 @@ PROFILE = "device.attributes['gpu.metagpu.io'].profile == '3g.20gb'"
             "3 devices are requested, and 2 of gpu.metagpu.io fit",
         ),
         (
-            claim(exactly("gpu", selectors=[{"cel": {"expression": "!has(device.driver)"}}])),
+            claim(exactly("gpu", selectors=[{"cel": {"expression": "device.driver == 'other'"}}])),
             "gpu",
-            "no device of gpu.metagpu.io fulfils !has(device.driver)",
+            "no device of gpu.metagpu.io fulfils device.driver == 'other'",
         ),
         (
             claim(exactly("gpu", "a", count=2), shares("1", "b")),
@@ -128,7 +128,7 @@ def test_a_name_that_is_no_request_is_named(place: str, name: str) -> None:
     assert find_obstacle(pools, [naming("one")], CLASSES) is None
     found = find_obstacle(pools, [naming("one", name)], CLASSES)
     reason = f"its {place} names the request {name}, and the claim has: one, gpu, one/a"
-    assert found == ClaimObstacle(0, "", reason)
+    assert found == ClaimObstacle(0, "", reason, ObstacleKind.ERROR)
 
 
 def test_a_constraint_of_no_attribute_is_refused() -> None:
@@ -136,7 +136,7 @@ def test_a_constraint_of_no_attribute_is_refused() -> None:
     bare = {"metadata": {"name": "claim"}, "spec": {"devices": {"constraints": [{}]}}}
     found = find_obstacle(gather_pools(SLICES, NODE), [bare], CLASSES)
     reason = "a constraint has neither matchAttribute nor distinctAttribute"
-    assert found == ClaimObstacle(0, "", reason)
+    assert found == ClaimObstacle(0, "", reason, ObstacleKind.ERROR)
 
 
 def test_instances_that_overlap_are_no_missing_devices() -> None:

@@ -1,0 +1,201 @@
+"""Syntax trees of CEL, judged and rewritten as Kubernetes evaluates them. Pure.
+
+Where the library evaluates otherwise than Kubernetes, its checked tree is rewritten:
+
+- A domain without attributes is an empty map: a look-up in all attributes becomes `@domain`.
+- A version or quantity equals no other type, comparing them fails: `@comparable` is asked first.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from metagpu.plugins.kubelet.pb.cel.expr import (
+    CheckedExpr,
+    Constant,
+    Expr,
+    ExprCall,
+    ExprCreateStruct,
+    Packed,
+    ParsedExpr,
+    Type,
+)
+
+DOMAIN: Final = "@domain"
+"""A function of all attributes or capacities, and a domain."""
+COMPARABLE: Final = "@comparable"
+"""A function of two conditions, whether a value is a map: true, or an error."""
+
+_ANY: Final = 1
+_INDEX: Final = "_[_]"
+_LOOKUPS: Final = frozenset({_INDEX, "_?._", "_[?_]"})
+_PARSED: Final = "type.googleapis.com/cel.expr.ParsedExpr"
+
+
+def unpack_tree(serialized: bytes) -> CheckedExpr:
+    """Return a checked tree from what the library serializes."""
+    return CheckedExpr.parse(Packed.parse(serialized).value)
+
+
+def pack_tree(root: Expr | None) -> bytes:
+    """Return a tree as the library reads it, without static types."""
+    return bytes(Packed(type_url=_PARSED, value=bytes(ParsedExpr(expr=root))))
+
+
+def walk(root: Expr | None) -> Iterator[Expr]:
+    """Yield the nodes of a tree, a node before its children."""
+    waiting = [root]
+    while waiting:
+        if (node := waiting.pop()) is not None:
+            yield node
+            waiting.extend(_children(node))
+
+
+def is_any(tree: CheckedExpr) -> bool:
+    """Return whether the value is an attribute, of a type that the device decides."""
+    found = tree.type_map.get(tree.expr.id) if tree.expr is not None else None
+    return found is not None and found.well_known == _ANY
+
+
+def called(tree: CheckedExpr) -> frozenset[str]:
+    """Return the names of the functions and operators of a tree."""
+    return frozenset(it.call_expr.function for it in walk(tree.expr) if it.call_expr is not None)
+
+
+def fields_of(tree: CheckedExpr, variable: str) -> frozenset[str]:
+    """Return the fields that are selected of a variable, `""` for the whole."""
+    selects = [it.select_expr for it in walk(tree.expr) if it.select_expr is not None]
+    fields = {id(it.operand): it.field for it in selects if not it.test_only}
+    return frozenset(
+        fields.get(id(it), "")
+        for it in walk(tree.expr)
+        if it.ident_expr is not None and it.ident_expr.name == variable
+    )
+
+
+def asks_for_a_domain(tree: CheckedExpr) -> bool:
+    """Return whether a tree has `has()` of all attributes or capacities."""
+    selects = (it.select_expr for it in walk(tree.expr))
+    return any(it is not None and it.test_only and _is_outer(it.operand, tree) for it in selects)
+
+
+def mixes_types(tree: CheckedExpr) -> bool:
+    """Return whether a literal list or map has elements of several types."""
+    groups = (_element_types(it, tree) for node in walk(tree.expr) for it in _literals(node))
+    return any(len(set(map(bytes, it))) > 1 for it in groups)
+
+
+def literal_arguments(tree: CheckedExpr, function: str) -> Iterator[str]:
+    """Yield the literal texts that are the last argument of a function."""
+    for node in walk(tree.expr):
+        call = node.call_expr
+        if call is not None and call.function == function and call.args:
+            constant = call.args[-1].const_expr
+            if constant is not None and constant.string_value is not None:
+                yield constant.string_value
+
+
+def rewrite(tree: CheckedExpr) -> Expr | None:
+    """Rewrite a checked tree for the evaluation, in place; return its root."""
+    for node in list(walk(tree.expr)):
+        if (changed := _rewritten(node, tree)) is not None:
+            node.select_expr, node.call_expr = None, changed
+    return tree.expr
+
+
+def _rewritten(node: Expr, tree: CheckedExpr) -> ExprCall | None:
+    """Return what takes the place of a node, `None` if it stays."""
+    call, select = node.call_expr, node.select_expr
+    if select is not None and _is_outer(select.operand, tree):
+        return _call(DOMAIN, select.operand, Expr(const_expr=Constant(string_value=select.field)))
+    if call is None:
+        return None
+    if call.function in _LOOKUPS and _is_outer(call.args[0], tree):
+        found = _call(DOMAIN, *call.args)
+        return found if call.function == _INDEX else _call("optional.of", Expr(call_expr=found))
+    if _may_mismatch(call, [tree.type_map.get(it.id) for it in call.args]):
+        checked = Expr(call_expr=_call(COMPARABLE, *map(_is_map, call.args)))
+        return _call("_?_:_", checked, Expr(call_expr=call), checked)
+    return None
+
+
+def _may_mismatch(call: ExprCall, types: Sequence[Type | None]) -> bool:
+    """Return whether Kubernetes fails for a version and a value of another type.
+
+    So does `==`, but not with null; and so does `in`, but only for a list of literals.
+    """
+    if call.function == "@in":
+        listed = call.args[1].list_expr
+        literal = listed is not None and all(it.const_expr for it in listed.elements)
+        return literal and _is_open(types[0])
+    with_null = any(it is not None and it.null is not None for it in types)
+    return call.function == "_==_" and any(map(_is_open, types)) and not with_null
+
+
+def _call(function: str, *arguments: Expr | None) -> ExprCall:
+    return ExprCall(function=function, args=[it for it in arguments if it is not None])
+
+
+def _is_map(node: Expr) -> Expr:
+    types = (
+        Expr(call_expr=_call("type", it)) for it in (node, Expr(struct_expr=ExprCreateStruct()))
+    )
+    return Expr(call_expr=_call("_==_", *types))
+
+
+def _children(node: Expr) -> Iterator[Expr | None]:
+    if node.select_expr is not None:
+        yield node.select_expr.operand
+    if (call := node.call_expr) is not None:
+        yield call.target
+        yield from call.args
+    if (loop := node.comprehension_expr) is not None:
+        yield from (loop.iter_range, loop.accu_init, loop.loop_condition)
+        yield from (loop.loop_step, loop.result)
+    for elements in _literals(node):
+        yield from elements
+
+
+def _literals(node: Expr) -> Iterator[Sequence[Expr | None]]:
+    """Yield the elements of a literal: of a list; the keys and the values of a map."""
+    if node.list_expr is not None:
+        yield node.list_expr.elements
+    if node.struct_expr is not None:
+        yield [it.map_key for it in node.struct_expr.entries]
+        yield [it.value for it in node.struct_expr.entries]
+
+
+def _element_types(elements: Sequence[Expr | None], tree: CheckedExpr) -> Iterator[Type]:
+    """Yield the types of elements.
+
+    One like `[]` takes the type of the others; one that `?` makes optional has that of its value.
+    """
+    for found in (tree.type_map.get(it.id) for it in elements if it is not None):
+        if found is not None:
+            held = found.abstract_type.parameter_types if found.abstract_type is not None else ()
+            yield from (it for it in held or (found,) if _is_open(it) or not _has_open(it))
+
+
+def _has_open(found: Type | None) -> bool:
+    """Return whether a type, or a part of it, is known at the evaluation alone."""
+    if found is None:
+        return False
+    element = None if found.list_type is None else found.list_type.elem_type
+    return _is_open(found) or any(map(_has_open, (element, *_of_map(found))))
+
+
+def _of_map(found: Type | None) -> tuple[Type | None, Type | None]:
+    """Return the types of the keys and of the values of a map."""
+    if found is None or found.map_type is None:
+        return None, None
+    return found.map_type.key_type, found.map_type.value_type
+
+
+def _is_open(found: Type | None) -> bool:
+    return found is not None and (found.dyn is not None or found.well_known == _ANY)
+
+
+def _is_outer(node: Expr | None, tree: CheckedExpr) -> bool:
+    """Return whether a node has the type of all attributes, or of all capacities."""
+    _, inner = _of_map(tree.type_map.get(node.id) if node is not None else None)
+    _, value = _of_map(inner)
+    return value is not None and (value.well_known == _ANY or value.abstract_type is not None)
