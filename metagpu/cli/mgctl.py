@@ -223,7 +223,12 @@ def _doctor(args: argparse.Namespace) -> int:
     where = SurveyPaths(args.root, args.kubelet_dir, pod_resources, args.run_dir, pod_dir, roots)
     found = diagnose(survey_node(where, status, no_status))
     if args.output != "table":
-        print_text(encode([{**asdict(it), "result": str(it.result)} for it in found], args.output))
+        print_text(
+            encode(
+                [{**asdict(diagnosis), "result": str(diagnosis.result)} for diagnosis in found],
+                args.output,
+            )
+        )
     else:
         print_text(render(_diagnoses(found), stdout_terminal()))
     return int(any(diagnosis.result is CheckResult.ERROR for diagnosis in found))
@@ -232,10 +237,15 @@ def _doctor(args: argparse.Namespace) -> int:
 def _diagnoses(found: Sequence["Diagnosis"]) -> Sequence[Cell]:
     styles = {"ok": "green", "warning": "yellow", "error": "bold red"}
     lines = []
-    for it in found:
-        lines.append(Cell(f"{it.code}  {it.result:7}  {it.finding}", styles[it.result]))
-        if it.fix:
-            lines.append(Cell(f"{' ' * 16}{it.fix}"))
+    for diagnosis in found:
+        lines.append(
+            Cell(
+                f"{diagnosis.code}  {diagnosis.result:7}  {diagnosis.finding}",
+                styles[diagnosis.result],
+            )
+        )
+        if diagnosis.fix:
+            lines.append(Cell(f"{' ' * 16}{diagnosis.fix}"))
     return lines
 
 

@@ -176,10 +176,10 @@ def completions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Sequen
         found = (name for action in actions_of(parser) for name in action.option_strings)
     else:
         found = commands_of(parser) or (
-            it
+            choice
             for action in actions_of(parser)
             if not action.option_strings
-            for it in action.choices or ()
+            for choice in action.choices or ()
         )
     return sorted(name for name in map(str, found) if name.startswith(current))
 

@@ -52,7 +52,7 @@ def resource_names_of(args: argparse.Namespace) -> Mapping[str, Any]:
     Raises:
         ConfigError: a vocabulary is none.
     """
-    names = tuple(it for part in args.vocabularies.split(",") if (it := part.strip()))
+    names = tuple(value for part in args.vocabularies.split(",") if (value := part.strip()))
     if not names or set(names) - VOCABULARIES.keys():
         known = ", ".join(VOCABULARIES)
         problem = f"{args.vocabularies!r} names no vocabularies; write some of {known}"

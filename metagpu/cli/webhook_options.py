@@ -123,4 +123,4 @@ def _order_of(text: str) -> tuple[str, ...]:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    return tuple(it for part in text.split(",") if (it := part.strip()))
+    return tuple(word for part in text.split(",") if (word := part.strip()))

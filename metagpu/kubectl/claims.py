@@ -93,9 +93,9 @@ class ReadClaims(msgspec.Struct, frozen=True):
             fix = "ask for the role metagpu-viewer of the cluster, and to read ResourceClaims"
             text = f"its ResourceClaims are not judged: {self.refusal}"
             return PodReason.CLAIMS_UNREADABLE, text, fix
-        for it in refs:
-            if self.specs.get(it) is None:
-                missing = f"there is no {it.kind} {it.name} in the namespace {it.namespace}"
+        for ref in refs:
+            if self.specs.get(ref) is None:
+                missing = f"there is no {ref.kind} {ref.name} in the namespace {ref.namespace}"
                 fix = "create it, or correct the name in the pod"
                 return PodReason.CLAIM_MISSING, missing, fix
         return None
@@ -103,11 +103,14 @@ class ReadClaims(msgspec.Struct, frozen=True):
     def our_classes(self, reports: Iterable[StatusReport]) -> Mapping[str, str]:
         """Return the selectors of each class whose devices are of a driver of the daemons."""
         drivers = {DRIVER, *filter(None, map(_driver_of, reports))}
-        classes = {it["metadata"]["name"]: _expressions(it["spec"]) for it in self.classes}
+        classes = {
+            device_class["metadata"]["name"]: _expressions(device_class["spec"])
+            for device_class in self.classes
+        }
         return {
             name: selectors
             for name, selectors in classes.items()
-            if any(f"{quote}{it}{quote}" in selectors for it in drivers for quote in "'\"")
+            if any(f"{quote}{driver}{quote}" in selectors for driver in drivers for quote in "'\"")
         }
 
     def devices(
@@ -133,11 +136,11 @@ def _driver_of(report: StatusReport) -> str:
 def claim_refs(namespace: str, spec: Object) -> tuple[ClaimRef, ...]:
     """Return the claims that the specification of a pod names."""
     return tuple(
-        ClaimRef(namespace, collection, str(name), str(it.get("name")))
-        for it in spec.get("resourceClaims") or ()
+        ClaimRef(namespace, collection, str(name), str(claim.get("name")))
+        for claim in spec.get("resourceClaims") or ()
         for collection, name in (
-            ("resourceclaims", it.get("resourceClaimName")),
-            ("resourceclaimtemplates", it.get("resourceClaimTemplateName")),
+            ("resourceclaims", claim.get("resourceClaimName")),
+            ("resourceclaimtemplates", claim.get("resourceClaimTemplateName")),
         )
         if name
     )
@@ -149,18 +152,26 @@ def _requests(spec: Object | None) -> Sequence[Object]:
 
 def _options(request: Object, ours: Mapping[str, str]) -> Iterator[DeviceOption]:
     """Yield the alternatives of a request that are devices of metagpu."""
-    for it in (request.get("exactly"), *(request.get("firstAvailable") or ())):
-        if it is None or it.get("adminAccess") or it.get("deviceClassName") not in ours:
+    for alternative in (request.get("exactly"), *(request.get("firstAvailable") or ())):
+        if (
+            alternative is None
+            or alternative.get("adminAccess")
+            or alternative.get("deviceClassName") not in ours
+        ):
             continue  # who only looks at a GPU waits for none
-        name = it["deviceClassName"]
-        amounts = (it.get("capacity") or {}).get("requests") or {}
-        count = it.get("count") or 1
+        name = alternative["deviceClassName"]
+        amounts = (alternative.get("capacity") or {}).get("requests") or {}
+        count = alternative.get("count") or 1
         yield DeviceOption(
             name,
-            tuple(_TYPE.findall(f"{ours[name]}\n{_expressions(it)}")),
+            tuple(_TYPE.findall(f"{ours[name]}\n{_expressions(alternative)}")),
             count,
-            _MOST if it.get("allocationMode") == "All" else count,
-            {each: read for each, it in amounts.items() if (read := _amount(it)) is not None},
+            _MOST if alternative.get("allocationMode") == "All" else count,
+            {
+                each: read
+                for each, amount in amounts.items()
+                if (read := _amount(amount)) is not None
+            },
         )
 
 
@@ -174,7 +185,7 @@ def _amount(quantity: object) -> int | None:
 def _expressions(selecting: Object) -> str:
     """Return the CEL expressions of a class or a request, as they are written."""
     selectors = selecting.get("selectors") or ()
-    return "\n".join(it.get("cel", {}).get("expression", "") for it in selectors)
+    return "\n".join(selector.get("cel", {}).get("expression", "") for selector in selectors)
 
 
 _CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
@@ -193,7 +204,7 @@ async def read_claims(viewer: ClusterViewer, refs: Iterable[ClaimRef]) -> ReadCl
         return ReadClaims()
     try:
         classes, *specs = await in_parallel(
-            partial(viewer.items, _CLASSES), *(partial(_read_spec, viewer, it) for it in wanted)
+            partial(viewer.items, _CLASSES), *(partial(_read_spec, viewer, ref) for ref in wanted)
         )
     except ClusterError as error:
         if error.status != _FORBIDDEN:
@@ -210,8 +221,10 @@ async def read_extended_resources(viewer: ClusterViewer) -> frozenset[str]:
         if error.status not in (_FORBIDDEN, _NOT_FOUND):
             raise
         return frozenset()
-    specs = (it.get("spec") or {} for it in classes)
-    return frozenset(it["extendedResourceName"] for it in specs if it.get("extendedResourceName"))
+    specs = (device_class.get("spec") or {} for device_class in classes)
+    return frozenset(
+        spec["extendedResourceName"] for spec in specs if spec.get("extendedResourceName")
+    )
 
 
 async def _read_spec(viewer: ClusterViewer, ref: ClaimRef) -> Object | None:

@@ -35,9 +35,9 @@ _NAMED: Final = 5
 def silent_nodes(answers: Sequence[NodeAnswer[UsageReport]]) -> Sequence[str]:
     """Return the nodes that gave no answer, a line for all of one problem."""
     same: dict[str, list[str]] = {}
-    for it in answers:
-        if it.report is None:
-            same.setdefault(it.problem, []).append(it.node)
+    for answer in answers:
+        if answer.report is None:
+            same.setdefault(answer.problem, []).append(answer.node)
     return [f"{_named(nodes)}: {problem}" for problem, nodes in same.items()]
 
 
@@ -186,8 +186,8 @@ class Rows:
         of_nodes = args.kind in ("nodes", "gpus")
         if args.selector and of_nodes:
             chosen = await viewer.items("/api/v1/nodes", labelSelector=args.selector)
-            names = {it["metadata"]["name"] for it in chosen}
-            agents = [it for it in agents if it.node in names]
+            names = {pod["metadata"]["name"] for pod in chosen}
+            agents = [agent for agent in agents if agent.node in names]
 
         answers = await self._questions.ask(agents)
         pods = await self._chosen_pods(viewer) if args.selector and not of_nodes else None
@@ -199,7 +199,7 @@ class Rows:
     async def _chosen_pods(self, viewer: ClusterViewer) -> frozenset[tuple[str, str]]:
         where = f"/namespaces/{self._namespace}" if self._namespace else ""
         chosen = await viewer.items(f"/api/v1{where}/pods", labelSelector=self._args.selector)
-        return frozenset((it["metadata"]["namespace"], it["metadata"]["name"]) for it in chosen)
+        return frozenset((pod["metadata"]["namespace"], pod["metadata"]["name"]) for pod in chosen)
 
 
 @contextmanager
@@ -283,7 +283,11 @@ def _encode(
     *,
     compact: bool = False,
 ) -> str:
-    silent = [{"node": it.node, "problem": it.problem} for it in answers if it.report is None]
+    silent = [
+        {"node": answer.node, "problem": answer.problem}
+        for answer in answers
+        if answer.report is None
+    ]
     return encode({"items": list(rows), "unanswered": silent}, args.output, compact=compact)
 
 
@@ -296,7 +300,7 @@ def _show_live(
     def draw(screen: Terminal) -> str:
         nonlocal answers
         shown, answers = rows.read()
-        notes = [] if screen is PLAIN else [Cell(it, "yellow") for it in silent_nodes(answers)]
+        notes = [] if screen is PLAIN else [Cell(node, "yellow") for node in silent_nodes(answers)]
         return render([*draw_rows(shown), *notes], screen)
 
     status = show_live(draw)
@@ -307,4 +311,4 @@ def report_silence(answers: Sequence[NodeAnswer[UsageReport]]) -> int:
     """Print the nodes without an answer, and why; return 1 if no node answered."""
     for line in silent_nodes(answers):
         print(f"kubectl metagpu: {line}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-    return int(bool(answers) and all(it.report is None for it in answers))
+    return int(bool(answers) and all(answer.report is None for answer in answers))

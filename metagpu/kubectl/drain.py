@@ -95,7 +95,11 @@ def judge_pod(name: PodName, pod: Object | None, node: str, *, force: bool) -> D
     if pod is None or pod["spec"].get("nodeName") != node:
         return DrainedPod(name, ends=True)
     metadata = pod["metadata"]
-    owners = [it for it in metadata.get("ownerReferences") or () if it.get("controller")]
+    owners = [
+        reference
+        for reference in metadata.get("ownerReferences") or ()
+        if reference.get("controller")
+    ]
     kind = str(owners[0]["kind"]) if owners else ""
     controller = f"{kind}/{owners[0]['name']}" if owners else ""
     ends = bool(metadata.get("deletionTimestamp"))
@@ -126,19 +130,19 @@ def rows_of(
 ) -> Sequence[Mapping[str, Any]]:
     """Return the rows of a table; memory is from the node's usage, where it answered."""
     used = {
-        ((it["namespace"], it["pod"]), it["container"]): it
-        for it in read_rows("pods", [answer])[0]
-        if it["uuid"] == gpu
+        ((row["namespace"], row["pod"]), row["container"]): row
+        for row in read_rows("pods", [answer])[0]
+        if row["uuid"] == gpu
     }
     rows = []
-    for it in holdings:
-        pod, memory = pods[it.pod], used.get((it.pod, it.container), {})
+    for holding in holdings:
+        pod, memory = pods[holding.pod], used.get((holding.pod, holding.container), {})
         rows.append(
             {
-                "namespace": it.pod[0],
-                "pod": it.pod[1],
-                "container": it.container,
-                "shares": it.shares,
+                "namespace": holding.pod[0],
+                "pod": holding.pod[1],
+                "container": holding.container,
+                "shares": holding.shares,
                 "usedMiB": memory.get("usedMiB"),
                 "shareMiB": memory.get("shareMiB"),
                 "controller": pod.controller or "none",
@@ -151,8 +155,10 @@ def rows_of(
 def _asks_for_devices(spec: Object) -> bool:
     """Return whether a pod requests an extended resource, or has a ResourceClaim."""
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
-    limits = [(it.get("resources") or {}).get("limits") or {} for it in containers]
-    return bool(spec.get("resourceClaims")) or any("/" in name for it in limits for name in it)
+    limits = [(container.get("resources") or {}).get("limits") or {} for container in containers]
+    return bool(spec.get("resourceClaims")) or any(
+        "/" in name for limit in limits for name in limit
+    )
 
 
 def _parse(text: str | None) -> tuple[PodName, str]:
@@ -268,7 +274,7 @@ class GpuDrain:
             ClusterError: the API server does not answer.
         """
         chosen = set(names)
-        held = [it for it in self._holdings if it.pod in chosen]
+        held = [holding for holding in self._holdings if holding.pod in chosen]
         if not held:
             return f"nobody holds {self.title}\n"
         [usage] = await self._viewer.ask(USAGE, [self._agent])
@@ -300,12 +306,12 @@ class GpuDrain:
         [answer] = await self._viewer.ask(STATUS, [self._agent])
         if answer.report is None:
             raise NoAnswer(f"{answer.node}: {answer.problem}")
-        if all(it.uuid != self._gpu.uuid for it in answer.report.gpus):
+        if all(gpu.uuid != self._gpu.uuid for gpu in answer.report.gpus):
             raise NoAnswer(f"{answer.node}: its daemon does not see {self.title} now")
         holdings = holdings_of(answer.report, self._gpu.uuid)
-        names = {it.pod for it in holdings}
+        names = {holding.pod for holding in holdings}
         if names_alone:
-            for name in {it.pod for it in self._holdings} - names:
+            for name in {holding.pod for holding in self._holdings} - names:
                 if is_running(await self._read(name), self.pods[name].uid):
                     # A daemon that has just started does not know the kubelet's pods yet.
                     title = self.pods[name].title
@@ -335,7 +341,7 @@ class GpuDrain:
             MetagpuError: pods hold it at the end of the time, or stay.
         """
         seconds = self._args.drain_timeout
-        due = {name for name, it in self.pods.items() if it.is_evicted}
+        due = {name for name, pod in self.pods.items() if pod.is_evicted}
         pauses = delays()
         if self._is_waiting():
             print_text(f"waiting until nobody holds it, {seconds:g} s at most\n")
@@ -347,13 +353,13 @@ class GpuDrain:
                 await anyio.sleep(pauses.next())
                 due.update(await self._look_again())
         if self._holdings:
-            names = dict.fromkeys(it.pod for it in self._holdings)
+            names = dict.fromkeys(holding.pod for holding in self._holdings)
             kept = [_kept(self.pods[name], seconds) for name in names]
             raise DrainFailed(f"{self.title} stays cordoned, and is still held: {'; '.join(kept)}")
 
     def _is_waiting(self) -> bool:
         """Return whether the GPU has a pod that does not stay."""
-        return any(not self.pods[it.pod].stays for it in self._holdings)
+        return any(not self.pods[holding.pod].stays for holding in self._holdings)
 
     async def _is_evicted(self, name: PodName) -> bool:
         """Try the eviction of a pod; return whether there is no more to try."""
@@ -373,15 +379,15 @@ class GpuDrain:
 
     async def _look_again(self) -> Iterable[PodName]:
         """Look, and print who has left; return the new pods that are evicted too."""
-        before = dict.fromkeys(it.pod for it in self._holdings)
+        before = dict.fromkeys(holding.pod for holding in self._holdings)
         try:
             late = await self.look(names_alone=True)
         except MetagpuError as error:
             self._print_once(f"no news: {error}")  # its daemon may be replaced meanwhile
-            agents = {it.node: it for it in await self._viewer.agents()}
+            agents = {agent.node: agent for agent in await self._viewer.agents()}
             self._agent = agents.get(self._agent.node, self._agent)
             return ()
-        now = {it.pod for it in self._holdings}
+        now = {holding.pod for holding in self._holdings}
         waiting = sum(not self.pods[name].stays for name in now)
         for name in before:
             if name not in now:

@@ -69,15 +69,15 @@ def _judge(demand: PodDemand, node: ClusterNode) -> Judgement:
 def judge_all(demand: PodDemand, nodes: Iterable[ClusterNode]) -> Sequence[Judgement]:
     """Judge nodes, the nearest to a fit first; of a bound pod its own node alone."""
     return sorted(
-        (judge(demand, it) for it in nodes if demand.node in ("", it.name)),
-        key=lambda it: (it.obstacle, it.node),
+        (judge(demand, node) for node in nodes if demand.node in ("", node.name)),
+        key=lambda judgement: (judgement.obstacle, judgement.node),
     )
 
 
 def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
     """Return the kind of the answer, the sentence that helps, and what to change."""
     if not demand.asks and demand.claims:
-        claims = ", ".join(it.used_as for it in demand.claims)
+        claims = ", ".join(claim.used_as for claim in demand.claims)
         text = f"its ResourceClaims ({claims}) ask for no device of metagpu"
         return PodReason.CLAIMS_OF_OTHERS, text, ""
     if not demand.asks:
@@ -90,7 +90,7 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
         return PodReason.NO_NODES, "the cluster has no node", "add one"
     best = judged[0]
     if best.obstacle is Obstacle.NONE:
-        names = [it.node for it in judged if it.obstacle is Obstacle.NONE]
+        names = [judgement.node for judgement in judged if judgement.obstacle is Obstacle.NONE]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return PodReason.FITS, f"fits on node {names[0]}{more}: {best.reason}", ""
     sentence = f"it fits on no node; of {len(judged)} the nearest is {best.node}: {best.reason}"
@@ -152,8 +152,8 @@ def _counts(demand: PodDemand, *, is_new: bool) -> Mapping[str, int]:
         if request.claim in demand.new_claims:
             # A request counts for each class of its alternatives, with the most that it may get.
             most: dict[str, int] = {}
-            for it in request.options:
-                most[it.device_class] = max(it.charged, most.get(it.device_class, 0))
+            for option in request.options:
+                most[option.device_class] = max(option.charged, most.get(option.device_class, 0))
             counts.update({f"{name}{_DEVICES}": count for name, count in most.items()})
     return counts
 
@@ -193,7 +193,7 @@ def _free(report: StatusReport, resource: str) -> str:
 def claims_of(pods: Iterable[Object]) -> frozenset[ClaimRef]:
     """Return the ResourceClaims of the pods without a node."""
     demands = filter(None, map(_demand_of, pods))
-    return frozenset(it for demand in demands for it in demand.claims)
+    return frozenset(claim for demand in demands for claim in demand.claims)
 
 
 def waiting_pods(
@@ -201,7 +201,7 @@ def waiting_pods(
 ) -> list[Object]:
     """Return the pods without a node that ask for what is ours, and why."""
     is_ours = _OurResources(nodes)
-    classes = claims.our_classes(it.report for it in nodes if it.report)
+    classes = claims.our_classes(node.report for node in nodes if node.report)
     answers: dict[bytes, Object] = {}
     found = []
     for pod in pods:
@@ -209,7 +209,7 @@ def waiting_pods(
         if demand is None:
             continue
         demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
-        if not demand.devices and not any(is_ours(it) for it in demand.totals):
+        if not demand.devices and not any(is_ours(total) for total in demand.totals):
             continue
         # The pods of a controller are alike, and of 500 nodes each is judged.
         shape = msgspec.json.encode(
@@ -219,16 +219,16 @@ def waiting_pods(
             answers[shape] = _answer(demand, nodes)
         row = {"namespace": demand.namespace, "pod": demand.name, **answers[shape]}
         found.append({**row, "scheduler": scheduler_says(pod)})
-    return sorted(found, key=lambda it: (it["namespace"], it["pod"]))
+    return sorted(found, key=lambda holding: (holding["namespace"], holding["pod"]))
 
 
 class _OurResources:
     """The resources of daemons, and those of their domains that no Node counts."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._offered = {name for it in nodes for name in offers_of(it.report)}
+        self._offered = {name for node in nodes for name in offers_of(node.report)}
         self._domains = {name.partition("/")[0] for name in self._offered}
-        self._counted = {name for it in nodes for name in it.allocatable}
+        self._counted = {name for node in nodes for name in node.allocatable}
 
     def __call__(self, resource: str) -> bool:
         of_domain = resource.partition("/")[0] in self._domains

@@ -40,18 +40,20 @@ async def doctor(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     """Check the daemons of nodes; return 1 if a node has an error, or gives no answer."""
     agents, nodes = await viewer.agents(), await _nodes(viewer, args.selector)
     if args.selector:
-        names = {it["metadata"]["name"] for it in nodes}
-        agents = [it for it in agents if it.node in names]
+        names = {node["metadata"]["name"] for node in nodes}
+        agents = [agent for agent in agents if agent.node in names]
     answers = await viewer.ask(STATUS, agents)
-    offered = {name for it in answers for name in offers_of(it.report)}
-    checked = {it.node: _checks(it) for it in answers}
+    offered = {name for answer in answers for name in offers_of(answer.report)}
+    checked = {answer.node: _checks(answer) for answer in answers}
     found = dict(sorted({**checked, **_without_daemon(nodes, checked, offered)}.items()))
     if args.output in ("json", "yaml"):
         print_text(encode(_plain(found), args.output))
     else:
         show_all = args.output == "wide"
         print_text(render(_drawn(found, show_all=show_all), stdout_terminal()))
-    return int(any(it.result is CheckResult.ERROR for checks in found.values() for it in checks))
+    return int(
+        any(check.result is CheckResult.ERROR for checks in found.values() for check in checks)
+    )
 
 
 async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
@@ -60,7 +62,7 @@ async def explain(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     Raises:
         MetagpuError: metagpu does not run on the node, or gives no answer.
     """
-    agents = {it.node: it for it in await viewer.agents()}
+    agents = {agent.node: agent for agent in await viewer.agents()}
     if args.node not in agents:
         raise NodeNotServed(f"metagpu does not run on a node {args.node}; see `kubectl get nodes`")
     [answer] = await viewer.ask(STATUS, [agents[args.node]])
@@ -101,9 +103,9 @@ def _without_daemon(
         "the DaemonSet; a daemon that is a service of the host has no pod"
     )
     found = {}
-    for it in nodes:
-        name, labels = it["metadata"]["name"], it["metadata"].get("labels") or {}
-        amounts = (it.get("status") or {}).get("capacity") or {}
+    for node in nodes:
+        name, labels = node["metadata"]["name"], node["metadata"].get("labels") or {}
+        amounts = (node.get("status") or {}).get("capacity") or {}
         signs = [f"has the label {label}" for label in _GPU_LABELS if labels.get(label) == "true"]
         signs += [
             f"counts {amount} of {resource}"
@@ -130,16 +132,23 @@ def _drawn(
     """Draw what is wrong, each finding once with the nodes that have it."""
     same: dict[tuple[str, CheckResult, str, str], list[str]] = {}
     for node, checks in found.items():
-        for it in checks:
-            if show_all or it.result is not CheckResult.OK:
-                same.setdefault((it.code, it.result, it.finding, it.fix), []).append(node)
+        for check in checks:
+            if show_all or check.result is not CheckResult.OK:
+                same.setdefault((check.code, check.result, check.finding, check.fix), []).append(
+                    node
+                )
     folded = frozenset(("FINDING", "FIX"))
     table = TextTable(("NODE", "CODE", "RESULT", "FINDING", "FIX"), folded=folded)
-    errors_first = sorted(same.items(), key=lambda it: (it[0][1] is not CheckResult.ERROR, it[0]))
+    errors_first = sorted(
+        same.items(), key=lambda pair: (pair[0][1] is not CheckResult.ERROR, pair[0])
+    )
     for (code, result, finding, fix), nodes in errors_first:
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
         table.add(nodes[0] + more, code, Cell(str(result), _STYLES[result]), finding, fix or "-")
-    bad = sum(any(it.result is not CheckResult.OK for it in checks) for checks in found.values())
+    bad = sum(
+        any(diagnosis.result is not CheckResult.OK for diagnosis in checks)
+        for checks in found.values()
+    )
     summary = Cell(
         f"{bad or 'none'} of {len(found)} nodes {'has' if bad == 1 else 'have'} a problem"
     )
@@ -151,8 +160,13 @@ def _plain(found: Mapping[str, Sequence[Diagnosis]]) -> Sequence[Mapping[str, ob
         {
             "node": node,
             "checks": [
-                {"code": it.code, "result": str(it.result), "finding": it.finding, "fix": it.fix}
-                for it in checks
+                {
+                    "code": check.code,
+                    "result": str(check.result),
+                    "finding": check.finding,
+                    "fix": check.fix,
+                }
+                for check in checks
             ],
         }
         for node, checks in found.items()
@@ -174,7 +188,7 @@ async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
     with report_of(node_of(args.gpu)):
         agent, gpu = await find_gpu(args.gpu, viewer)
         found = await cordon_gpu(viewer, agent, gpu, reason, args.timeout)
-        held = sum(it.held for it in found.shares.values())
+        held = sum(share.held for share in found.shares.values())
     title = f"GPU {gpu.index} of node {agent.node}"
     print_text(f"{title} is cordoned; {held} shares are still in use\n")
     return 0
@@ -223,7 +237,7 @@ async def find_gpu(name: str, viewer: ClusterViewer) -> tuple[AgentPod, GpuRepor
     node, _, wanted = name.partition("/")
     if not wanted:
         raise UnknownGpu(f"{name!r} names no GPU; write NODE/GPU, as in gpu-1/3")
-    agents = {it.node: it for it in await viewer.agents()}
+    agents = {agent.node: agent for agent in await viewer.agents()}
     if node not in agents:
         raise NodeNotServed(f"metagpu does not run on a node {node}; see `kubectl get nodes`")
     gpus = await _gpus(viewer, agents[node])
@@ -254,10 +268,10 @@ async def _follow(
     with anyio.move_on_after(deadline):
         while True:
             # A daemon that has just started, or whose GPU has fallen off the bus, reports it not.
-            for it in await _gpus(viewer, agent):
-                if it.uuid == gpu.uuid:
-                    current = it
-                    if (it.cordon is not None) == cordoned:
+            for report in await _gpus(viewer, agent):
+                if report.uuid == gpu.uuid:
+                    current = report
+                    if (report.cordon is not None) == cordoned:
                         return current
             await anyio.sleep(pauses.next())
     if not cordoned and current.cordon is not None:

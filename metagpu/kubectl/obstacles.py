@@ -83,7 +83,7 @@ def resource_obstacles(
         reason = f"the kubelet does not count {resource} as metagpu lists it: {problem}"
         yield Obstacle.COMPETING_PLUGIN, reason, f"run mgctl doctor on {node.name}"
 
-    counts = [it.count for it in demand.requests if it.resource == resource]
+    counts = [request.count for request in demand.requests if request.resource == resource]
     largest, total, free = max(counts), sum(counts), offers[resource].free
     held = sum(lease.shares for lease in report.leases if lease.resource == resource)
     gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
@@ -236,9 +236,11 @@ def _fits_together(
     if offer.request_rule is RequestRule.ANY:
         return True
     amounts = [gpu.shares[resource] for gpu in gpus]
-    parts = sorted(it.free for it in amounts)
-    idle = sorted((it.free for it in amounts if it.free == it.capacity), reverse=True)
-    most = max(it.capacity for it in amounts)
+    parts = sorted(amount.free for amount in amounts)
+    idle = sorted(
+        (amount.free for amount in amounts if amount.free == amount.capacity), reverse=True
+    )
+    most = max(amount.capacity for amount in amounts)
     rests = []
     for count in sorted(counts, reverse=True):
         wholes = _whole_gpus(count, idle) if count > most else ()
@@ -281,7 +283,7 @@ def _holders(report: StatusReport, gpus: Sequence[GpuReport]) -> str:
             held[name] = held.get(name, 0) + lease.shares
     if not held:
         return ""
-    largest = sorted(held.items(), key=lambda it: -it[1])
+    largest = sorted(held.items(), key=lambda pair: -pair[1])
     shown = [f"{name} ({count})" for name, count in largest[:_MOST_HOLDERS]]
     more = [f"{len(held) - _MOST_HOLDERS} more"] if len(held) > _MOST_HOLDERS else []
     return f"; they are held by {', '.join([*shown, *more])}"
@@ -290,24 +292,26 @@ def _holders(report: StatusReport, gpus: Sequence[GpuReport]) -> str:
 def device_obstacles(demand: PodDemand, report: StatusReport) -> Iterator[Found]:
     """Yield what is against each request, of alternatives the least."""
     for request in demand.devices:
-        found = [_device_obstacle(it, report) for it in request.options]
-        against = [it for it in found if it is not None]
+        found = [_device_obstacle(option, report) for option in request.options]
+        against = [obstacles for obstacles in found if obstacles is not None]
         if len(against) == len(found):
-            yield min(against, key=lambda it: it[0])
+            yield min(against, key=lambda obstacles: obstacles[0])
 
 
 def free_devices(demand: PodDemand, report: StatusReport) -> Sequence[str]:
     """Return what is free for each request, by its first alternative with room."""
     open_options = (
-        next(it for it in request.options if _device_obstacle(it, report) is None)
+        next(option for option in request.options if _device_obstacle(option, report) is None)
         for request in demand.devices
     )
-    return [_free_of_option(it, _devices(it, report)) for it in open_options]
+    return [
+        _free_of_option(open_option, _devices(open_option, report)) for open_option in open_options
+    ]
 
 
 def _device_obstacle(option: DeviceOption, report: StatusReport) -> Found | None:
     devices, name = _devices(option, report), option.device_class
-    total, free = sum(it.devices for it in devices), sum(it.free for it in devices)
+    total, free = sum(device.devices for device in devices), sum(device.free for device in devices)
     if option.count > total:
         offered = f"{total or 'no'} devices of {name} are offered there"
         reason = f"{offered}, and {option.count} requested"
@@ -330,18 +334,22 @@ def _device_obstacle(option: DeviceOption, report: StatusReport) -> Found | None
 
 def _devices(option: DeviceOption, report: StatusReport) -> Sequence[DeviceTypeReport]:
     """Return the devices of a class."""
-    return [it for kind, it in report.devices.items() if not option.types or kind in option.types]
+    return [
+        device_type_report
+        for kind, device_type_report in report.devices.items()
+        if not option.types or kind in option.types
+    ]
 
 
 def _free_of_option(option: DeviceOption, devices: Sequence[DeviceTypeReport]) -> str:
-    total, free = sum(it.devices for it in devices), sum(it.free for it in devices)
-    parts = ", ".join(_shown(it, _largest(devices, it)) for it in option.amounts)
+    total, free = sum(device.devices for device in devices), sum(device.free for device in devices)
+    parts = ", ".join(_shown(amount, _largest(devices, amount)) for amount in option.amounts)
     largest = f", the largest part is {parts}" if parts else ""
     return f"{free} of {total} devices of {option.device_class} are free{largest}"
 
 
 def _largest(devices: Sequence[DeviceTypeReport], capacity: str) -> int:
-    return max((it.largest.get(capacity, 0) for it in devices), default=0)
+    return max((device.largest.get(capacity, 0) for device in devices), default=0)
 
 
 def _shown(capacity: str, amount: int) -> str:

@@ -107,14 +107,14 @@ async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
         MetagpuError: the file is no manifest with a pod.
     """
     pods = await to_thread.run_sync(_read_manifest, args.filename)
-    demands = [demand_of(_in_namespace(it, namespace)) for it in pods]
+    demands = [demand_of(_in_namespace(pod, namespace)) for pod in pods]
     nodes = await _nodes(viewer)
     answers = []
     for demand in demands:
         quotas = await _quotas(viewer, demand.namespace)
         answers.append(await _judged(viewer, demand, nodes, quotas, is_new=True))
     _print(answers, args.output)
-    return int(any(it.fix or _fits_nowhere(it) for it in answers))
+    return int(any(answer.fix or _fits_nowhere(answer) for answer in answers))
 
 
 async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
@@ -164,13 +164,15 @@ async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) 
     """
     path = f"/api/v1/namespaces/{namespace}/events"
     events = await viewer.items(path, fieldSelector="reason=FailedCreate")
-    found = [it for it in events if (it.get("involvedObject") or {}).get("name") == name]
+    found = [event for event in events if (event.get("involvedObject") or {}).get("name") == name]
     if not found:
         raise UnknownPod(
             f"there is no pod {name} in the namespace {namespace}, and no controller of that name "
             "whose pods are refused; give another namespace by -n"
         )
-    latest = max(found, key=lambda it: str(it.get("lastTimestamp") or it.get("eventTime") or ""))
+    latest = max(
+        found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")
+    )
     quota = "exceeded quota" in str(latest.get("message"))
     fix = "change the pod's template as the message says"
     if quota:
@@ -189,7 +191,7 @@ async def _judged(
     is_new: bool = False,
 ) -> PodAnswer:
     claims = await read_claims(viewer, demand.claims)
-    classes = claims.our_classes(it.report for it in nodes if it.report)
+    classes = claims.our_classes(node.report for node in nodes if node.report)
     demand = msgspec.structs.replace(demand, devices=claims.devices(demand.claims, classes))
     judged = judge_all(demand, nodes) if demand.asks else ()
     reason, sentence, fix = (
@@ -214,13 +216,13 @@ def cluster_nodes(
     objects: Iterable[Object], answers: Iterable[NodeAnswer[StatusReport]]
 ) -> Sequence[ClusterNode]:
     """Return nodes by their Node objects and the answers of their daemons."""
-    by_node = {it.node: it for it in answers}
-    return [_node_of(it, by_node.get(it["metadata"]["name"])) for it in objects]
+    by_node = {answer.node: answer for answer in answers}
+    return [_node_of(entry, by_node.get(entry["metadata"]["name"])) for entry in objects]
 
 
-def _node_of(it: Object, answer: NodeAnswer[StatusReport] | None) -> ClusterNode:
-    spec, metadata = it.get("spec") or {}, it["metadata"]
-    amounts = (it.get("status") or {}).get("allocatable") or {}
+def _node_of(node: Object, answer: NodeAnswer[StatusReport] | None) -> ClusterNode:
+    spec, metadata = node.get("spec") or {}, node["metadata"]
+    amounts = (node.get("status") or {}).get("allocatable") or {}
     return ClusterNode(
         metadata["name"],
         metadata.get("labels") or {},
@@ -249,14 +251,12 @@ async def _quotas(viewer: ClusterViewer, namespace: str) -> Sequence[Object]:
 def _waiting(status: Object) -> list[str]:
     """Return why containers wait."""
     waiting = [
-        (it["name"], it["state"]["waiting"])
-        for it in status.get("containerStatuses") or ()
-        if (it.get("state") or {}).get("waiting")
+        (container_status["name"], container_status["state"]["waiting"])
+        for container_status in status.get("containerStatuses") or ()
+        if (container_status.get("state") or {}).get("waiting")
     ]
-    return [
-        f"container {name} waits: {': '.join(filter(None, (it.get('reason'), it.get('message'))))}"
-        for name, it in waiting
-    ]
+    texts = ((name, filter(None, (why.get("reason"), why.get("message")))) for name, why in waiting)
+    return [f"container {name} waits: {': '.join(text)}" for name, text in texts]
 
 
 def _read_manifest(file: str) -> Sequence[Object]:
@@ -279,17 +279,17 @@ def _in_namespace(pod: Object, default: str) -> Object:
 
 
 def _fits_nowhere(answer: PodAnswer) -> bool:
-    return not any(it.obstacle is Obstacle.NONE for it in answer.nodes)
+    return not any(node.obstacle is Obstacle.NONE for node in answer.nodes)
 
 
 def _print(answers: Sequence[PodAnswer], form: str) -> None:
     if form in ("json", "yaml"):
-        plain = [_plain(it) for it in answers]
+        plain = [_plain(pod_answer) for pod_answer in answers]
         print_text(encode(plain[0] if len(plain) == 1 else plain, form))
         return
     parts: list[Cell | TextTable] = []
     for answer in answers:
-        fits = any(it.obstacle is Obstacle.NONE for it in answer.nodes)
+        fits = any(node.obstacle is Obstacle.NONE for node in answer.nodes)
         parts.append(Cell(f"{answer.pod}: {answer.sentence}", "bold" if fits else "bold yellow"))
         if answer.fix:
             parts.append(Cell(f"  {answer.fix}"))
@@ -303,8 +303,8 @@ def _table(judged: Sequence[Judgement]) -> TextTable:
     """Draw the judgements; nodes of one reason share a line."""
     table = TextTable(("NODE", "FITS", "REASON", "CHANGE"), folded=frozenset(("REASON", "CHANGE")))
     groups: dict[tuple[Obstacle, str], list[Judgement]] = {}
-    for it in judged:
-        groups.setdefault((it.obstacle, it.reason), []).append(it)
+    for judgement in judged:
+        groups.setdefault((judgement.obstacle, judgement.reason), []).append(judgement)
     for (obstacle, reason), same in groups.items():
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
         fits = obstacle is Obstacle.NONE
@@ -323,12 +323,12 @@ def _plain(answer: PodAnswer) -> Mapping[str, Any]:
         "reason": str(answer.reason),
         "nodes": [
             {
-                "node": it.node,
-                "fits": it.obstacle is Obstacle.NONE,
-                "obstacle": it.obstacle.name.lower(),
-                "reason": it.reason,
-                "fix": it.fix,
+                "node": node.node,
+                "fits": node.obstacle is Obstacle.NONE,
+                "obstacle": node.obstacle.name.lower(),
+                "reason": node.reason,
+                "fix": node.fix,
             }
-            for it in answer.nodes
+            for node in answer.nodes
         ],
     }

@@ -66,7 +66,10 @@ class PodPlace(msgspec.Struct, frozen=True):
             return with_value(document, self.path, pod)
         spec = value_at(document, self.path)
         models, containers = _models(spec), pod["spec"]["containers"]
-        changed = {**spec, **{key: it for key, it in pod["spec"].items() if key != "containers"}}
+        changed = {
+            **spec,
+            **{key: value for key, value in pod["spec"].items() if key != "containers"},
+        }
         for key, container in zip(models, containers, strict=False):
             if "resources" in container:
                 changed[key] = {**spec[key], "resources": container["resources"]}
@@ -81,7 +84,7 @@ class PodPlace(msgspec.Struct, frozen=True):
 
 def path_text(path: Keys) -> str:
     """Return a path as people write it, such as `spec.tasks[0].template`."""
-    parts = (f"[{it}]" if isinstance(it, int) else f".{it}" for it in path)
+    parts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return "".join(parts).removeprefix(".")
 
 
@@ -102,12 +105,12 @@ def places_in(document: Object) -> Sequence[PodPlace]:
             return isinstance(value, Mapping) and isinstance(value.get("spec"), Mapping)
         return bool(path) and _holds_pod(value)
 
-    return [PodPlace(path) for path, it in _walk(document, is_pod) if is_pod(path, it)]
+    return [PodPlace(path) for path, value in _walk(document, is_pod) if is_pod(path, value)]
 
 
 def values_outside(document: Object, places: Sequence[PodPlace]) -> Iterator[tuple[Keys, Any]]:
     """Yield each value of an object outside its pods and its status, with its path."""
-    inside = {it.path for it in places}
+    inside = {place.path for place in places}
     for path, value in _walk(document, lambda path, _: path in inside):
         if path not in inside:
             yield path, value
@@ -126,9 +129,9 @@ def _walk(document: Object, ends: Callable[[Keys, Any], bool]) -> Iterator[tuple
 
 def _children(path: Keys, value: object) -> Iterator[tuple[Keys, Any]]:
     if isinstance(value, Mapping):
-        yield from (((*path, key), it) for key, it in value.items())
+        yield from (((*path, key), inner) for key, inner in value.items())
     elif isinstance(value, list):
-        yield from (((*path, index), it) for index, it in enumerate(value))
+        yield from (((*path, index), inner) for index, inner in enumerate(value))
 
 
 def _holds_pod(value: object) -> bool:
@@ -141,7 +144,10 @@ def _named(containers: object) -> bool:
     return (
         isinstance(containers, list)
         and bool(containers)
-        and all(isinstance(it, Mapping) and isinstance(it.get("name"), str) for it in containers)
+        and all(
+            isinstance(container, Mapping) and isinstance(container.get("name"), str)
+            for container in containers
+        )
     )
 
 
@@ -149,8 +155,8 @@ def _models(spec: Object) -> Sequence[str]:
     """Return the keys of a spec that KServe makes its container of, such as `model`."""
     return [
         key
-        for key, it in spec.items()
-        if isinstance(it, Mapping) and (key == "model" or "resources" in it)
+        for key, value in spec.items()
+        if isinstance(value, Mapping) and (key == "model" or "resources" in value)
     ]
 
 

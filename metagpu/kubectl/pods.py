@@ -56,8 +56,8 @@ class PodDemand(msgspec.Struct, frozen=True):
     def totals(self) -> Mapping[str, int]:
         """The sum of the requests, by resource."""
         totals: Counter[str] = Counter()
-        for it in self.requests:
-            totals[it.resource] += it.count
+        for request in self.requests:
+            totals[request.resource] += request.count
         return totals
 
     @property
@@ -74,7 +74,9 @@ def demand_of(pod: Object) -> PodDemand:
     """
     spec, metadata = pod.get("spec") or {}, pod.get("metadata") or {}
     claims = claim_refs(metadata.get("namespace") or "", spec)
-    made = {it["name"] for it in (pod.get("status") or {}).get("resourceClaimStatuses") or ()}
+    made = {
+        status["name"] for status in (pod.get("status") or {}).get("resourceClaimStatuses") or ()
+    }
     return PodDemand(
         metadata.get("namespace") or "",
         metadata.get("name") or metadata.get("generateName") or "",
@@ -84,26 +86,26 @@ def demand_of(pod: Object) -> PodDemand:
         tuple(affinity.required_terms(spec)),
         tuple(spec.get("tolerations") or ()),
         claims,
-        tuple(it.used_as for it in claims if it.is_template and it.used_as not in made),
+        tuple(claim.used_as for claim in claims if claim.is_template and claim.used_as not in made),
     )
 
 
 def scheduler_says(pod: Object) -> str:
     """Return the scheduler's message about a pod that waits, empty for none."""
-    for it in (pod.get("status") or {}).get("conditions") or ():
-        if it["type"] == "PodScheduled" and it.get("status") != "True":
-            return str(it.get("message") or "")
+    for condition in (pod.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition.get("status") != "True":
+            return str(condition.get("message") or "")
     return ""
 
 
 def pods_in(documents: Iterable[KubeDocument]) -> Sequence[Object]:
     """Return the pods of a manifest, each with the name of its object."""
     found = []
-    for it in documents:
-        places, outer = places_in(it.value), it.value.get("metadata") or {}
+    for document in documents:
+        places, outer = places_in(document.value), document.value.get("metadata") or {}
         named = {key: outer[key] for key in ("name", "namespace") if key in outer}
         for place in places:
-            pod = place.pod(it.value)
+            pod = place.pod(document.value)
             metadata = {**(pod.get("metadata") or {}), **named}
             if len(places) > 1:
                 metadata["name"] = f"{named.get('name', '')} {place.text}".strip()

@@ -98,34 +98,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of its sub-parsers privately
-    it = add_command(
+    command = add_command(
         commands,
         "top",
         "show load, memory and shares; live on a terminal, until q is pressed",
         "kubectl metagpu top gpus --sort-by utilization",
     )
-    for one in _objects(it, "show", "kubectl metagpu top {kind}"):
+    for one in _objects(command, "show", "kubectl metagpu top {kind}"):
         add_output(one, WIDE_FORMATS)
         add_watch(one)
         _add_connection(one)
 
 
 def _get(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "get",
         "list nodes, gpus, pods or namespaces, for people or programs",
         "kubectl metagpu get pods -A -o json",
     )
-    for one in _objects(it, "list", "kubectl metagpu get {kind} -o wide"):
+    for one in _objects(command, "list", "kubectl metagpu get {kind} -o wide"):
         add_output(one, WIDE_FORMATS)
         add_watch(one)
         _add_connection(one)
 
 
-def _objects(it: Parser, verb: str, example: str) -> Iterator[Parser]:
+def _objects(command: Parser, verb: str, example: str) -> Iterator[Parser]:
     """Add a command for each kind of objects, and yield its parser for more options."""
-    kinds = it.add_subparsers(title="objects", required=True, metavar="OBJECT")
+    kinds = command.add_subparsers(title="objects", required=True, metavar="OBJECT")
     for kind, aliases in OBJECTS.items():
         summary = f"{verb} {_SUMMARIES[kind]}"
         one = add_command(kinds, kind, summary, example.format(kind=kind), aliases)
@@ -135,89 +135,89 @@ def _objects(it: Parser, verb: str, example: str) -> Iterator[Parser]:
 
 
 def _why(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "why",
         "say why a pod gets no GPU: of each node what is missing, and what to change",
         "kubectl metagpu why train-0 -n team-a",
     )
-    it.add_argument(
+    command.add_argument(
         "pod",
         metavar="POD",
         type=_pod_or_controller,
         help="a pod, or KIND/NAME of its controller, such as job/train or deployment/web",
     )
-    _add_namespace(it)
-    add_output(it)
-    _add_connection(it)
+    _add_namespace(command)
+    add_output(command)
+    _add_connection(command)
 
 
 def _fit(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "fit",
         "say where the pod of a manifest would fit, and why not elsewhere; nothing is created",
         "kubectl metagpu fit -f pod.yaml",
     )
-    _add_filename(it, "a Pod, or a workload such as a Deployment")
-    _add_namespace(it)
-    add_output(it)
-    _add_connection(it)
+    _add_filename(command, "a Pod, or a workload such as a Deployment")
+    _add_namespace(command)
+    add_output(command)
+    _add_connection(command)
 
 
 def _doctor(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "doctor",
         "check the daemons of all nodes; print what is wrong, and the fixes",
         "kubectl metagpu doctor",
     )
-    _add_selector(it, "nodes")
-    add_output(it, WIDE_FORMATS)
-    _add_connection(it)
+    _add_selector(command, "nodes")
+    add_output(command, WIDE_FORMATS)
+    _add_connection(command)
 
 
 def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "cordon",
         "stop giving new shares of a GPU, by an annotation of its Node; running pods stay",
         'kubectl metagpu cordon gpu-1/3 --reason "replace the fan"',
     )
-    _add_gpu(it)
-    add_reason(it)
-    _add_connection(it)
+    _add_gpu(command)
+    add_reason(command)
+    _add_connection(command)
 
 
 def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "uncordon",
         "give shares of a cordoned GPU again",
         "kubectl metagpu uncordon gpu-1/3",
     )
-    _add_gpu(it)
-    _add_connection(it)
+    _add_gpu(command)
+    _add_connection(command)
 
 
 def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "drain-gpu",
         "evict the pods that hold shares of a GPU, after its cordon. It shows them first, and asks "
         "for consent on a terminal",
         'kubectl metagpu drain-gpu gpu-1/3 --reason "replace the fan"',
     )
-    _add_gpu(it)
-    add_reason(it)
-    it.add_argument("-y", "--yes", action="store_true", help="evict without a question")
-    it.add_argument(
+    _add_gpu(command)
+    add_reason(command)
+    command.add_argument("-y", "--yes", action="store_true", help="evict without a question")
+    command.add_argument(
         "--force",
         action="store_true",
         help="also evict pods of DaemonSets, and pods without a controller, which nothing restarts",
     )
-    it.add_argument("--dry-run", action="store_true", help="show what it would do, and do nothing")
-    it.add_argument(
+    command.add_argument("--dry-run", action="store_true", help="only show what it would do")
+    command.add_argument(
         "--timeout",
         metavar="SECONDS",
         dest="drain_timeout",
@@ -225,43 +225,45 @@ def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
         default=DRAIN_TIMEOUT,
         help="until the last pod has left the GPU (default: %(default)g)",
     )
-    _add_connection(it, timeout=False)
+    _add_connection(command, timeout=False)
 
 
-def _add_gpu(it: argparse.ArgumentParser) -> None:
-    it.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
+def _add_gpu(command: argparse.ArgumentParser) -> None:
+    command.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "explain",
         "print what a node offers to the kubelet, and why",
         "kubectl metagpu explain gpu-1",
     )
-    it.add_argument("node", metavar="NODE", help="the name of the node")
-    it.add_argument("--topology", action="store_true", help="also print how the GPUs are connected")
-    add_output(it)
-    _add_connection(it)
+    command.add_argument("node", metavar="NODE", help="the name of the node")
+    command.add_argument(
+        "--topology", action="store_true", help="also print how GPUs are connected"
+    )
+    add_output(command)
+    _add_connection(command)
 
 
 def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "translate",
         "print a manifest whose pods ask for resources of the nodes, and no more in terms of HAMi "
         "(nvidia.com/gpumem and the like) or KAI Scheduler (gpu-fraction); nothing is created",
         "kubectl metagpu translate -f pod.yaml | kubectl apply -f -",
     )
-    _add_filename(it, "Pods, workloads such as a Deployment, and other objects, which stay")
-    it.add_argument(
+    _add_filename(command, "Pods, workloads such as a Deployment, and other objects, which stay")
+    command.add_argument(
         "--nodes",
         type=Path,
         metavar="FILE",
         help="the nodes, as `kubectl get nodes -o json` or `-o yaml` prints them (default: those "
         "of the cluster)",
     )
-    it.add_argument(
+    command.add_argument(
         "--order",
         metavar="NAMES",
         type=_techniques,
@@ -269,38 +271,38 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
         help="the techniques by preference, for pods that name none (default: "
         f"{','.join(DEFAULTS.order)})",
     )
-    it.add_argument(
+    command.add_argument(
         "--policy",
         choices=POLICIES,
         default=DEFAULTS.policy,
         help="between resources that would serve a pod: the one with the least waste, or the one "
         "with the most room (default: %(default)s)",
     )
-    add_resource_names(it, VOCABULARIES)
-    it.add_argument(
+    add_resource_names(command, VOCABULARIES)
+    command.add_argument(
         "--dra-resources",
         metavar="NAMES",
         default="",
         help="names in limits that DRA serves, and no Node counts: requests for them are left as "
         "they are (default: those of the cluster's DeviceClasses, with --nodes none)",
     )
-    it.add_argument(
+    command.add_argument(
         "--claims",
         action="store_true",
         help="print ResourceClaimTemplates with the alternatives in order, and pods that claim "
         "them, in place of resources of the nodes",
     )
-    it.add_argument(
+    command.add_argument(
         "--claims-driver",
         metavar="NAME",
         default="gpu.metagpu.io",
         help="the name of the DRA driver, as in the configuration: gpu.nvidia.com asks for MIG "
         "devices and whole GPUs by NVIDIA's DeviceClasses (default: %(default)s)",
     )
-    it.add_argument(
+    command.add_argument(
         "--explain", action="store_true", help="show what each node would give, not the manifest"
     )
-    it.add_argument(
+    command.add_argument(
         "-o",
         "--output",
         metavar="FORMAT",
@@ -308,34 +310,34 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
         default="yaml",
         help="one of yaml, json (default: %(default)s)",
     )
-    _add_connection(it, timeout=False)
+    _add_connection(command, timeout=False)
 
 
 def _techniques(text: str) -> tuple[str, ...]:
     """Read the names of techniques, divided by commas."""
-    names = tuple(it.strip() for it in text.split(","))
-    if unknown := [it for it in names if it not in TECHNIQUES]:
+    names = tuple(part.strip() for part in text.split(","))
+    if unknown := [name for name in names if name not in TECHNIQUES]:
         known = ", ".join(TECHNIQUES)
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a technique; give some of {known}")
     return names
 
 
 def _web(commands: Any) -> None:  # noqa: ANN401 - as above
-    it = add_command(
+    command = add_command(
         commands,
         "web",
         "show all GPUs of the cluster in a browser: serve the page on this machine alone, with "
         "your rights, until an interrupt",
         "kubectl metagpu web --open",
     )
-    add_page_address(it)
-    it.add_argument(
+    add_page_address(command)
+    command.add_argument(
         "--open",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="start a browser with the page (default: only print its URL)",
     )
-    it.add_argument(
+    command.add_argument(
         "--interval",
         metavar="SECONDS",
         type=_seconds(SHORTEST_INTERVAL),
@@ -343,16 +345,16 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
         help="between two looks at the nodes, while a browser shows the page "
         "(default: %(default)g)",
     )
-    _add_selector(it, "nodes")
+    _add_selector(command, "nodes")
     _add_namespace(
-        it,
+        command,
         "show what waits of this namespace (default: of all, or of the context's namespace where "
         "you may list no others)",
     )
-    it.add_argument(
+    command.add_argument(
         "-A", "--all-namespaces", action="store_true", help="show what waits of all, or fail"
     )
-    _add_connection(it)
+    _add_connection(command)
 
 
 def _name(text: str) -> str:
@@ -387,22 +389,22 @@ def _seconds(least: float) -> Callable[[str], float]:
     return read
 
 
-def _add_selection(it: argparse.ArgumentParser, kind: str) -> None:
+def _add_selection(command: argparse.ArgumentParser, kind: str) -> None:
     if kind == "pods":
-        _add_namespace(it)
+        _add_namespace(command)
     everywhere = "of all namespaces" if kind == "pods" else "no effect: these are of the cluster"
-    it.add_argument("-A", "--all-namespaces", action="store_true", help=everywhere)
-    _add_selector(it, "nodes" if kind in ("nodes", "gpus") else "pods")
-    add_sort_by(it)
+    command.add_argument("-A", "--all-namespaces", action="store_true", help=everywhere)
+    _add_selector(command, "nodes" if kind in ("nodes", "gpus") else "pods")
+    add_sort_by(command)
 
 
-def _add_filename(it: argparse.ArgumentParser, objects: str) -> None:
+def _add_filename(command: argparse.ArgumentParser, objects: str) -> None:
     help_ = f"a manifest with {objects}; - is stdin"
-    it.add_argument("-f", "--filename", required=True, metavar="FILE", help=help_)
+    command.add_argument("-f", "--filename", required=True, metavar="FILE", help=help_)
 
 
-def _add_selector(it: argparse.ArgumentParser, objects: str) -> None:
-    it.add_argument(
+def _add_selector(command: argparse.ArgumentParser, objects: str) -> None:
+    command.add_argument(
         "-l",
         "--selector",
         metavar="LABELS",
@@ -412,28 +414,30 @@ def _add_selector(it: argparse.ArgumentParser, objects: str) -> None:
 
 
 def _add_namespace(
-    it: argparse.ArgumentParser, meaning: str = "default: that of the context"
+    command: argparse.ArgumentParser, meaning: str = "default: that of the context"
 ) -> None:
-    it.add_argument("-n", "--namespace", metavar="NAME", type=_namespace, default="", help=meaning)
+    command.add_argument(
+        "-n", "--namespace", metavar="NAME", type=_namespace, default="", help=meaning
+    )
 
 
-def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> None:
-    it.add_argument(
+def _add_connection(command: argparse.ArgumentParser, *, timeout: bool = True) -> None:
+    command.add_argument(
         "--kubeconfig",
         type=Path,
         metavar="FILE",
         default=Variable(("KUBECONFIG",), convert=Path),
         help="address and credentials of the API server (default: ~/.kube/config)",
     )
-    it.add_argument("--context", metavar="NAME", help="the context of the kubeconfig")
-    it.add_argument(
+    command.add_argument("--context", metavar="NAME", help="the context of the kubeconfig")
+    command.add_argument(
         "--agent-namespace",
         metavar="NAME",
         default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
         help="the namespace that metagpu is installed in (default: the only one with daemons)",
     )
     if timeout:
-        it.add_argument(
+        command.add_argument(
             "--timeout",
             metavar="SECONDS",
             type=_seconds(SHORTEST_TIMEOUT),
@@ -441,7 +445,7 @@ def _add_connection(it: argparse.ArgumentParser, *, timeout: bool = True) -> Non
             help="for each node's answer (default: %(default)g)",
         )
     else:
-        it.set_defaults(timeout=ANSWER_TIMEOUT)
+        command.set_defaults(timeout=ANSWER_TIMEOUT)
 
 
 if __name__ == "__main__":

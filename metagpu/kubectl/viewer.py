@@ -45,7 +45,9 @@ def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
     """
     found: dict[str, AgentPod] = {}
     namespaces = set()
-    for pod in sorted(pods, key=lambda it: str(it["metadata"].get("creationTimestamp", ""))):
+    for pod in sorted(
+        pods, key=lambda candidate: str(candidate["metadata"].get("creationTimestamp", ""))
+    ):
         node = pod["spec"].get("nodeName")
         if not node or not _is_daemon(pod):
             continue
@@ -55,7 +57,10 @@ def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
             pod["metadata"]["namespace"],
             pod["metadata"]["name"],
             _status_port(pod),
-            any(it["type"] == "Ready" and it["status"] == "True" for it in conditions),
+            any(
+                condition["type"] == "Ready" and condition["status"] == "True"
+                for condition in conditions
+            ),
         )
         if pod["metadata"].get("deletionTimestamp") and not agent.ready:
             continue
@@ -68,7 +73,7 @@ def choose_agents(pods: Iterable[Object]) -> Sequence[AgentPod]:
             f"the namespaces {names} have daemons of metagpu each; name the one to trust by "
             "--agent-namespace"
         )
-    return sorted(found.values(), key=lambda it: it.node)
+    return sorted(found.values(), key=lambda pod: pod.node)
 
 
 def _is_daemon(pod: Object) -> bool:
@@ -79,10 +84,10 @@ def _is_daemon(pod: Object) -> bool:
     """
     owners = pod["metadata"].get("ownerReferences") or ()
     volumes = pod["spec"].get("volumes") or ()
-    paths = [(it.get("hostPath") or {}).get("path", "") for it in volumes]
-    return any(it.get("controller") and it.get("kind") == "DaemonSet" for it in owners) and any(
-        it.rstrip("/") == KUBELET_FOLDER for it in paths
-    )
+    paths = [(volume.get("hostPath") or {}).get("path", "") for volume in volumes]
+    return any(
+        owner.get("controller") and owner.get("kind") == "DaemonSet" for owner in owners
+    ) and any(path.rstrip("/") == KUBELET_FOLDER for path in paths)
 
 
 def _status_port(pod: Object) -> int:
@@ -238,7 +243,10 @@ class ClusterViewer:
         """
         asked = list(agents)
         async with self._renewing:
-            problems = {it: await self._renew_token(it) for it in {it.namespace for it in asked}}
+            problems = {
+                namespace: await self._renew_token(namespace)
+                for namespace in {pod.namespace for pod in asked}
+            }
         answers: list[NodeAnswer[R]] = []
 
         async def one(agent: AgentPod) -> None:
@@ -252,7 +260,7 @@ class ClusterViewer:
         async with anyio.create_task_group() as group:
             for agent in asked:
                 group.start_soon(one, agent)
-        return sorted(answers, key=lambda it: it.node)
+        return sorted(answers, key=lambda answer: answer.node)
 
     async def _ask_node(
         self, question: Question[R], agent: AgentPod, deadline: float
@@ -313,7 +321,7 @@ async def in_parallel(*calls: Callable[[], Awaitable[Any]]) -> Sequence[Any]:
             for place in range(len(calls)):
                 group.start_soon(one, place)
     except BaseExceptionGroup as errors:
-        ours = [it for it in errors.exceptions if isinstance(it, MetagpuError)]
+        ours = [exception for exception in errors.exceptions if isinstance(exception, MetagpuError)]
         raise (ours[0] if ours else errors) from None
     return results
 
@@ -356,20 +364,20 @@ class RepeatedQuestions:
         Raises:
             ClusterError: the API server does not answer.
         """
-        by_node = {it.node: it for it in agents}
-        self._silent = {node: it for node, it in self._silent.items() if node in by_node}
+        by_node = {agent.node: agent for agent in agents}
+        self._silent = {node: answer for node, answer in self._silent.items() if node in by_node}
         for node in self._questions.keys() - by_node.keys():
             self._questions.pop(node).cancel()
         for node in self._silent.keys() - self._questions.keys():
             self._questions[node] = asyncio.create_task(self._ask_late(by_node[node]))
 
-        others = [it for node, it in by_node.items() if node not in self._silent]
+        others = [pod for node, pod in by_node.items() if node not in self._silent]
         answers = list(await self._viewer.ask(USAGE, others))
         for node, last in self._silent.items():
             done = self._questions[node].done()
             answers.append(self._questions.pop(node).result() if done else last)
-        self._silent = {it.node: it for it in answers if it.report is None}
-        return sorted(answers, key=lambda it: it.node)
+        self._silent = {answer.node: answer for answer in answers if answer.report is None}
+        return sorted(answers, key=lambda answer: answer.node)
 
     async def _ask_late(self, agent: AgentPod) -> NodeAnswer[UsageReport]:
         try:

@@ -122,11 +122,11 @@ class ClusterView(PolledView):
             look = partial(_compose, objects, statuses, usages, pods)
             return await to_thread.run_sync(look)
         except MetagpuError as error:
-            names = [it.node for it in self._objects.agents] if self._objects else []
+            names = [agent.node for agent in self._objects.agents] if self._objects else []
             return _compose(
                 _Objects(0, (), ()),
-                [NodeAnswer(it, problem=str(error)) for it in names],
-                [NodeAnswer(it, problem=str(error)) for it in names],
+                [NodeAnswer(name, problem=str(error)) for name in names],
+                [NodeAnswer(name, problem=str(error)) for name in names],
                 _WaitingPods(),
             )
 
@@ -136,8 +136,8 @@ class ClusterView(PolledView):
             partial(self._viewer.items, "/api/v1/nodes", **query), self._list_agents
         )
         if self._selector:
-            names = {it["metadata"]["name"] for it in nodes}
-            agents = [it for it in agents if it.node in names]
+            names = {node["metadata"]["name"] for node in nodes}
+            agents = [agent for agent in agents if agent.node in names]
         return _Objects(anyio.current_time() + OBJECTS_AGE, agents, nodes, lacking)
 
     async def _list_agents(self) -> tuple[Sequence[AgentPod], str]:
@@ -196,25 +196,27 @@ def _compose(
     waiting: _WaitingPods,
 ) -> tuple[dict[str, Any], bytes]:
     """Return the view, and a digest of all in it that is no time of a look."""
-    labels = {it["metadata"]["name"]: it["metadata"].get("labels") or {} for it in objects.nodes}
-    usage_of = {it.node: it for it in usages}
+    labels = {
+        node["metadata"]["name"]: node["metadata"].get("labels") or {} for node in objects.nodes
+    }
+    usage_of = {other.node: other for other in usages}
     rows, steady, events = [], [], []
-    for it in statuses:
-        answer = usage_of[it.node]
+    for node_answer in statuses:
+        answer = usage_of[node_answer.node]
         usage = None if answer.report is None else plain_report(answer.report)
-        status = None if it.report is None else plain_report(it.report)
+        status = None if node_answer.report is None else plain_report(node_answer.report)
         if status is not None:
             recent = status.pop("events", None) or ()  # a daemon of an earlier version has none
-            events += [{**event, "node": it.node} for event in recent]
+            events += [{**event, "node": node_answer.node} for event in recent]
         row: Object = {
-            "name": it.node,
-            "problem": it.problem or answer.problem,
-            "labels": _shown_labels(labels.get(it.node, {})),
+            "name": node_answer.node,
+            "problem": node_answer.problem or answer.problem,
+            "labels": _shown_labels(labels.get(node_answer.node, {})),
         }
         rows.append({**row, "status": status, "usage": usage})
         steady.append((row, _steady(status), _timeless(usage)))
     shown = {
-        "events": sorted(events, key=lambda it: str(it.get("at")), reverse=True)[:EVENTS],
+        "events": sorted(events, key=lambda event: str(event.get("at")), reverse=True)[:EVENTS],
         "waiting": waiting_pods(
             waiting.pods, cluster_nodes(objects.nodes, statuses), waiting.claims
         ),

@@ -213,10 +213,16 @@ def subject_of(request: ReviewRequest) -> ObjectReference | None:
         return None
     # The API server makes a name of generateName later.
     subject = ObjectReference("Pod", metadata.name, namespace=request.namespace)
-    for it in metadata.ownerReferences or ():
-        if it.controller and it.name:
-            subject = ObjectReference(it.kind, it.name, it.uid, request.namespace, it.apiVersion)
-    fits = all(len(it) <= _LONGEST for it in msgspec.structs.astuple(subject))
+    for reference in metadata.ownerReferences or ():
+        if reference.controller and reference.name:
+            subject = ObjectReference(
+                reference.kind,
+                reference.name,
+                reference.uid,
+                request.namespace,
+                reference.apiVersion,
+            )
+    fits = all(len(text) <= _LONGEST for text in msgspec.structs.astuple(subject))
     return subject if subject.name and fits else None
 
 
@@ -288,7 +294,7 @@ class Webhook:
 
     def problems(self) -> list[str]:
         """Return what keeps the webhook from answering, nothing while it is ready."""
-        found = [it for it in (self._certificate.problem,) if it]
+        found = [problem for problem in (self._certificate.problem,) if problem]
         if not self._nodes.known:
             reason = f": {self._nodes.problem}" if self._nodes.problem else ""
             found.append(f"the nodes have not been read yet{reason}")

@@ -174,9 +174,9 @@ def refuse(uid: str, message: str, warnings: Sequence[str] = ()) -> bytes:
 
 def _review(response: dict[str, Any], warnings: Sequence[str]) -> dict[str, Any]:
     if warnings:
-        lines = [" ".join(it.split()) for it in warnings[:MOST_WARNINGS]]
+        lines = [" ".join(warning.split()) for warning in warnings[:MOST_WARNINGS]]
         too_long = sum(map(len, lines)) > WARNINGS_LENGTH
-        response["warnings"] = [_cut(it) for it in lines] if too_long else lines
+        response["warnings"] = [_cut(line) for line in lines] if too_long else lines
     return {"apiVersion": VERSION, "kind": "AdmissionReview", "response": response}
 
 

@@ -228,7 +228,7 @@ class ReviewServer:
     @property
     def busy(self) -> int:
         """The number of requests that have come and are not answered yet."""
-        return sum(it.busy for it in self._open)
+        return sum(connection.busy for connection in self._open)
 
     async def run(self) -> None:
         """Serve until cancelled, and for the time of the drain after that.
@@ -282,9 +282,11 @@ class ReviewServer:
 
         Those count that have had no answer: the API server's own wait for theirs a moment.
         """
-        candidates = [it for it in self._open if not it.answered] or [*self._open]
-        counts = Counter(it.source for it in candidates)
-        return min(candidates, key=lambda it: (-counts[it.source], it.busy))
+        candidates = [connection for connection in self._open if not connection.answered] or [
+            *self._open
+        ]
+        counts = Counter(candidate.source for candidate in candidates)
+        return min(candidates, key=lambda connection: (-counts[connection.source], connection.busy))
 
     async def _shake_hands(self, accepted: socket.socket, connection: ReviewConnection) -> None:
         """Start a connection, which goes on by itself."""
@@ -319,9 +321,9 @@ class ReviewServer:
 
     async def _close_all(self) -> None:
         """End all connections; a body that is on its way gets a moment."""
-        for connection in [it for it in self._open if not it.connected]:
+        for connection in [one for one in self._open if not one.connected]:
             self._close(connection)
-        for connection in [it for it in self._open if not it.busy]:
+        for connection in [one for one in self._open if not one.busy]:
             connection.close()
         self._all_gone = anyio.Event()
         with anyio.move_on_after(CLOSING):

@@ -40,7 +40,7 @@ class NodeOffers(Informer):
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in the complete list of Nodes."""
-        self._replace([NodeOffer.from_node(it) for it in items])
+        self._replace([NodeOffer.from_node(item) for item in items])
 
     def on_update(self, item: KubeObject) -> None:
         """Take in a Node that is new or changed; most changes are none of its offer."""
@@ -60,7 +60,7 @@ class NodeOffers(Informer):
         query = {"limit": str(NODES_PAGE)}
         while True:
             answer = await self._client.call("GET", self.path, query=query)
-            found += [NodeOffer.from_node(it) for it in answer.get("items") or ()]
+            found += [NodeOffer.from_node(item) for item in answer.get("items") or ()]
             if not (following := answer["metadata"].get("continue")):
                 break
             query["continue"] = following
@@ -69,7 +69,7 @@ class NodeOffers(Informer):
         return str(answer["metadata"]["resourceVersion"])
 
     def _replace(self, found: Sequence[NodeOffer]) -> None:
-        offers = {it.name: it for it in found if it.allocatable}
+        offers = {node_offer.name: node_offer for node_offer in found if node_offer.allocatable}
         for name in self.groups.nodes.keys() - offers:
             self._remove(name)
         for offer in offers.values():

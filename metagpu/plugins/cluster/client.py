@@ -95,7 +95,10 @@ class ApiConnection:
             method,
             f"{self.host}{path}?{urlencode(query)}" if query else f"{self.host}{path}",
             data=None if body is None else msgspec.json.encode(body),
-            headers={**headers, **{it["key"]: it["value"] for it in credentials}},
+            headers={
+                **headers,
+                **{credential["key"]: credential["value"] for credential in credentials},
+            },
             timeout=timeout,
             proxy=self._proxy,
             server_hostname=self._configuration.tls_server_name,

@@ -151,7 +151,9 @@ class Cluster:
 
         return ClusterReport(
             node=settings.node,
-            features={str(it): found.get(it, "") for it in sorted(settings.features)},
+            features={
+                str(feature): found.get(feature, "") for feature in sorted(settings.features)
+            },
             **(connection.report() if connection else unconnected),
             **parts.config_follower.report(),
             competing_plugins=parts.competing_pods.report(offers),

@@ -194,7 +194,7 @@ def _decode(program: ExecProvider, output: bytes) -> Mapping[str, str]:
         reason = f"printed no ExecCredential with a token, or a certificate and its key ({error!r})"
         raise _failure(program, reason) from error
     keys = "client-certificate-data", "client-key-data"
-    return {key: b64encode(it.encode()).decode() for key, it in zip(keys, pair, strict=True)}
+    return {key: b64encode(text.encode()).decode() for key, text in zip(keys, pair, strict=True)}
 
 
 def _failure(program: ExecProvider, reason: str) -> ConfigException:

@@ -151,7 +151,7 @@ def _leases(part: HeldPart, snapshot: Snapshot) -> Iterator[Lease]:
     """Yield the leases of the GPU that the pod holds."""
     pod = part.namespace, part.pod
     for lease in snapshot.gpus[part.gpu].leases.values():
-        if pod in ((it.namespace, it.pod) for it in holders_of(lease)):
+        if pod in ((holder.namespace, holder.pod) for holder in holders_of(lease)):
             yield lease
 
 
@@ -183,7 +183,7 @@ def _ended(part: HeldPart, snapshot: Snapshot) -> EventData:
         return _event(part, EventReason.GPU_UNCORDONED, f"{gpu} accepts new pods again", snapshot)
     if part.about == _GPU:
         created = snapshot.gpus[part.gpu].provisioned.keys()
-        on_device = any(it.share.backend in created for it in _leases(part, snapshot))
+        on_device = any(lease.share.backend in created for lease in _leases(part, snapshot))
         advice = _RESET if on_device else _RESTART
         return _event(
             part, EventReason.GPU_RECOVERED, f"{gpu} is in service again. {advice}", snapshot

@@ -83,7 +83,7 @@ async def _slices(client: "KubeClient", node: str) -> list[Leftover]:
         if error.status in _ABSENT:
             return []
         raise
-    names = [it["metadata"]["name"] for it in answer.get("items") or () if is_own(it)]
+    names = [item["metadata"]["name"] for item in answer.get("items") or () if is_own(item)]
     return [
         Leftover("ResourceSlice", name, partial(_delete, client, f"{SLICES}/{name}"))
         for name in sorted(names)
@@ -104,13 +104,13 @@ def _on_node(patcher: NodePatcher, node: KubeObject) -> Iterator[Leftover]:
         remove = partial(patcher.apply, "", {"metadata": {"labels": {}}})
         yield Leftover("labels", f"{where}: {', '.join(labels)}", remove)
 
-    shown = {it["type"] for it in (node.get("status") or {}).get("conditions") or ()}
+    shown = {condition["type"] for condition in (node.get("status") or {}).get("conditions") or ()}
     if conditions := sorted(shown & {PROBLEM_CONDITION, RESET_CONDITION}):
         remove = partial(patcher.apply, "/status", {"status": {"conditions": []}}, force=True)
         yield Leftover("conditions", f"{where}: {', '.join(conditions)}", remove)
 
     taints = (node.get("spec") or {}).get("taints") or []
-    if ours := sorted({it.get("key") for it in taints} & TAINTS):
+    if ours := sorted({taint.get("key") for taint in taints} & TAINTS):
         yield Leftover("taint", f"{where}: {', '.join(ours)}", partial(_remove_taints, patcher))
 
 
@@ -118,7 +118,7 @@ async def _remove_taints(patcher: NodePatcher) -> None:
     """Write the list without ours, only over the version that was read."""
     node = await _read_node(patcher.client, patcher.node.name)
     taints = (node and (node.get("spec") or {}).get("taints")) or []
-    kept = [it for it in taints if it.get("key") not in TAINTS]
+    kept = [taint for taint in taints if taint.get("key") not in TAINTS]
     if node is not None and len(kept) != len(taints):
         version = node["metadata"]["resourceVersion"]
         body = {"metadata": {"resourceVersion": version}, "spec": {"taints": kept or None}}

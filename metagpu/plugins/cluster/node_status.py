@@ -127,10 +127,14 @@ class NodeStatusWriter:
         if (node := self.node.object) is None:
             return
         shown = _allocatable(node)
-        self._lowered = {it: ours for it, ours in self._lowered.items() if shown.get(it) in ours}
+        self._lowered = {
+            name: ours for name, ours in self._lowered.items() if shown.get(name) in ours
+        }
         amounts = stale_allocatable(node, allocatable_of(self.registry.snapshot), lowest)
         ours = self._lowered.keys() | in_turns
-        await self._write({it: n for it, n in amounts.items() if it in ours and self._listed(it)})
+        await self._write(
+            {name: n for name, n in amounts.items() if name in ours and self._listed(name)}
+        )
 
     def _adopt_lowered(self) -> None:
         """Count low numbers of new lists as lowered by the daemon before this one."""
@@ -163,7 +167,7 @@ class NodeStatusWriter:
         numbers = {resource: str(count) for resource, count in amounts.items()}
         # The number before counts too: the Node that we read may be older than our last write, and
         # newer than its answer, which may be lost.
-        self._lowered |= {it: frozenset((before[it], n)) for it, n in numbers.items()}
+        self._lowered |= {name: frozenset((before[name], n)) for name, n in numbers.items()}
         await self.patcher.patch("/status", {"status": {"allocatable": numbers}})
 
 
@@ -239,7 +243,7 @@ class NodeComparison:
         A number of ours that changes begins a new difference: the kubelet may follow it.
         """
         found = {}
-        self._since = {it: since for it, since in self._since.items() if it in listed}
+        self._since = {name: since for name, since in self._since.items() if name in listed}
         for resource, count in listed.items():
             if (there := shown.get(resource, 0)) == count:
                 self._since.pop(resource, None)

@@ -89,7 +89,9 @@ class PodInformer(Informer):
             while True:
                 self._changed = anyio.Event()
                 now = anyio.current_time()
-                due = min((it.next_change(now) for it in self._deleted.values()), default=math.inf)
+                due = min(
+                    (pod.next_change(now) for pod in self._deleted.values()), default=math.inf
+                )
                 with anyio.move_on_at(due):
                     await self._changed.wait()
                     continue
@@ -135,8 +137,8 @@ class PodInformer(Informer):
 
     def _publish(self) -> None:
         now = anyio.current_time()
-        self._deleted = {uid: it for uid, it in self._deleted.items() if uid in self._pods}
-        ending = {uid for uid, it in self._deleted.items() if it.is_ending(now)}
+        self._deleted = {uid: pod for uid, pod in self._deleted.items() if uid in self._pods}
+        ending = {uid for uid, pod in self._deleted.items() if pod.is_ending(now)}
         pods = (
             replace(pod, terminating=True) if uid in ending else pod
             for uid, pod in self._pods.items()
@@ -178,7 +180,11 @@ def _kubelets_uid(metadata: KubeObject) -> str:
 def _container_requests(spec: KubeObject) -> Mapping[str, Mapping[str, int]]:
     """Return the extended resources that containers request, init containers first."""
     containers = *(spec.get("initContainers") or ()), *(spec.get("containers") or ())
-    return {str(it.get("name")): limits for it in containers if (limits := _limits(it))}
+    return {
+        str(container.get("name")): limits
+        for container in containers
+        if (limits := _limits(container))
+    }
 
 
 def _handing_on(spec: KubeObject) -> frozenset[str]:
@@ -211,7 +217,7 @@ def _requests(spec: KubeObject) -> Mapping[str, int]:
 
 def _limits(container: KubeObject) -> Counter[str]:
     limits: KubeObject = (container.get("resources") or {}).get("limits") or {}
-    return Counter({it: whole_number(n) or 0 for it, n in limits.items() if "/" in it})
+    return Counter({name: whole_number(n) or 0 for name, n in limits.items() if "/" in name})
 
 
 def _is_arriving(status: KubeObject) -> bool:
@@ -228,8 +234,8 @@ def _containers_ended(item: KubeObject) -> bool:
     policy, containers = spec.get("restartPolicy"), spec.get("containers") or ()
     ends = [
         end
-        for it in status.get("containerStatuses") or ()
-        if (end := (it.get("state") or {}).get("terminated")) is not None
+        for container_status in status.get("containerStatuses") or ()
+        if (end := (container_status.get("state") or {}).get("terminated")) is not None
     ]
     succeeded = all(end.get("exitCode") == 0 for end in ends)
     for_good = policy == "Never" or (policy == "OnFailure" and succeeded)
@@ -242,8 +248,8 @@ def _rejection(item: KubeObject) -> Rejection | None:
         return None
     spec = item.get("spec") or {}
     requests = [
-        (it.get("resources") or {}).get("limits") or {}
-        for it in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
+        (container.get("resources") or {}).get("limits") or {}
+        for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
     ]
     return Rejection(
         str(status.get("message") or ""),
@@ -259,8 +265,10 @@ def _may_be_deleted(item: KubeObject) -> bool:
     is_mirror = MIRROR in (metadata.get("annotations") or {}) or any(
         owner.get("kind") == "Node" for owner in owners
     )
-    containers = [it for name in _STATUSES for it in status.get(name) or ()]
-    runs = any("running" in (it.get("state") or {}) for it in containers)
+    containers = [
+        container_status for name in _STATUSES for container_status in status.get(name) or ()
+    ]
+    runs = any("running" in (container.get("state") or {}) for container in containers)
     return not (metadata.get("deletionTimestamp") or is_mirror or runs)
 
 
@@ -274,18 +282,19 @@ def requests_by_container(item: KubeObject) -> Mapping[str, frozenset[tuple[str,
     if not spec.get("resourceClaims") and not extended:
         return {}
     statuses = status.get("resourceClaimStatuses") or ()
-    made = {it["name"]: it.get("resourceClaimName") for it in statuses}
+    made = {made_claim["name"]: made_claim.get("resourceClaimName") for made_claim in statuses}
     names = {
-        it["name"]: it.get("resourceClaimName") or made.get(it["name"])
-        for it in spec.get("resourceClaims") or ()
+        resource_claim["name"]: resource_claim.get("resourceClaimName")
+        or made.get(resource_claim["name"])
+        for resource_claim in spec.get("resourceClaims") or ()
     }
     found = defaultdict[str, set[tuple[str, str]]](set)
     for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
-        for it in (container.get("resources") or {}).get("claims") or ():
-            if name := names.get(it["name"]):
-                found[container["name"]].add((name, it.get("request") or ""))
-    for it in extended.get("requestMappings") or ():
-        found[it["containerName"]].add((extended["resourceClaimName"], it["requestName"]))
+        for claim in (container.get("resources") or {}).get("claims") or ():
+            if name := names.get(claim["name"]):
+                found[container["name"]].add((name, claim.get("request") or ""))
+    for mapping in extended.get("requestMappings") or ():
+        found[mapping["containerName"]].add((extended["resourceClaimName"], mapping["requestName"]))
     return {container: frozenset(those) for container, those in found.items()}
 
 
@@ -319,7 +328,7 @@ class CompetingPod(msgspec.Struct, frozen=True):
 
     def contested(self, resources: Iterable[str]) -> list[str]:
         """Return the resources of these that the plugin may serve too."""
-        return sorted(it for it in resources if it.startswith(self.prefixes))
+        return sorted(resource for resource in resources if resource.startswith(self.prefixes))
 
 
 def find_competing_pods(pods: Iterable[KnownPod]) -> tuple[CompetingPod, ...]:
@@ -334,7 +343,7 @@ def find_competing_pods(pods: Iterable[KnownPod]) -> tuple[CompetingPod, ...]:
             if re.fullmatch(pattern, owner):
                 found.append(CompetingPod(program, str(pod), prefixes))
                 break
-    return tuple(sorted(found, key=lambda it: it.pod))
+    return tuple(sorted(found, key=lambda competing_pod: competing_pod.pod))
 
 
 def describe_competing_pod(pod: CompetingPod, offered: Iterable[str]) -> str:
@@ -379,11 +388,12 @@ class CompetingPodWatch:
 
     def name_competitor(self, resource: str) -> str:
         """Name the competing plugins that may serve a resource."""
-        names = [str(it) for it in self.found if it.contested([resource])]
+        names = [str(pod) for pod in self.found if pod.contested([resource])]
         return " or ".join(names) or "another device plugin"
 
     def report(self, offered: Sequence[str]) -> list[CompetingPodReport]:
         """Return the competing pods."""
         return [
-            CompetingPodReport(it.program, it.pod, list(it.contested(offered))) for it in self.found
+            CompetingPodReport(pod.program, pod.pod, list(pod.contested(offered)))
+            for pod in self.found
         ]

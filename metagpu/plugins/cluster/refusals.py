@@ -122,17 +122,17 @@ class RefusalMatcher:
             return []
         new = [pod for uid, pod in rejected.items() if uid not in examined]
         recent = self._recent() if new else []
-        return [(pod, it) for pod in new if (it := _refusal_of(pod, recent)) is not None]
+        return [(pod, refused) for pod in new if (refused := _refusal_of(pod, recent)) is not None]
 
     def match_claim(
         self, refusal: ResourceClaimRefused, pods: Iterable[KnownPod]
     ) -> list[KnownPod]:
         """Return the pods of a claim that has been refused for a minute."""
         now, claim = self.clock(), refusal.claim
-        live = {it: (a, b) for it, (a, b) in self._claims.items() if now - b <= CLAIM_FORGOTTEN}
+        live = {ref: (a, b) for ref, (a, b) in self._claims.items() if now - b <= CLAIM_FORGOTTEN}
         since, _ = live.get(claim, (now, now))
         self._claims = {**live, claim: (since, now)}
-        return [] if now - since < CLAIM_LASTS else [it for it in pods if _names(it, claim)]
+        return [] if now - since < CLAIM_LASTS else [pod for pod in pods if _names(pod, claim)]
 
     def forget_claim(self, claim: ResourceClaimRef) -> None:
         """Forget the refusals of a claim that is prepared, or that no pod waits for."""
@@ -141,7 +141,9 @@ class RefusalMatcher:
     def _recent(self) -> list[AllocationRefused]:
         """Return the refusals that have not expired, the latest first."""
         since = self.clock() - EXPIRES
-        found = [(at, it) for alike in self._refusals.values() for it, at in alike.items()]
+        found = [
+            (at, refused) for alike in self._refusals.values() for refused, at in alike.items()
+        ]
         recent = sorted((each for each in found if each[0] >= since), key=lambda each: -each[0])
         return [refusal for _, refusal in recent]
 
@@ -154,7 +156,7 @@ def _names(pod: KnownPod, claim: ResourceClaimRef) -> bool:
 
 def _refusal_of(pod: KnownPod, refusals: Iterable[AllocationRefused]) -> AllocationRefused | None:
     message = pod.rejection.message if pod.rejection else ""
-    return next((it for it in refusals if it.reason in message), None)
+    return next((refusal for refusal in refusals if refusal.reason in message), None)
 
 
 def _event(
@@ -207,10 +209,10 @@ def removable_pods(snapshot: Snapshot) -> tuple[KnownPod, ...]:
     return tuple(
         pod
         for pod in snapshot.pods.by_uid.values()
-        if (it := pod.rejection) is not None
-        and it.version
+        if (rejection := pod.rejection) is not None
+        and rejection.version
         and pod.owner_uid
-        and not it.resources.isdisjoint(served)
+        and not rejection.resources.isdisjoint(served)
     )
 
 
@@ -267,7 +269,7 @@ class Janitor:
         self._refused &= versions
         waits, errors = [], []
 
-        for pod in sorted(found, key=lambda it: _version(it) in self._refused):
+        for pod in sorted(found, key=lambda known_pod: _version(known_pod) in self._refused):
             if _version(pod) in self._finished:
                 continue
             wait = max(self._first_seen[pod.uid] + delay - now, self._rate.wait(now))

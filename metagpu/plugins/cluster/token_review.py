@@ -117,7 +117,9 @@ class TokenReviewer:
         }
         if not problem and len(self._accepted) < _MOST_REMEMBERED:
             self._accepted[key] = now + LONGEST_LIFE
-        self._known = {it: answer for it, answer in self._known.items() if answer.until > now}
+        self._known = {
+            digest: answer for digest, answer in self._known.items() if answer.until > now
+        }
         if len(self._known) < _MOST_REMEMBERED:
             self._known[key] = _Answer(problem, now + (DENIED if problem else REMEMBERED))
         return problem
@@ -134,7 +136,7 @@ class TokenReviewer:
         }
         spec = {
             "user": name,
-            **{it: user[it] for it in ("uid", "groups", "extra") if user.get(it)},
+            **{field: user[field] for field in ("uid", "groups", "extra") if user.get(field)},
             "resourceAttributes": attributes,
         }
         body = {

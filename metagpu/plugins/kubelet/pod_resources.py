@@ -98,9 +98,7 @@ def holders_by_request(of_claims: Holders, snapshot: Snapshot, requests_of: Requ
         own = holders
         if (request := requests[uid].get(share)) and (name := names.get(uid)):
             pods = ((holder, snapshot.pods.find(holder, None)) for holder in holders)
-            own = tuple(
-                holder for holder, pod in pods if _names(pod, holder.container, name, request)
-            )
+            own = tuple(user for user, pod in pods if _names(pod, user.container, name, request))
         found[uid, share] = own or holders
     return found
 
@@ -354,12 +352,8 @@ class LeaseFollower:
     def _request_checkpoint(self, answer: LeasesObserved) -> None:
         """Request a checkpoint of the kubelet while one can decide about a lease."""
         states = self._registry.snapshot.gpus.values()
-        held = (
-            share_id
-            for state in states
-            for share_id in chain(_allocated_shares(state), state.allocated)
-        )
-        if not self._readiness.ready or any(share_id not in answer.holders for share_id in held):
+        held = (i for state in states for i in chain(_allocated_shares(state), state.allocated))
+        if not self._readiness.ready or any(i not in answer.holders for i in held):
             self._registry.events.publish(CheckpointRequested())
 
     def _log_unconfirmed(self) -> None:
@@ -385,9 +379,7 @@ class LeaseFollower:
             return min(max(2 * delay, timing.settle), timing.contended_period)
         if not self._readiness.ready or self._readiness.doubted:
             return timing.settle
-        contended = any(
-            conflicting_shares(state) for state in states if state.api is Api.DEVICE_PLUGIN
-        )
+        contended = any(conflicting_shares(gpu) for gpu in states if gpu.api is Api.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
         if any(_has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)

@@ -141,7 +141,10 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
         Sample(f.BUS_EVENTS_LOST, (), sources.registry.events.lost),
         Sample(f.LAG, (), lag),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
-        *(Sample(f.LEASE_DIFFERENCES, (it,), n) for it, n in sources.lease_differences().items()),
+        *(
+            Sample(f.LEASE_DIFFERENCES, (kind,), n)
+            for kind, n in sources.lease_differences().items()
+        ),
         *_driver(sources.driver(), snapshot),
         *_configuration(sources.configuration()),
         *_cluster(sources.cluster()),
@@ -196,7 +199,10 @@ def _kubelet(kubelet: KubeletCallStats, snapshot: Snapshot) -> Iterator[Sample]:
         yield Sample(f.LISTS, (resource,), stats.lists)
         yield from _calls(resource, stats)
     for call in KubeletCall:
-        yield from _durations(call, [it.calls[call] for it in kubelet.resources.values()])
+        yield from _durations(
+            call,
+            [resource_call_stats.calls[call] for resource_call_stats in kubelet.resources.values()],
+        )
 
 
 def _claims(
@@ -217,9 +223,10 @@ def _claims(
 
 
 def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
-    for call, it in stats.calls.items():
-        if it.seconds or call is KubeletCall.ALLOCATE:  # the others are made of few backends
-            for outcome, count in it.outcomes.items():
+    for call, call_stats in stats.calls.items():
+        # The others than Allocate are made of few backends.
+        if call_stats.seconds or call is KubeletCall.ALLOCATE:
+            for outcome, count in call_stats.outcomes.items():
                 if count or outcome in _OUTCOMES_FROM_ZERO[call]:
                     yield Sample(f.CALLS, (resource, call, outcome), count)
     for kind, count in stats.refusals.items():
@@ -228,8 +235,8 @@ def _calls(resource: str, stats: ResourceCallStats) -> Iterator[Sample]:
 
 def _durations(call: str, stats: Sequence[CallStats]) -> Iterator[Sample]:
     """Yield the histogram of a call; by resource, the kubelet itself has one."""
-    if seconds := sum(it.seconds for it in stats):
-        counts = tuple(map(sum, zip(*(it.buckets for it in stats), strict=True)))
+    if seconds := sum(stat.seconds for stat in stats):
+        counts = tuple(map(sum, zip(*(stat.buckets for stat in stats), strict=True)))
         yield Sample(f.DURATION, (call,), HistogramValue(BUCKET_BOUNDS, counts, seconds))
 
 
@@ -248,7 +255,7 @@ def _counted(counts: EventCounters, snapshot: Snapshot) -> Iterator[Sample]:
             yield Sample(family, (*labels, *further), count)
 
     severities = Counter(
-        {(*labels, str(it)): 0 for labels in gpu_labels.values() for it in Severity}
+        {(*labels, str(severity)): 0 for labels in gpu_labels.values() for severity in Severity}
     )
     for (where, code), count in counts.xids.items():
         labels = _labels_of(where, gpu_labels)
@@ -271,11 +278,11 @@ def _of_mode(
     of_mig = [(f.MIG_DEVICE_FAULTS, (), counts.mig_device_faults[gpu.id])]
     of_limits = [
         (f.WARNINGS, (), counts.warnings[gpu.id]),
-        *((f.SIGNALS, (it,), counts.signals[gpu.id, it]) for it in _SIGNALS),
+        *((f.SIGNALS, (signal,), counts.signals[gpu.id, signal]) for signal in _SIGNALS),
     ]
     present, past = (of_mig, of_limits) if gpu.mig_enabled else (of_limits, of_mig)
     yield from present
-    yield from (it for it in past if it[-1])
+    yield from (families for families in past if families[-1])
 
 
 def _all_gpu_labels(snapshot: Snapshot) -> Mapping[GpuId, tuple[str, str]]:

@@ -34,8 +34,9 @@ class PageRenderer:
 
     def __init__(self, families: Sequence[MetricFamily]) -> None:
         self._heads = {
-            it.name: f"# HELP {it.name} {it.help.translate(_OF_HELP)}\n# TYPE {it.name} {it.type}\n"
-            for it in families
+            family.name: f"# HELP {family.name} {family.help.translate(_OF_HELP)}\n"
+            f"# TYPE {family.name} {family.type}\n"
+            for family in families
         }
         self._series: dict[str, dict[Sequence[str], str]] = {name: {} for name in self._heads}
 

@@ -34,7 +34,7 @@ def gpu_label_values(gpu: Gpu) -> tuple[str, str]:
 
 def snapshot_samples(snapshot: Snapshot, layout: Layout) -> Iterator[Sample]:
     """Yield the samples of all GPUs, and those of their backends."""
-    pools = {it.gpu.id: it.pool or "" for it in layout.pool_assignments}
+    pools = {assignment.gpu.id: assignment.pool or "" for assignment in layout.pool_assignments}
 
     for state in snapshot.gpus.values():
         yield from _gpu(state, pools.get(state.gpu.id, ""))
@@ -87,11 +87,15 @@ def _mig_devices(state: GpuState) -> Iterator[Sample]:
     """Yield the MIG device of each container that holds one, or a part of one."""
     found: dict[tuple[str, ...], None] = {}
     for backend in state.provisioned.values():
-        for share, it in backend.devices.items():
+        for share, hardware_device in backend.devices.items():
             lease = state.leases.get(share)
             if lease is not None and (holder := lease.holder) is not None:
                 who = (holder.namespace, holder.pod, holder.container)
-                device = (it.device, str(it.gpu_instance), profile_of(share))
+                device = (
+                    hardware_device.device,
+                    str(hardware_device.gpu_instance),
+                    profile_of(share),
+                )
                 found[(*who, *gpu_label_values(state.gpu), *device)] = None
     yield from (Sample(f.CONTAINER_MIG, labels, 1) for labels in found)
 
@@ -140,21 +144,21 @@ def sensor_samples(snapshot: Snapshot, readings: Mapping[GpuId, GpuSensors]) -> 
                     yield Sample(family, (*me, *labels), value)
 
 
-def _values(it: GpuSensors) -> Iterator[tuple[MetricFamily, tuple[str, ...], float | None]]:
-    yield f.TEMPERATURE, (), it.temperature
-    yield f.MEMORY_TEMPERATURE, (), it.memory_temperature
-    yield f.POWER, (), it.power
-    yield f.POWER_LIMIT, (), it.power_limit
-    yield f.ENERGY, (), it.energy
-    yield f.CLOCK, ("sm",), it.sm_clock
-    yield f.CLOCK, ("memory",), it.memory_clock
-    for reason in ThrottleReason if it.throttled is not None else ():
-        yield f.THROTTLED, (reason,), reason in (it.throttled or ())
-    yield f.ECC_ERRORS, ("corrected",), it.ecc_corrected
-    yield f.ECC_ERRORS, ("uncorrected",), it.ecc_uncorrected
-    for kind, count in it.nvlink_errors.items():
+def _values(sensors: GpuSensors) -> Iterator[tuple[MetricFamily, tuple[str, ...], float | None]]:
+    yield f.TEMPERATURE, (), sensors.temperature
+    yield f.MEMORY_TEMPERATURE, (), sensors.memory_temperature
+    yield f.POWER, (), sensors.power
+    yield f.POWER_LIMIT, (), sensors.power_limit
+    yield f.ENERGY, (), sensors.energy
+    yield f.CLOCK, ("sm",), sensors.sm_clock
+    yield f.CLOCK, ("memory",), sensors.memory_clock
+    for reason in ThrottleReason if sensors.throttled is not None else ():
+        yield f.THROTTLED, (reason,), reason in (sensors.throttled or ())
+    yield f.ECC_ERRORS, ("corrected",), sensors.ecc_corrected
+    yield f.ECC_ERRORS, ("uncorrected",), sensors.ecc_uncorrected
+    for kind, count in sensors.nvlink_errors.items():
         yield f.NVLINK_ERRORS, (kind,), count
-    yield f.PCIE_REPLAYS, (), it.pcie_replays
+    yield f.PCIE_REPLAYS, (), sensors.pcie_replays
 
 
 _PERCENT = 100
@@ -195,7 +199,7 @@ def usage_samples(snapshot: Snapshot, usage_now: NodeUsage, rules: ReportRules) 
 
 def _usage_of(state: GpuState, gpu_usage: GpuUsage, usage_now: NodeUsage) -> Iterator[Sample]:
     me, utilization = gpu_label_values(state.gpu), usage_now.utilization.get(state.gpu.id)
-    unauthorized = sum(it.process.memory or 0 for it in gpu_usage.unauthorized)
+    unauthorized = sum(process.process.memory or 0 for process in gpu_usage.unauthorized)
 
     authorized = sum(usage.memory for usage in gpu_usage.containers)
     yield Sample(f.GPU_MEMORY_USED, me, authorized + unauthorized)

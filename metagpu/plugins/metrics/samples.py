@@ -40,7 +40,7 @@ class FamilyFactory(NamedTuple):
 
 def families_in(names: Mapping[str, object]) -> tuple[MetricFamily, ...]:
     """Return the metric families among a module's names, in their order."""
-    return tuple(it for it in names.values() if isinstance(it, MetricFamily))
+    return tuple(name for name in names.values() if isinstance(name, MetricFamily))
 
 
 class HistogramValue(NamedTuple):
