@@ -77,7 +77,7 @@ CAPABILITIES: Final = (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 4520, ("kubectl/*",)),
-    Capability("webhook and translation", 3670, ("webhook/*", "translation/*")),
+    Capability("webhook and translation", 3680, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 560, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""

@@ -5,12 +5,14 @@ import json
 import shutil
 import ssl
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from anyio import to_thread
+from cel_expr_python import cel
 
 from metagpu.cli.arguments import parser
 from metagpu.cli.options import Variable, resolve_environment
@@ -54,18 +56,27 @@ def test_its_failure_is_nobody_elses(helm: str) -> None:
     assert all(f"'{name}'" in condition["expression"] for name in TranslationSettings().names)
 
 
+def reached(found: dict[str, Any], pods: Sequence[object]) -> list[bool]:
+    """Return whether the registration's condition sends each pod to the webhook."""
+    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
+    environment = cel.NewEnv(variables={"object": cel.Type.DYN})
+    expression = environment.compile(webhook["matchConditions"][0]["expression"])
+    return [expression.eval(data={"object": it}).value() for it in pods]
+
+
 def test_kais_annotations_reach_it_by_a_value(helm: str) -> None:
     """KAI may be in the cluster: its pods never wait for the webhook unless a value says so."""
-    found = objects(helm)
-    [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
-    assert "annotations" not in webhook["matchConditions"][0]["expression"]
-
     both = objects(helm, "webhook.vocabularies={hami,kai}")
-    [webhook] = both["MutatingWebhookConfiguration"]["webhooks"]
-    expression = webhook["matchConditions"][0]["expression"]
-    assert "|| (has(object.metadata.annotations) &&" in expression
-    for key in ("gpu-fraction", "gpu-memory", "nvidia.com/container."):
-        assert f"'{key}'" in expression
+    hamis = {"name": "c", "resources": {"limits": {"nvidia.com/gpumem": "8k"}}}
+    keys = ("team", "gpu-fraction", "gpu-memory", "nvidia.com/container.c.gpu-memory.limit")
+    pods: list[dict[str, Any]] = [
+        {"metadata": {}, "spec": {"containers": [{"name": "c"}]}},
+        {"metadata": {}, "spec": {"containers": [hamis]}},
+        *({"metadata": {"annotations": {it: "1"}}, "spec": {"containers": []}} for it in keys),
+    ]
+
+    assert reached(objects(helm), pods) == [False, True, False, False, False, False]
+    assert reached(both, pods) == [False, True, False, True, True, True]
     env = both["Deployment"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "METAGPU_WEBHOOK_VOCABULARIES", "value": "hami,kai"} in env
 
