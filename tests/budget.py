@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 13460, ("sim/*",)),
+    Capability("simulator", 13470, ("sim/*",)),
     Capability(
         "DRA",
         4460,
@@ -57,13 +57,13 @@ CAPABILITIES: Final = (
     ),
     Capability("device plugin", 3990, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5450, ("plugins/cluster/*",)),
-    Capability("agent", 3620, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("agent", 3720, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4855, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1860, ("core/layout/*", "core/grants/*")),
     Capability("contracts and runtime", 2050, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 4000, ("core/config/*", "compat/*")),
+    Capability("configuration and other formats", 4285, ("core/config/*", "compat/*")),
     Capability("health", 990, ("core/health/*",)),
     Capability("enforcement and usage", 2970, ("core/usage/*",)),
     Capability("MIG", 3730, ("backends/mig/*",)),
@@ -83,12 +83,12 @@ CAPABILITIES: Final = (
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 286, 290),
+    Limit("modules without the simulator", 287, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 1, 1),
-    Limit("product lines", 79000, 75000),
-    Limit("test lines", 97600, 92300),
+    Limit("product lines", 79410, 75000),
+    Limit("test lines", 98200, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

@@ -158,6 +158,7 @@ class Agent:
         )
         self._offering = Offering(
             context,
+            self.config_loader,
             self.layout_manager,
             self.usage_service,
             running,
@@ -296,6 +297,7 @@ class Agent:
             ConfigError: if the configuration does not fit the GPUs.
         """
         await self.health.survey()
+        await self.config_loader.settle(strict=True)
         await self.layout_manager.show()
 
     async def reload(self) -> None:

@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import structlog
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.agent.config_source import (
     NO_SHARING,
@@ -22,6 +23,7 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.profiles import (
+    GPUS_STAY,
     LAST_GOOD,
     NOTHING_OFFERED,
     OPTION_FIRST,
@@ -31,6 +33,7 @@ from metagpu.core.config.profiles import (
     has_profile,
 )
 from metagpu.core.errors import InternalError
+from metagpu.core.model.gpu import mig_models
 from metagpu.core.reports.schema import ConfigurationReport
 from metagpu.core.state.events import ConfigRejected
 
@@ -108,11 +111,11 @@ class ConfigLoader:
         self._source = source
         self._layout_manager = layout_manager
         # The texts in force, and the context in which the same files may mean something else.
-        self._content = initial.texts and (initial.texts, source.effective_context)
+        self._content = initial.texts and (initial.texts, source.meaning)
         self._logged: frozenset[str] = frozenset()
         self._reading = anyio.Lock()
 
-        self._formats = initial.loaded.formats
+        self._layout = initial.loaded.layout  # of what was read last, be it in force or not
         self._take(initial.loaded)
         if initial.error is None:
             self._count_accepted()
@@ -133,23 +136,42 @@ class ConfigLoader:
         if (refused := await self._reload(again=again)) is not None:
             self._context.registry.events.publish(ConfigRejected(refused, time(), self.effect))
 
-    async def _reload(self, *, again: bool) -> str | None:
+    async def settle(self, *, strict: bool = False) -> None:
+        """Read the source again if it depends on the GPUs, which are read or have changed.
+
+        An error is logged, or raised with `strict`.
+
+        Raises:
+            ConfigError: as `ConfigSource.parse`.
+        """
+        before, self._source = self._source, self._with_gpus(self._source)
+        if self._source.meaning != before.meaning:
+            await self._reload(again=False, strict=strict)
+
+    def _with_gpus(self, source: ConfigSource) -> ConfigSource:
+        gpus = self._context.registry.snapshot.gpus.values()
+        models = mig_models(state.gpu for state in gpus)
+        return replace(source, context=replace(source.context, models=models))
+
+    async def _reload(self, *, again: bool, strict: bool = False) -> str | None:
         """Read and apply the source; return why it is refused, unless that was known."""
         async with self._reading:
             try:
                 source = self._source
                 texts = await to_thread.run_sync(source.read)
-                content = texts, source.effective_context
+                content = texts, source.meaning
                 if content == self._content and not again:
                     return None
                 self._content = None  # until it is in force: what is cut short is done again
                 loaded = await to_thread.run_sync(source.parse, texts, self._context.backends)
-                self._formats = loaded.formats
+                self._layout = loaded.layout
                 await self._layout_manager.apply(loaded.config)
                 self._content = content
             except ConfigError as error:
                 # The traceback's frames hold what was built, until the next full collection.
                 error.with_traceback(None)
+                if strict:
+                    raise
                 known, self._content = self.error, None
                 self._count_rejected(str(error), error.reason)
                 if self.error == known and not again:
@@ -175,17 +197,20 @@ class ConfigLoader:
     async def follow_cluster(self, choice: ClusterChoice) -> ConfigOutcome:
         """Apply what the cluster chooses for this node, once the GPUs are known."""
         await self._context.surveyed.wait()
-        self._source = self._source.with_cluster(choice)
+        self._source = self._with_gpus(self._source.with_cluster(choice))
         await self._reload(again=False)
-        lays_mig = any(form.startswith("mig-parted") for form in self._formats)
+        layout, lays_mig = self._layout, bool(self._layout.known)
         pools = self.loaded.config.root.pools
         missing = [*filter(None, (pool.reason for pool in pools)), *self._misfits]
         reason = "; ".join(dict.fromkeys(missing))
-        if self.error is None and (ignored := self._ignored_label(lays_mig=lays_mig)):
+        refusal = layout.refusal or self._contradicted_label()
+        if self.error is None and refusal:
+            return ConfigOutcome(refusal, lays_mig, effect=GPUS_STAY)
+        if self.error is None and (ignored := self._ignored_label()):
             return ConfigOutcome(ignored, lays_mig, effect=OPTION_FIRST)
         return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "", self.effect)
 
-    def _ignored_label(self, *, lays_mig: bool) -> str:
+    def _ignored_label(self) -> str:
         """Return which label has no effect, and the option before it; empty for none."""
         source, choice = self._source, self._source.cluster
         if choice.profile and not has_profile(self.loaded.profiles, choice.profile):
@@ -194,13 +219,28 @@ class ConfigLoader:
                 f"the label {choice.label}={choice.profile} has no effect: "
                 f"{source.profile_choice.option} has precedence; in force: {instead}"
             )
-        layout = source.effective_context.mig_config
-        if lays_mig and choice.mig_config and choice.mig_config != layout:
+        layout, wanted = self.loaded.layout, choice.mig_config
+        if layout.known and wanted and wanted != layout.name:
             return (
-                f"the label nvidia.com/mig.config={choice.mig_config} has no effect: "
-                f"--mig-config has precedence; in force: {layout}"
+                f"the label nvidia.com/mig.config={wanted} has no effect: "
+                f"--mig-config has precedence; in force: {layout.name}"
             )
         return ""
+
+    def _contradicted_label(self) -> str:
+        """Return which label a file that knows no layouts contradicts; empty for none."""
+        choice, config = self._source.cluster, self.loaded.config
+        wanted = choice.mig_config
+        if self._layout.known or not wanted or choice.mig_manager or choice.profile == wanted:
+            return ""
+        backends = [options for pool in config.root.pools for options in pool.backends]
+        mig = [each for each in backends if each["backend"] == "mig" and not each.get("disableMig")]
+        if any(each.get("existing") for each in mig) or (wanted == "all-disabled" and not mig):
+            return ""
+        return (
+            f"the label nvidia.com/mig.config={wanted} has no effect: {config.file} says which MIG "
+            "instances there are; remove the label, or choose a profile with metagpu.io/config"
+        )
 
     @property
     def effect(self) -> str:
@@ -229,6 +269,7 @@ class ConfigLoader:
             reason=self.reason,
             effect=self.effect if self.error else None,
             misfits=self._misfits,
+            mig_layout=self.loaded.layout.name,
         )
 
     def to_metrics(self) -> ConfigStatus:
@@ -263,6 +304,7 @@ class ConfigLoader:
     def _take(self, loaded: Loaded) -> None:
         """Record the configuration in force; log each setting that is not honoured once."""
         self.loaded, self.error, self.reason = loaded, None, None
+        self._source = replace(self._source, last_layout=loaded.layout.name)
         for note in loaded.notes:
             if str(note) not in self._logged:
                 log.warning("configuration setting not honoured", note=str(note))

@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from metagpu.compat import formats, variables
 from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig
+from metagpu.compat.layout_choice import LayoutChoice, choose_layout
 from metagpu.core.config import profiles
 from metagpu.core.config.config import DEFAULT, Config
 from metagpu.core.config.document import MAX_TEXT, Document
@@ -69,6 +71,7 @@ class Loaded(msgspec.Struct, frozen=True):
         formats: the format of each file.
         profiles: the chosen profiles.
         notes: the settings of foreign files that are not honoured.
+        layout: the chosen MIG layout.
     """
 
     config: Config
@@ -76,6 +79,7 @@ class Loaded(msgspec.Struct, frozen=True):
     formats: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
     notes: tuple[CompatNote, ...] = ()
+    layout: LayoutChoice = LayoutChoice()
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -98,12 +102,14 @@ class ConfigSource(msgspec.Struct, frozen=True):
         choice: the wanted profile.
         context: facts that foreign formats need beside their files.
         cluster: the cluster's profiles; the paths are read if none of them is chosen.
+        last_layout: the MIG layout that stays if a label names an unknown one.
     """
 
     paths: tuple[Path, ...] = ()
     choice: profiles.ProfileChoice = msgspec.field(default_factory=profiles.ProfileChoice)
     context: ConversionContext = msgspec.field(default_factory=ConversionContext)
     cluster: profiles.ClusterChoice = msgspec.field(default_factory=profiles.ClusterChoice)
+    last_layout: str | None = None
 
     def with_cluster(self, cluster: profiles.ClusterChoice) -> "ConfigSource":
         """Return this source with the cluster's choice; settings of this node come first.
@@ -122,10 +128,16 @@ class ConfigSource(msgspec.Struct, frozen=True):
         return replace(self.choice, chosen=label, option=f"label {self.cluster.label}")
 
     @property
+    def meaning(self) -> object:
+        """Returns what changes the meaning of the same files."""
+        return self.effective_context, self.cluster.mig_manager
+
+    @property
     def effective_context(self) -> ConversionContext:
         """Facts that foreign formats need, set here or by the cluster."""
         mig = self.context.mig_config or self.cluster.mig_config
-        return replace(self.context, mig_config=mig)
+        models = None if mig is None else self.context.models
+        return replace(self.context, mig_config=mig, models=models)
 
     def read(self) -> tuple[ConfigText, ...]:
         """Read the files, and of profiles the chosen ones.
@@ -182,13 +194,24 @@ class ConfigSource(msgspec.Struct, frozen=True):
         for name, context in cases:
             yield name, replace(self, context=context)
 
+    def parts(self) -> frozenset[tuple[str, str]]:
+        """Return which parts of a configuration the files are, as far as known."""
+        found = set()
+        with suppress(ConfigError):
+            for path in self.paths:
+                texts = _open_path(path).texts.values()
+                found |= {formats.part_of(read().document) for read in texts}
+        return frozenset(found)
+
     def load(self, backends: Backends) -> Loaded:
         """Read and parse the files.
 
         Raises:
             ConfigError: as `read` and `parse`.
         """
-        return self.parse(self.read(), backends)
+        loaded = self.parse(self.read(), backends)
+        loaded.layout.check()
+        return loaded
 
     def parse(self, texts: tuple[ConfigText, ...], backends: Backends) -> Loaded:
         """Parse texts into a configuration; foreign formats are converted.
@@ -213,7 +236,9 @@ class ConfigSource(msgspec.Struct, frozen=True):
             documents = [each.document for each in texts]
             for _ in range(_MAX_ERRORS):
                 try:
-                    return Checked(self._load(texts, documents, backends), tuple(errors))
+                    loaded = self._load(texts, documents, backends)
+                    loaded.layout.check()
+                    return Checked(loaded, tuple(errors))
                 except ConfigError as error:
                     if not any(_is_above(error, other) for other in errors):
                         errors.append(error)
@@ -228,14 +253,14 @@ class ConfigSource(msgspec.Struct, frozen=True):
         self, texts: tuple[ConfigText, ...], documents: Sequence[Document], backends: Backends
     ) -> Loaded:
         environment = self.context.environment
-        if not texts:
+        recognised, layout = self._choose_layout(formats.recognize_files(documents))
+        if not recognised.documents:
             converted = variables.with_variables(environment)
             document = Document(DEFAULT, "<default>")
             text = DEFAULT if converted.data == document.data else to_yaml(converted.data)
             config = _foreign_config(converted, Document(text, "<default>"), backends)
-            return Loaded(config, text, notes=converted.notes)
+            return Loaded(config, text, notes=(*converted.notes, *layout.notes), layout=layout)
 
-        recognised = formats.recognize_files(documents)
         rest = tuple(note for each in texts for note in each.rest)
         names = tuple(each.profile for each in texts if each.profile is not None)
         forms = tuple(map(str, recognised.formats))
@@ -245,11 +270,17 @@ class ConfigSource(msgspec.Struct, frozen=True):
             notes = tuple(variables.own_file_notes(environment))
             return Loaded(config, texts[0].text, forms, names, (*notes, *rest))
 
-        converted = formats.convert(recognised, self.effective_context)
+        converted = formats.convert(recognised, replace(self.context, mig_config=layout.name))
         text = to_yaml(converted.data)
-        file = ", ".join(each.file for each in texts)
+        file = ", ".join(each.file for each in texts) or "<default>"
         config = _foreign_config(converted, Document(text, file), backends)
-        return Loaded(config, text, forms, names, (*converted.notes, *rest))
+        notes = (*converted.notes, *rest, *layout.notes)
+        return Loaded(config, text, forms, names, notes, layout)
+
+    def _choose_layout(
+        self, files: formats.RecognizedFiles
+    ) -> tuple[formats.RecognizedFiles, LayoutChoice]:
+        return choose_layout(files, self.context, self.cluster, self.last_layout)
 
     def convert(self, texts: tuple[ConfigText, ...]) -> tuple[str, tuple[CompatNote, ...]]:
         """Return texts as `metagpu/v1`, and the settings that are not honoured.
@@ -262,7 +293,9 @@ class ConfigSource(msgspec.Struct, frozen=True):
         recognised = formats.recognize_files([each.document for each in texts])
         if not recognised.is_foreign:
             return texts[0].text, ()
-        converted = formats.convert(recognised, self.effective_context)
+        recognised, layout = self._choose_layout(recognised)
+        layout.check()
+        converted = formats.convert(recognised, replace(self.context, mig_config=layout.name))
         return to_yaml(converted.data), converted.notes
 
 

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 from anyio import to_thread
 
@@ -27,7 +29,7 @@ from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
-from metagpu.core.state.facts import BackendSuspended
+from metagpu.core.state.facts import BackendSuspended, GpusFound
 from metagpu.host.device_nodes import DeviceNodes
 from metagpu.plugins.kubelet.messages import check_list_size
 from metagpu.plugins.pod_api.server import PodFolder
@@ -110,6 +112,7 @@ class LayoutManager:
             ConfigError: if it does not fit the GPUs; everything stays as it was.
         """
         config = new or self.context.config
+        await self._read_modes()
         nodes = await self._scan_nodes()
         pod_dir = await self.pod_folder.prepare()
         self._pod_dir = str(pod_dir.absolute()) if pod_dir else ""
@@ -187,6 +190,22 @@ class LayoutManager:
         after = ConfiguredLayout(self._lay_out(config, self._nodes, existing), config)
         check_fit(config, after.layout)
         return to_dict(diff_layouts(self.context.registry.snapshot, before, after))
+
+    async def _read_modes(self) -> None:
+        """Read the MIG modes: metagpu may have changed one since the last survey.
+
+        Otherwise a GPU that the layout before has divided would be offered whole.
+        """
+        registry, changed = self.context.registry, []
+        for state in registry.snapshot.gpus.values():
+            if (gpu := state.gpu).mig_enabled is None or not state.verdict.healthy:
+                continue
+            with suppress(DriverError):
+                mode = await self.context.driver.mig.mode(gpu.id)
+                if mode is not None and mode.enabled != gpu.mig_enabled:
+                    changed.append(msgspec.structs.replace(gpu, mig_enabled=mode.enabled))
+        if changed:
+            registry.apply(GpusFound(tuple(changed), time.time()))
 
     async def _scan_nodes(self) -> DeviceNodes:
         return await to_thread.run_sync(self.context.read_device_nodes)

@@ -9,6 +9,7 @@ import anyio
 import structlog
 from anyio import to_thread
 
+from metagpu.agent.config_loader import ConfigLoader
 from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.resource_claims import ResourceClaims
@@ -37,6 +38,7 @@ class Offering:
     """
 
     context: NodeContext
+    config_loader: ConfigLoader
     layout_manager: LayoutManager
     usage_service: UsageService
     running: RunningHolders
@@ -65,6 +67,7 @@ class Offering:
         await self.context.surveyed.wait()
         if self.wait_for_choice is not None:
             await self.wait_for_choice()
+        await self.config_loader.settle()
         await self.layout_manager.begin()
         for resource, offer in self.registry.snapshot.offers.items():
             log.info("resource offered", resource=resource, shares=len(offer.shares))
@@ -97,6 +100,7 @@ class Offering:
 
             with self.registry.events.subscribe(GpusFound) as events:
                 async for _ in events:
+                    await self.config_loader.settle()
                     await self.layout_manager.reapply()
 
     async def follow_leases(self) -> None:

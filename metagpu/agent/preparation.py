@@ -45,6 +45,8 @@ class Preparation:
         health, found = self.health, list[str]()
         if health.unusable or not health.surveyed.is_set():
             found.append(f"the driver: {health.unusable or 'the GPUs are not read yet'}")
+        else:
+            await self.config_loader.settle()
         if error := self.config_loader.error:
             found.append(f"the configuration: {error}")
         elif not found and (misfit := await self._find_misfit()):

@@ -32,15 +32,15 @@ AgentOf = Callable[[ConfigSource, str | None], "Agent"]
 
 
 def validate(args: argparse.Namespace) -> int:
-    """Check each file by itself; with `--convert` print all files as one."""
+    """Check each configuration of the files; with `--convert` print all as one."""
     if args.convert:
         return _convert(source_of(args, args.files))
 
     classes = _classes_in(args.device_classes)
     checks = [
-        (file, label, _with_classes(found, classes))
-        for file in args.files
-        for label, found in _check(source_of(args, [file]))
+        (", ".join(map(str, files)), label, _with_classes(found, classes))
+        for files in _configurations(args.files)
+        for label, found in _check(source_of(args, files))
     ]
     if args.output != "table":
         report = [_to_dict(file, label, found) for file, label, found in checks]
@@ -85,6 +85,19 @@ def plan(args: argparse.Namespace, agent_of: AgentOf) -> dict[str, Any]:
 def print_notes(agent: "Agent") -> None:
     """Print the settings of an agent's configuration that are not honoured."""
     _print_notes(agent.config_loader.loaded, set())
+
+
+def _configurations(files: Sequence[Path]) -> Iterable[Sequence[Path]]:
+    """Return files, together where they are different parts of one configuration."""
+    parts = {file: ConfigSource((file,)).parts() for file in dict.fromkeys(files)}
+    families: dict[object, list[Path]] = {}
+    for file, its in parts.items():
+        names = {family for family, _ in its}
+        families.setdefault(names.pop() if len(names) == 1 else file, []).append(file)
+    for together in families.values():
+        every = [part for file in together for part in parts[file]]
+        differ = len(set(every)) == len(every)
+        yield from [together] if differ else [[file] for file in together]
 
 
 def _check(source: ConfigSource) -> Iterable[tuple[str, Checked]]:
@@ -154,7 +167,7 @@ def _with_classes(checked: Checked, classes: Mapping[str, Sequence[ExtendedResou
     return replace(checked, errors=(*checked.errors, *errors))
 
 
-def _print_checks(checks: Iterable[tuple[Path, str, Checked]]) -> None:
+def _print_checks(checks: Iterable[tuple[str, str, Checked]]) -> None:
     """Print errors and warnings, each once, and the files that are good."""
     printed: set[str] = set()
     for file, label, found in checks:
@@ -166,17 +179,17 @@ def _print_checks(checks: Iterable[tuple[Path, str, Checked]]) -> None:
             continue
         _print_notes(found.loaded, printed)
         if not found.errors:
-            name = f"{file} [{label}]" if label else str(file)
+            name = f"{file} [{label}]" if label else file
             foreign = [form for form in found.loaded.formats if form != "metagpu/v1"]
             print(": ".join([name, "good", *foreign]))  # noqa: T201 - a command line speaks so
 
 
-def _to_dict(file: Path, label: str, found: Checked) -> dict[str, Any]:
+def _to_dict(file: str, label: str, found: Checked) -> dict[str, Any]:
     def place(it: ConfigError | CompatNote) -> dict[str, Any]:
         return {"file": it.file, "line": it.line or None, "path": it.path}
 
     return {
-        "file": str(file),
+        "file": file,
         "case": label or None,
         "good": not found.errors,
         "formats": list(found.loaded.formats) if found.loaded else [],

@@ -142,8 +142,8 @@ def _explain(args: argparse.Namespace) -> int:
     configure_log("error", "console")
     paths = AgentPaths(roots=driver_roots_of(args))
     args.agent = agent = _agent(source_of(args), args.simulate, paths)
-    print_notes(agent)
     anyio.run(agent.survey_once)
+    print_notes(agent)
     snapshot = agent.registry.snapshot
     explained = explain_report(snapshot, agent.layout)
     more: dict[str, Any] = {"labels": node_labels(snapshot, label_settings(agent.context))}

@@ -122,7 +122,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
         (
             "--mig-config",
             ("METAGPU_MIG_CONFIG", "MIG_PARTED_SELECTED_CONFIG"),
-            "this node's layout among those of a mig-parted file",
+            "this node's layout among those of a mig-parted file, or those made from the GPUs",
         ),
         (
             "--node-name",

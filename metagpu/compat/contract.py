@@ -9,6 +9,7 @@ import msgspec
 from metagpu.core.config.config import VERSION
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason, at_place
+from metagpu.core.model.mig import MigModel
 
 Data = dict[str, Any]
 """Plain data of a part of a configuration."""
@@ -49,13 +50,15 @@ class ConversionContext(msgspec.Struct, frozen=True):
 
     Attributes:
         node: the node's name in Kubernetes, `None` when it is not known.
-        mig_config: the chosen one of mig-parted's `mig-configs`.
+        mig_config: the chosen one of mig-parted's `mig-configs`, or of the layouts of the GPUs.
         environment: environment variables, such as those of NVIDIA's device plugin.
+        models: the node's GPUs that support MIG, `None` while they are not known.
     """
 
     node: str | None = None
     mig_config: str | None = None
     environment: Mapping[str, str] = msgspec.field(default_factory=dict)
+    models: tuple[MigModel, ...] | None = None
 
 
 class ConvertedConfig(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConf
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason, suggest
 from metagpu.core.config.paths import join_path, key_path
+from metagpu.core.model.mig import MigModel
 
 
 class ConfigFormat(StrEnum):
@@ -31,15 +32,40 @@ class ConfigFormat(StrEnum):
 
 
 class RecognizedFiles(msgspec.Struct, frozen=True):
-    """Files of one configuration, each with its format."""
+    """Files of one configuration, each with its format; none for the default one."""
 
-    documents: tuple[Document, ...]
-    formats: tuple[ConfigFormat, ...]
+    documents: tuple[Document, ...] = ()
+    formats: tuple[ConfigFormat, ...] = ()
 
     @property
     def is_foreign(self) -> bool:
         """True when the files have to be converted."""
         return ConfigFormat.OURS not in self.formats
+
+    @property
+    def lacks_layouts(self) -> bool:
+        """True when layouts may be made from the GPUs, as the MIG manager does."""
+        return {*self.formats} <= {ConfigFormat.NVIDIA}
+
+    def with_layouts(self, models: Sequence[MigModel]) -> "RecognizedFiles":
+        """Return the files, and the layouts that are made from these GPUs."""
+        from metagpu.compat.mig_parted import make_layouts
+
+        documents = (*self.documents, make_layouts(models))
+        return RecognizedFiles(documents, (*self.formats, ConfigFormat.MIG_PARTED))
+
+
+def layout_names(files: RecognizedFiles) -> tuple[str, ...]:
+    """Return the names of the layouts in files.
+
+    Raises:
+        ConfigError: a file breaks mig-parted's rules.
+    """
+    from metagpu.compat import mig_parted
+
+    documents = zip(files.documents, files.formats, strict=True)
+    layouts = [each for each, form in documents if form is ConfigFormat.MIG_PARTED]
+    return tuple(name for each in layouts for name in mig_parted.layout_names(each))
 
 
 _KEYS = (
@@ -87,12 +113,25 @@ def recognize(document: Document) -> ConfigFormat:
     raise document.error("", problem, ConfigReason.UNKNOWN_FORMAT)
 
 
+def part_of(document: Document) -> tuple[str, str]:
+    """Return a document's family of formats, and its part in a configuration.
+
+    Raises:
+        ConfigError: the document is not recognized.
+    """
+    form = recognize(document)
+    has_devices = form is ConfigFormat.HAMI and "nvidia" in document.data
+    return _FAMILY[form], "nvidia" if has_devices else form
+
+
 def recognize_files(documents: Sequence[Document]) -> RecognizedFiles:
     """Recognize the files of one configuration, and check that they belong together.
 
     Raises:
         ConfigError: a file is not recognized, or two formats cannot be combined.
     """
+    if not documents:
+        return RecognizedFiles()
     formats = tuple(recognize(document) for document in documents)
     families = {_FAMILY[form] for form in formats}
 
@@ -147,7 +186,7 @@ def list_cases(
 
             nodes += hami.node_names(document)
 
-    if len(layouts) > 1:
+    if layouts:
         return [(f"layout {name}", replace(context, mig_config=name)) for name in layouts]
     if nodes:
         return [(f"node {name}", replace(context, node=name)) for name in nodes]

@@ -1,9 +1,12 @@
 """mig-parted's `mig-configs`: named layouts of MIG instances, one for a node.
 
-Keys are those of github.com/NVIDIA/mig-parted, which NVIDIA's MIG manager reads.
+Keys are those of github.com/NVIDIA/mig-parted 0.15, which NVIDIA's MIG manager reads. Without a
+file, the MIG manager makes the layouts from what NVML says of the GPUs; `make_layouts` does so too.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,8 +16,13 @@ from metagpu.compat.contract import ConversionContext, Data, Origin
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigReason, allowed_values
 from metagpu.core.config.paths import key_path
+from metagpu.core.model.mig import MigModel, MigProfile
 
 _CONFIGS: Final = "mig-configs"
+MADE: Final = "<layouts of these GPUs>"
+"""The file's name in messages, where the layouts are made from the GPUs."""
+_COMPUTE_INSTANCES: Final = re.compile(r"(\d+)c\.((\d+)g\..+)")
+"""The name of compute instances that divide a GPU instance: `1c.2g.10gb`."""
 
 
 class _MigPartedEntry(msgspec.Struct, rename="kebab"):
@@ -51,12 +59,14 @@ class LayoutEntry(msgspec.Struct, frozen=True):
         mig_enabled: whether MIG mode shall be on.
         instances: number of instances by profile; it may be empty in MIG mode, too.
         origin: the entry's place in the file.
+        refusal: why the entry is not taken; empty for one that is.
     """
 
     gpus: Data | None
     mig_enabled: bool
     instances: dict[str, int]
     origin: Origin
+    refusal: str = ""
 
     @property
     def mig_gpus(self) -> Data:
@@ -89,18 +99,14 @@ def layout_names(document: Document) -> list[str]:
 def chosen_layout(document: Document, context: ConversionContext) -> list[LayoutEntry]:
     """Return the entries of the chosen layout, the entry that wins first.
 
-    In mig-parted the last entry wins. The only layout of a file needs no choice.
+    In mig-parted the last entry wins. Without a choice there is none: the GPUs stay as they are.
 
     Raises:
-        ConfigError: the file is wrong, has no layout of the chosen name, or needs a choice.
+        ConfigError: the file is wrong, or has no layout of the chosen name.
     """
-    known = layout_names(document)
-    chosen = context.mig_config
-    if chosen is None and len(known) == 1:
-        chosen = known[0]
+    known, chosen = layout_names(document), context.mig_config
     if chosen is None:
-        problem = f"none of its layouts is chosen; give --mig-config: {', '.join(known)}"
-        raise document.error(_CONFIGS, problem, ConfigReason.NO_CHOICE)
+        return []
     if chosen not in known:
         problem = f"there is no layout {chosen!r} (--mig-config); there are: {', '.join(known)}"
         raise document.error(_CONFIGS, problem, ConfigReason.UNKNOWN_CHOICE)
@@ -154,7 +160,23 @@ def _layout_entry(entry: _MigPartedEntry, origin: Origin) -> LayoutEntry:
         problem = "a GPU has no instances when mig-enabled is false; remove one of the two"
         raise origin.document.error(path, problem, ConfigReason.CONFLICT)
 
-    return LayoutEntry(_gpus(entry, origin), entry.mig_enabled, given, origin)
+    whole, parts = _without_compute_instances(given)
+    refusal = parts and (
+        f"{parts} divides a GPU instance between compute instances, which metagpu does not create; "
+        "write the profile of the GPU instance, such as 2g.10gb"
+    )
+    return LayoutEntry(_gpus(entry, origin), entry.mig_enabled, whole, origin, refusal)
+
+
+def _without_compute_instances(given: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """Return instances by profile, and a profile that is a part of a GPU instance."""
+    whole, part = Counter[str](), ""
+    for profile, count in given.items():
+        found = _COMPUTE_INSTANCES.fullmatch(profile)
+        if found and found[1] != found[3]:
+            part = part or profile
+        whole[found[2] if found else profile] += count
+    return ({}, part) if part else (dict(whole), "")
 
 
 def _gpus(entry: _MigPartedEntry, origin: Origin) -> Data | None:
@@ -181,3 +203,69 @@ def _pci_devices(filters: str | int | Sequence[str | int] | None) -> Data:
         return {}
     listed = [filters] if isinstance(filters, (str, int)) else filters
     return {"pciDevice": [each if isinstance(each, str) else f"0x{each:08X}" for each in listed]}
+
+
+_A30: Final = 0x20B710DE
+_A30_PROFILES: Final = {"1g.6gb": 4, "1g.6gb+me": 1, "2g.12gb": 2, "2g.12gb+me": 1, "4g.24gb": 1}
+"""The MIG manager does not ask NVML, which has wrong numbers for the A30."""
+_BALANCED: Final = {7: {1: 2, 2: 1, 3: 1}, 4: {1: 2, 2: 1}}
+"""The instances of `all-balanced` by compute slices, for a GPU of so many slices."""
+
+
+def make_layouts(models: Sequence[MigModel]) -> Document:
+    """Return the layouts that the MIG manager makes from GPUs without a file.
+
+    They are all-disabled, all-enabled, one of each profile, and all-balanced where the profiles
+    allow that. An entry names its GPUs where the node has several models.
+    """
+    layouts = {"all-disabled": [_entry({}, enabled=False)]}
+    if models:
+        layouts["all-enabled"] = [_entry({})]
+    several = len(models) > 1
+    if balanced := [(counts, model) for model in models if (counts := _balanced(model))]:
+        layouts["all-balanced"] = [
+            _entry(counts, [model] if several else ()) for counts, model in balanced
+        ]
+    counted = {model.device: _counts(model) for model in models}
+    for name in sorted({name for counts in counted.values() for name in counts}):
+        by_count: dict[int, list[MigModel]] = {}
+        for model in models:
+            if count := counted[model.device].get(name):
+                by_count.setdefault(count, []).append(model)
+        layouts[f"all-{name.replace('+', '.')}"] = [
+            _entry({name: count}, by_count[count] if several else ()) for count in sorted(by_count)
+        ]
+    text = msgspec.json.encode({"version": "v1", _CONFIGS: layouts}).decode()
+    return Document(text, MADE, 0)
+
+
+def _entry(
+    instances: Mapping[str, int], models: Sequence[MigModel] = (), *, enabled: bool = True
+) -> Data:
+    named = {"device-filter": [f"0x{model.device:08X}" for model in models]} if models else {}
+    devices = {"mig-devices": instances} if enabled else {}
+    return {**named, "devices": "all", "mig-enabled": enabled, **devices}
+
+
+def _counts(model: MigModel) -> Mapping[str, int]:
+    if model.device == _A30:
+        return _A30_PROFILES
+    return {profile.name: profile.max_instances for profile in model.profiles}
+
+
+def _balanced(model: MigModel) -> Mapping[str, int]:
+    """Return the instances of `all-balanced`, none where a model has no such profiles.
+
+    Of several profiles of one size, that counts of which most fit on a GPU.
+    """
+    by_slices: dict[int, MigProfile] = {}
+    for profile in model.profiles:
+        if {"+", "-"} & {*profile.name}:
+            continue
+        held = by_slices.setdefault(profile.slices, profile)
+        if profile.max_instances > held.max_instances:
+            by_slices[profile.slices] = profile
+    wanted = _BALANCED.get(max(by_slices, default=0), {})
+    if not wanted.keys() <= by_slices.keys():
+        return {}
+    return {by_slices[slices].name: count for slices, count in wanted.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from metagpu.compat import backend_options, mig_parted, nvidia_file, variables
 from metagpu.compat.backend_options import Strategy
@@ -39,6 +40,12 @@ class SharedEntry(msgspec.Struct, frozen=True):
 def pool_name(layout: dict[str, int]) -> str:
     """Return a pool's name in the style of mig-parted's layouts: 2x2g.10gb-3x1g.5gb."""
     return "-".join(f"{count}x{profile}" for profile, count in sorted(layout.items())[::-1])
+
+
+def _refuse(entry: LayoutEntry, draft: ConfigDraft) -> None:
+    """Keep the GPUs of an entry that is not taken off offer, with the reason."""
+    draft.add_pool("not-taken", entry.mig_gpus, [], entry.origin, rules={"reason": entry.refusal})
+    draft.add_note(entry.origin, f"its GPUs are not offered: {entry.refusal}")
 
 
 def _mismatch(entry: LayoutEntry, wanted: Sequence[LayoutEntry]) -> str:
@@ -84,7 +91,18 @@ def convert(documents: Sequence[Document], context: ConversionContext) -> Conver
     draft.notes += variables.nvidia_variable_notes(environment)
 
     wanted = [entry for each in layouts for entry in mig_parted.chosen_layout(each, context)]
-    _NvidiaConversion(draft, wanted, *_read(plugins, layouts, context)).run()
+    conversion = _NvidiaConversion(draft, wanted, *_read(plugins, layouts, context))
+    conversion.has_layouts = bool(layouts)
+    if not plugins and layouts[0].file == mig_parted.MADE:
+        conversion.rest = variables.default_pool(draft, environment)
+    elif not plugins and context.mig_config is None:
+        names = ", ".join(mig_parted.layout_names(layouts[0]))
+        text = (
+            "no layout is chosen, and the GPUs stay as they are; --mig-config, or the label "
+            f"nvidia.com/mig.config, chooses one of {names}"
+        )
+        draft.add_note(Origin(layouts[0], "mig-configs"), text)
+    conversion.run()
     return draft.finish()
 
 
@@ -98,7 +116,12 @@ def _read(
 
 @dataclass
 class _NvidiaConversion:
-    """One conversion: the files as read, and the draft of the result."""
+    """One conversion: the files as read, and the draft of the result.
+
+    Attributes:
+        has_layouts: whether there are layouts, be one chosen or not.
+        rest: how GPUs without instances are offered, where no file of the plugin says so.
+    """
 
     draft: ConfigDraft
     layout: list[LayoutEntry]
@@ -106,18 +129,26 @@ class _NvidiaConversion:
     file: nvidia_file.NvidiaFile
     settings: NvidiaSettings
     environment: Mapping[str, str]
+    has_layouts: bool = False
+    rest: variables.DefaultPool | None = None
     entries: dict[str, SharedEntry] = field(default_factory=dict)
     sharing: backend_options.Sharing = field(default_factory=backend_options.Sharing)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy for the names of MIG instances."""
-        return self.settings.mig_strategy or ("mixed" if self.layout else "none")
+        return self.settings.mig_strategy or ("mixed" if self.has_layouts else "none")
 
     @property
     def has_instances(self) -> bool:
         """True if the layout has instances."""
         return any(entry.instances for entry in self.layout)
+
+    @property
+    def _offers_existing(self) -> bool:
+        """True if instances may be offered that no layout names."""
+        all_named = any(entry.gpus is None for entry in self.layout)
+        return not all_named and (self.has_layouts or self.strategy != "none")
 
     def run(self) -> None:
         """Fill the draft."""
@@ -130,7 +161,9 @@ class _NvidiaConversion:
 
         self._note_strategy()
         for entry in self.layout:
-            if entry.mig_enabled:
+            if entry.refusal:
+                _refuse(entry, self.draft)
+            elif entry.mig_enabled:
                 backend = self._layout_backend(entry)
                 name = pool_name(entry.instances) or "no-instances"
                 self.draft.add_pool(name, entry.mig_gpus, [backend], entry.origin)
@@ -148,6 +181,9 @@ class _NvidiaConversion:
         not start at all, and no GPU of the node would be offered.
         """
         for entry in self.layout:
+            if entry.refusal:
+                _refuse(entry, self.draft)
+                continue
             if wrong := _mismatch(entry, self.layout):
                 reason = (
                     "the strategy single wants instances of one profile on all GPUs, and "
@@ -169,8 +205,8 @@ class _NvidiaConversion:
         return self._instances(backend_options.mig_layout(entry.instances), entry.instances)
 
     def _existing_instances(self) -> list[Data]:
-        """Return the backend of existing instances, where no layout is given."""
-        if self.layout or self.strategy == "none":
+        """Return the backend of the instances on GPUs that no layout names."""
+        if not self._offers_existing:
             return []
         named = filter(None, map(backend_options.mig_profile, self.entries))
         return [self._instances(backend_options.mig_existing(), named)]
@@ -260,10 +296,10 @@ class _NvidiaConversion:
         """Return whether GPUs or instances may have a name while they are not shared."""
         if name == _GPU or self.strategy == "single":
             return name == _GPU
-        if self.layout:
-            profiles = {it for entry in self.layout for it in entry.instances}
-            return name in map(backend_options.mig_resource, profiles)
-        return self.strategy == "mixed" and backend_options.mig_profile(name) is not None
+        profiles = {profile for entry in self.layout for profile in entry.instances}
+        if name in map(backend_options.mig_resource, profiles):
+            return True
+        return self._offers_existing and backend_options.mig_profile(name) is not None
 
     def _entries(self, origin: Origin, replication: NvidiaReplication) -> Iterator[SharedEntry]:
         if not replication.resources:
@@ -293,8 +329,10 @@ class _NvidiaConversion:
             parts = {f"backends[{place}].replicas": count for place in range(len(first) + 1)}
             self.draft.add_pool(name, within, [*first, backend], entry.origin, parts=parts)
         else:
-            backend = backend_options.whole(_GPU)
-            self.draft.add_pool(pool or "gpu", within, [*first, backend], self.root)
+            name, backends, rules, origin = "gpu", [backend_options.whole(_GPU)], {}, self.root
+            if self.rest is not None:
+                name, backends, rules, origin = astuple(self.rest)
+            self.draft.add_pool(pool or name, within, [*first, *backends], origin, rules=rules)
 
     def _at(self, path: str) -> Origin:
         return Origin(self.root.document, path)

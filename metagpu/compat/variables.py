@@ -295,6 +295,29 @@ def _xids(variable: str, environment: Mapping[str, str]) -> list[int] | None:
 _OWN_FILE = "has no effect with a file in metagpu's own format; see docs/compat.md"
 
 
+class DefaultPool(msgspec.Struct, frozen=True):
+    """The pool of GPUs about which no file says anything."""
+
+    name: str
+    backends: list[Data]
+    rules: Data
+    origin: Origin
+
+
+def default_pool(draft: ConfigDraft, environment: Mapping[str, str]) -> DefaultPool:
+    """Return the pool of a node without a file; set what MetaGPU's variables change.
+
+    Raises:
+        ConfigError: a variable has a value that is not allowed.
+    """
+    document = Document(DEFAULT, "<default>")
+    switches = read_switches(document, environment)
+    set_mgctl(draft, switches)
+    draft.notes += cnvrg_variable_notes(environment)
+    [pool] = document.data["pools"]
+    return DefaultPool(pool["name"], pool["backends"], switches.rules, Origin(document, "pools[0]"))
+
+
 def with_variables(environment: Mapping[str, str]) -> ConvertedConfig:
     """Return the configuration of a node without a file, as variables change it.
 
@@ -304,22 +327,17 @@ def with_variables(environment: Mapping[str, str]) -> ConvertedConfig:
     Raises:
         ConfigError: a variable has a value that is not allowed.
     """
-    document = Document(DEFAULT, "<default>")
     draft = ConfigDraft()
     settings = merge_settings(None, environment)
     set_flags(draft, settings, lambda _, variable: variable_origin(variable))
-    switches = read_switches(document, environment)
-    set_mgctl(draft, switches)
     draft.notes += nvidia_variable_notes(environment)
-    draft.notes += cnvrg_variable_notes(environment)
     for variable in ("MIG_STRATEGY", "SHARED_DEVICES_ALLOCATION_POLICY"):
         if environment.get(variable, "none") not in ("", "none"):
             text = "has no effect without a file: every GPU is offered in fractions"
             draft.notes.append(note_variable(variable, text))
 
-    for number, pool in enumerate(document.data["pools"]):
-        origin = Origin(document, f"pools[{number}]")
-        draft.add_pool(pool["name"], None, pool["backends"], origin, rules=switches.rules)
+    pool = default_pool(draft, environment)
+    draft.add_pool(pool.name, None, pool.backends, pool.origin, rules=pool.rules)
     return draft.finish()
 
 

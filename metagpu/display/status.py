@@ -105,9 +105,13 @@ def draw_status(status: StatusReport, terminal: Terminal) -> str:
 
 def _status_parts(status: StatusReport) -> Sequence[Part]:
     problem = "; ".join(filter(None, (status.configuration.error, status.configuration.effect)))
+    refusal = status.cluster and status.cluster.refusal
+    layout = status.configuration.mig_layout
     waiting = status.standby.problems if status.standby else ()
     return (
         *([Cell(f"configuration rejected: {problem}", "bold red")] if problem else []),
+        *([Cell(f"not followed: {refusal}", "bold red")] if refusal and not problem else []),
+        *([Cell(f"MIG layout: {layout}")] if layout else []),
         *(Cell(f"the next daemon is not ready: {reason}", "bold red") for reason in waiting),
         *(
             Cell(f"configuration does not fit {misfit}", "yellow")

@@ -132,6 +132,7 @@ def describe_gpu(
         minor=ask(pynvml.nvmlDeviceGetMinorNumber, handle),
         pci_bus_id=normalize_bus_id(pci.busId) if pci else "",
         pci_device=pci.pciDeviceId if pci else None,
+        pci_subsystem=(pci.pciSubSystemId or None) if pci else None,
         numa_node=_numa_node(ask(_memory_affinity, handle)),
         compute_capability=ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         architecture=_ARCHITECTURES.get(ask(pynvml.nvmlDeviceGetArchitecture, handle)),

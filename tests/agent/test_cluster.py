@@ -208,9 +208,15 @@ async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> No
         await server.until(lambda: server.labels(NODE).get(state) == "success")
         server.label(NODE, {"nvidia.com/mig.config": "all-of-it"})
         await server.until(lambda: server.labels(NODE).get(state) == "failed")
+        await server.until(lambda: rejections(server) != [])
 
-        assert it.agent.config_loader.error is not None
-        assert "all-of-it" in it.agent.config_loader.error
+        assert rejections(server) == [
+            (
+                "there is no layout 'all-of-it' (label nvidia.com/mig.config); there are: "
+                "all-disabled; the GPUs stay as they are"
+            )
+        ]
+        assert it.agent.config_loader.loaded.layout.name == "all-disabled"
 
 
 async def test_a_gpu_that_leaves_mig_mode_is_pending(

@@ -460,6 +460,67 @@ def test_validate_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
 
 
+SEVEN = "mig-configs: {seven: [{devices: all, mig-enabled: true, mig-devices: {1g.5gb: 7}}]}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "good"),
+    [
+        (
+            {
+                "plugin": "flags: {migStrategy: mixed}\nsharing: {timeSlicing: {resources: "
+                "[{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}",
+                "layouts": SEVEN,
+            },
+            ["plugin, layouts [layout seven]: good"],
+        ),
+        (
+            {
+                "nodes": 'nodeconfig: [{name: "a", operatingmode: mig}]',
+                "devices": "nvidia: {resourceCountName: nvidia.com/gpu, deviceSplitCount: 10, "
+                "migProfileAllowlist: [{models: [A30], profiles: [1g.6gb]}]}",
+            },
+            ["nodes, devices [node a]: good"],
+        ),
+        (
+            {"a": SEVEN, "b": SEVEN},
+            ["a [layout seven]: good", "b [layout seven]: good"],
+        ),
+    ],
+)
+def test_validate_judges_the_parts_of_one_configuration_together(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    texts: dict[str, str],
+    good: list[str],
+) -> None:
+    """Files that `explain --config A --config B` reads together are no errors of each other."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+
+    assert main(["validate", *texts]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [": ".join(it.split(": ")[:2]) for it in printed] == good
+
+
+def test_explain_lists_the_layouts_of_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--mig-config` needs no file where GPUs are known; a wrong name lists the right ones."""
+    given = ["explain", "--simulate", "a30:1", "-o", "json", "--mig-config"]
+
+    assert main([*given, "all-1g.6gb"]) == 0
+    assert "nvidia.com/mig-1g.6gb" in json.loads(capsys.readouterr().out)["resources"]
+    assert main([*given, "all-of-it"]) == 1
+    assert json.loads(capsys.readouterr().err)["error"].endswith(
+        "there is no layout 'all-of-it' (--mig-config); there are: all-disabled, all-enabled, "
+        "all-balanced, all-1g.6gb, all-1g.6gb.me, all-2g.12gb, all-2g.12gb.me, all-4g.24gb"
+    )
+    unknown = ["--profile", "slice-4", "--mig-config", "all-1g.6gb"]
+    assert main(["validate", str(SLICES), *unknown]) == 1
+    assert "made from a node's GPUs" in capsys.readouterr().err
+
+
 def test_validate_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A note for all nodes is printed once, and a file with notes is good."""
     assert main(["validate", str(SEEDS / "hami-device-config.yaml"), "--node-name", "nodeA"]) == 0

@@ -1,8 +1,8 @@
 """Conversions for tests: texts in; plain data, notes and shares out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final, TypedDict, Unpack
 
 import pytest
@@ -15,7 +15,8 @@ from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import Layout, build_layout
-from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.gpu import Gpu, GpuId
+from metagpu.core.model.mig import MigInstance
 from tests.rigs.build import BACKENDS
 
 FILES: Final = Path(__file__).parent / "files"
@@ -46,8 +47,15 @@ class ContextFields(TypedDict, total=False):
 
 
 def converted(*texts: str, **context: Unpack[ContextFields]) -> ConvertedConfig:
-    """Convert the files of one configuration; they are called f.yaml, g.yaml and so on."""
+    """Convert the files of one configuration; they are called f.yaml, g.yaml and so on.
+
+    The only layout of a file is chosen, unless `mig_config` says otherwise.
+    """
     documents = [document(text, f"{chr(ord('f') + n)}.yaml") for n, text in enumerate(texts)]
+    data = [each.data for each in documents if isinstance(each.data, dict)]
+    layouts = [name for each in data for name in each.get("mig-configs") or ()]
+    if len(layouts) == 1 and context.get("mig_config") is None:
+        context["mig_config"] = layouts[0]
     return formats.convert(formats.recognize_files(documents), ConversionContext(**context))
 
 
@@ -69,7 +77,11 @@ def refusal(*texts: str, **context: Unpack[ContextFields]) -> str:
     return str(caught.value)
 
 
-def layout_of(conversion: ConvertedConfig, *gpus: Gpu) -> Layout:
+def layout_of(
+    conversion: ConvertedConfig,
+    *gpus: Gpu,
+    existing: Mapping[GpuId, Sequence[MigInstance]] = MappingProxyType({}),
+) -> Layout:
     """Apply the result to some GPUs.
 
     Raises:
@@ -79,14 +91,18 @@ def layout_of(conversion: ConvertedConfig, *gpus: Gpu) -> Layout:
         raise missing
     try:
         config = Config(Document(to_yaml(conversion.data), "<converted>"), BACKENDS)
-        return build_layout(config, gpus, Injection())
+        return build_layout(config, gpus, Injection(), existing)
     except ConfigError as error:
         raise conversion.at_origin(error) from None
 
 
-def offered(conversion: ConvertedConfig, *gpus: Gpu) -> dict[str, int]:
+def offered(
+    conversion: ConvertedConfig,
+    *gpus: Gpu,
+    existing: Mapping[GpuId, Sequence[MigInstance]] = MappingProxyType({}),
+) -> dict[str, int]:
     """Count the shares of some GPUs by resource name; raise the errors of `layout_of`."""
-    layout = layout_of(conversion, *gpus)
+    layout = layout_of(conversion, *gpus, existing=existing)
     return {
         resource: sum(share.resource == resource for share in layout.shares)
         for resource in layout.backends

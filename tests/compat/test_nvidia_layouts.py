@@ -6,13 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.agent.config_source import to_yaml
+from metagpu.compat import formats
+from metagpu.compat.contract import ConversionContext
 from metagpu.core.config.config import Config
 from metagpu.core.config.document import Document
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from tests.backends.mig.gpus import instance, mig_gpu
 from tests.compat.nvidia_texts import FOUR, LAYOUT, MIG_FOUR, SEVEN, SLICES, mixed
-from tests.compat.rig import converted, layout_of, notes, offered, pools, refusal
+from tests.compat.rig import converted, document, layout_of, notes, offered, pools, refusal
 from tests.rigs.build import BACKENDS, gpu
 
 
@@ -99,6 +101,48 @@ mig-configs:
         "mig": True,
     }
     assert one["gpus"] == {"pciDevice": ["0x20B010DE"], "mig": True}
+
+
+def test_a_filter_by_board() -> None:
+    """A filter may name the maker's board, as from mig-parted 0.15 on."""
+    layout = SEVEN.replace("devices: all", 'devices: all, device-filter: "0x20B010DE:0x134F10DE"')
+    other = replace(MIG_FOUR[1], pci_subsystem=0x146310DE)
+
+    found = layout_of(converted(layout), MIG_FOUR[0], other).pool_assignments
+    assert [it.pool for it in found] == ["7x1g.5gb", "not-in-layout"]
+
+
+def test_without_a_choice_the_plugins_file_decides() -> None:
+    """A node that chooses no layout stays as it is: its instances and GPUs are offered."""
+    files = [document(text, name) for text, name in ((SLICES, "f.yaml"), (SEVEN, "g.yaml"))]
+    read = formats.convert(formats.recognize_files(files), ConversionContext())
+    whole = replace(MIG_FOUR[1], mig_enabled=False)
+
+    assert read.notes == ()
+    existing = {MIG_FOUR[0].id: [instance(MIG_FOUR[0], "3g.20gb@4")]}
+    assert offered(read, MIG_FOUR[0], whole, existing=existing) == {
+        "nvidia.com/gpu": 4,
+        "nvidia.com/mig-3g.20gb": 1,
+    }
+    alone = formats.convert(formats.recognize_files(files[1:]), ConversionContext())
+    assert list(map(str, alone.notes)) == [
+        (
+            "g.yaml: 2: mig-configs: no layout is chosen, and the GPUs stay as they are; "
+            "--mig-config, or the label nvidia.com/mig.config, chooses one of 7x1g.5gb"
+        )
+    ]
+
+
+def test_compute_instances_are_refused_alone() -> None:
+    """An entry that divides GPU instances is not taken; a part that is the whole is."""
+    layout = SEVEN.replace("1g.5gb: 7", "1c.2g.10gb: 2, 3g.20gb: 1")
+    [pool, _] = pools(layout)
+
+    assert pool["backends"] == []
+    assert pool["reason"].startswith("1c.2g.10gb divides a GPU instance between compute instances")
+    assert notes(layout)[0].startswith('f.yaml: 4: mig-configs["7x1g.5gb"][0]: its GPUs are not')
+    whole = SEVEN.replace("1g.5gb: 7", "2c.2g.10gb: 2, 2g.10gb: 1")
+    assert pools(whole)[0]["backends"][0]["layout"] == {"2g.10gb": 3}
 
 
 def test_impossible_strategies_have_notes() -> None:
@@ -188,14 +232,6 @@ def test_a_wrong_flag_of_the_environment_names_its_variable() -> None:
 @pytest.mark.parametrize(
     ("text", "mig_config", "message"),
     [
-        (
-            LAYOUT,
-            None,
-            (
-                "f.yaml: 9: mig-configs: none of its layouts is chosen; give --mig-config: "
-                "disabled, 2x2g.10gb-3x1g.5gb"
-            ),
-        ),
         (
             LAYOUT,
             "all-1g.5gb",

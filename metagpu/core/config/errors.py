@@ -27,7 +27,7 @@ class ConfigReason(StrEnum):
     - conflict: settings contradict each other, or one needs another that is not given.
     - invalid_name: Kubernetes does not allow the name of a resource.
     - name_taken: a resource would be offered by two backends, or by both APIs.
-    - no_choice: nothing chooses among several profiles, layouts or nodes.
+    - no_choice: nothing chooses among several profiles or nodes, or among layouts of unknown GPUs.
     - unknown_choice: the profile or layout that is chosen does not exist.
     - not_served: metagpu has no backend for a setting.
     - no_gpu: no GPU of the node can have what a pool offers.

@@ -36,6 +36,7 @@ class ClusterChoice(msgspec.Struct, frozen=True):
     Attributes:
         profile: the profile that the node's label chooses; `label` is the label's name.
         mig_config: the layout of mig-parted that the node's label chooses.
+        mig_manager: whether NVIDIA's MIG manager runs on the node, and follows that label.
         source: the object that holds the profiles, for messages; empty without one.
         profiles: texts by name.
     """
@@ -45,6 +46,7 @@ class ClusterChoice(msgspec.Struct, frozen=True):
     mig_config: str | None = None
     source: str = ""
     profiles: Mapping[str, str] | None = None
+    mig_manager: bool = False
 
 
 def choose_profile(
@@ -115,6 +117,8 @@ NOTHING_OFFERED: Final = "nothing is offered until it is corrected"
 
 OPTION_FIRST: Final = "the configuration of the option stays"
 """The effect of a label that an option of this node has precedence over."""
+GPUS_STAY: Final = "the GPUs stay as they are"
+"""The effect of a label that names no layout."""
 
 
 class ConfigOutcome(msgspec.Struct, frozen=True):

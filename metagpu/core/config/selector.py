@@ -26,7 +26,8 @@ class GpuSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
         index: numbers and ranges, as `0-3,6`.
         uuid: one or several NVML uuids.
         pci: one or several bus ids, as `0000:07:00.0`, or with NVML's domain of eight digits.
-        pci_device: one or several PCI ids of GPU models, device before vendor: `0x20B010DE`.
+        pci_device: one or several PCI ids of GPU models, device before vendor: `0x20B010DE`; or of
+            the boards of one maker too: `0x20B010DE:0x134F10DE`.
         product: a pattern of the product name with `*` and `?`, in any case: `*A100*`.
         min_memory: the minimum of total memory, as `40Gi`.
         mig: whether the GPU supports MIG, be it on or off.
@@ -62,7 +63,8 @@ class GpuSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
 
     def exclusion_reason(self, gpu: Gpu) -> str | None:
         """Return why a GPU is not selected, `None` for a selected one."""
-        own = "unknown" if gpu.pci_device is None else PciDevice(gpu.pci_device)
+        own = PciDevice(gpu.pci_device or 0, gpu.pci_subsystem)
+        known = own if own.device else "unknown"
         checks: tuple[_Check, ...] = (
             (
                 self.index,
@@ -77,8 +79,8 @@ class GpuSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
             ),
             (
                 self.pci_device,
-                lambda part: gpu.pci_device == PciDevice.parse(part),
-                f"PCI device id {own} is not {_shown(self.pci_device)}",
+                lambda part: PciDevice.parse(part).includes(own),
+                f"PCI device id {known} is not {_shown(self.pci_device)}",
             ),
             (
                 self.product,

@@ -2,7 +2,7 @@
 
 import re
 from fractions import Fraction
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES: Final = {
@@ -82,26 +82,43 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
-class PciDevice(int):
-    """A PCI device id in NVML's form: device in the upper 16 bits, vendor below."""
+class PciDevice(NamedTuple):
+    """The PCI ids of a GPU, and of its board where that counts, in NVML's form.
+
+    The device is in the upper 16 bits, the vendor in the lower.
+    """
+
+    device: int
+    subsystem: int | None = None
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Parse `0x20B010DE`, or its number, which YAML makes of it without quotes.
+        """Parse `0x20B010DE`, `0x20B010DE:0x134F10DE`, or numbers.
+
+        YAML makes numbers of them without quotes.
 
         Raises:
-            ValueError: the value has neither form.
+            ValueError: the value has none of these forms.
         """
-        found = re.fullmatch(r"0[xX]([0-9a-fA-F]{8})|(\d+)", str(text).strip())
-        number = int(found[1], 16) if found and found[1] else int(found[2]) if found else -1
-        if not 0 <= number < 2**32:
+        numbers = [_pci_number(part) for part in str(text).strip().split(":")]
+        if len(numbers) > len(cls._fields) or not all(0 <= part < 2**32 for part in numbers):
             raise ValueError(
-                f"{text!r} is not a PCI device id; write one like 0x20B010DE: device, then vendor"
+                f"{text!r} is not a PCI device id; write one like 0x20B010DE: device, then vendor; "
+                "the board's may follow: 0x20B010DE:0x134F10DE"
             )
-        return cls(number)
+        return cls(*numbers)
+
+    def includes(self, gpu: "PciDevice") -> bool:
+        """Return whether a GPU has these ids."""
+        return self.device == gpu.device and self.subsystem in (None, gpu.subsystem)
 
     def __str__(self) -> str:
-        return f"0x{int(self):08X}"
+        return ":".join(f"0x{part:08X}" for part in self if part is not None)
+
+
+def _pci_number(text: str) -> int:
+    found = re.fullmatch(r"0[xX]([0-9a-fA-F]{8})|(\d+)", text)
+    return int(found[1], 16) if found and found[1] else int(found[2]) if found else -1
 
 
 def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook

@@ -1,13 +1,13 @@
 """A GPU as NVML describes it, and the connections between GPUs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Final, NewType
 
 import msgspec
 
-from metagpu.core.model.mig import MigProfile
+from metagpu.core.model.mig import MigModel, MigProfile
 
 GpuId = NewType("GpuId", str)
 """NVML's uuid: `GPU-` and 36 characters."""
@@ -23,6 +23,7 @@ class Gpu(msgspec.Struct, frozen=True):
         memory: total memory in bytes, `None` for a GPU on the machine's memory, such as GB10;
             `reserved` of it belongs to the driver and firmware.
         pci_device: the PCI ids: the device's in the upper 16 bits, the vendor's below.
+        pci_subsystem: the same of the board that carries it.
         compute_capability: major and minor, as `(8, 0)`; `architecture` is in lower case.
         brand: the product line in NVIDIA's spelling, such as `Nvidia` or `GeForce`.
         ecc: whether error correction is on; only a reset changes this.
@@ -41,6 +42,7 @@ class Gpu(msgspec.Struct, frozen=True):
     minor: int | None = None
     pci_bus_id: str = ""
     pci_device: int | None = None
+    pci_subsystem: int | None = None
     numa_node: int | None = None
     compute_capability: tuple[int, int] | None = None
     architecture: str | None = None
@@ -60,6 +62,12 @@ class Gpu(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """Return the GPU's name in messages: the index, then the uuid."""
         return f"{self.index} ({self.id})"
+
+
+def mig_models(gpus: Iterable[Gpu]) -> tuple[MigModel, ...]:
+    """Return the models of GPUs that support MIG, each once, ordered by PCI id."""
+    found = {gpu.pci_device or 0: gpu.mig_profiles for gpu in gpus if gpu.mig_profiles}
+    return tuple(MigModel(device, found[device]) for device in sorted(found))
 
 
 class PciPath(IntEnum):

@@ -72,6 +72,13 @@ class MigProfile(msgspec.Struct, frozen=True):
     engines: MigEngines = MigEngines()
 
 
+class MigModel(msgspec.Struct, frozen=True):
+    """The MIG profiles of a GPU model; `device` is its PCI id, 0 for an unknown one."""
+
+    device: int
+    profiles: tuple[MigProfile, ...]
+
+
 class ComputeInstance(msgspec.Struct, frozen=True):
     """A compute instance: the "MIG device" of CUDA and of containers.
 

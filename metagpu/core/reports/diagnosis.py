@@ -179,13 +179,16 @@ def check_configuration(status: StatusReport) -> Finding:
     if error := configuration.error:
         fix = f"correct the place that the message names; {configuration.effect}"
         return ERROR, f"the configuration was rejected: {error}", fix
+    if status.cluster and (refusal := status.cluster.refusal):
+        return WARNING, refusal, "correct or remove the label"
     if misfits := configuration.misfits:
         fix = "give these GPUs a pool, or a layout, that they can have; the other GPUs have theirs"
         return WARNING, f"GPUs can have nothing of their pool: {'; '.join(misfits)}", fix
     if empty := [remark.text for remark in status.remarks if remark.reason == "resource_empty"]:
         fix = "correct the name of the profile or layout, or give the pool GPUs that have it"
         return WARNING, "; ".join(empty), fix
-    return OK, "the configuration is in force"
+    layout = f", with the MIG layout {configuration.mig_layout}" if configuration.mig_layout else ""
+    return OK, f"the configuration is in force{layout}"
 
 
 def check_mixed_requests(status: StatusReport) -> Finding:

@@ -469,6 +469,7 @@ class ConfigurationReport(ReportPart, frozen=True):
         reason: kind of the error; docs/events.md lists all.
         effect: what the error changes; `null` without one.
         misfits: GPUs that can have nothing of their pool, each with the reason.
+        mig_layout: layout of `mig-configs`, or of those made from the GPUs; `null` for none.
     """
 
     file: str
@@ -480,6 +481,7 @@ class ConfigurationReport(ReportPart, frozen=True):
     reason: str | None
     effect: str | None
     misfits: list[str]
+    mig_layout: str | None = None
 
 
 class SlicesReport(ReportPart, frozen=True):

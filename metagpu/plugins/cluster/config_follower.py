@@ -144,6 +144,12 @@ CONFIG_LABEL: Final = "metagpu.io/config"
 PLUGIN_LABEL: Final = "nvidia.com/device-plugin.config"
 MIG_CONFIG_LABEL: Final = "nvidia.com/mig.config"
 MIG_STATE_LABEL: Final = "nvidia.com/mig.config.state"
+MIG_MANAGER_LABEL: Final = "nvidia.com/gpu.deploy.mig-manager"
+
+
+def runs_mig_manager(labels: Mapping[str, str]) -> bool:
+    """Return whether the GPU operator runs its MIG manager on a node."""
+    return labels.get(MIG_MANAGER_LABEL) == "true"
 
 
 def read_choice(
@@ -165,15 +171,15 @@ def read_choice(
     if config_map is not None:
         data = dict(config_map.get("data") or {})
 
-    mig = labels.get(MIG_CONFIG_LABEL) or None
+    mig, managed = labels.get(MIG_CONFIG_LABEL) or None, runs_mig_manager(labels)
     candidates = [CONFIG_LABEL, PLUGIN_LABEL]
     if mig is not None and data is not None and has_profile(data, mig):
         candidates.append(MIG_CONFIG_LABEL)
 
     for label in candidates:
         if profile := labels.get(label):
-            return ClusterChoice(profile, label, mig, place, data)
-    return ClusterChoice(None, "", mig, place, data)
+            return ClusterChoice(profile, label, mig, place, data, managed)
+    return ClusterChoice(None, "", mig, place, data, managed)
 
 
 def mig_state(
@@ -189,7 +195,8 @@ def mig_state(
         return None
     if outcome.mig_mismatch:
         return "failed"
-    return "pending" if any(map(_is_pending, snapshot.gpus.values())) else "success"
+    waits = not snapshot.offers or any(map(_is_pending, snapshot.gpus.values()))
+    return "pending" if waits else "success"
 
 
 def _is_pending(state: GpuState) -> bool:

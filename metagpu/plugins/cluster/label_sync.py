@@ -15,7 +15,7 @@ import structlog
 
 from metagpu.core.errors import ClusterError
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.cluster.config_follower import MIG_STATE_LABEL
+from metagpu.plugins.cluster.config_follower import MIG_STATE_LABEL, runs_mig_manager
 from metagpu.plugins.cluster.gpu_labels import (
     METAGPU_PREFIX,
     LabelSettings,
@@ -255,8 +255,10 @@ class LabelSync:
             patched = {name: current[name] for name in owned_labels(node) & current.keys()}
 
         if state is not None:
-            # An answer, not a feature: mig-manager may write it too.
+            # An answer, not a feature: mig-manager may write it too, and may have gone since.
             patched[MIG_STATE_LABEL] = state
+            if not runs_mig_manager(node["metadata"].get("labels") or {}):
+                former |= {MIG_STATE_LABEL}
         if labels_differ(node, patched) and not await self._hand_over(node):
             await self._write(patched, former)
         if not self.by_nfd:

@@ -56,6 +56,7 @@ class GpuModel(msgspec.Struct, frozen=True):
         device: its PCI device id at NVIDIA.
         architecture: NVML's number of its architecture.
         nvlinks: number of its NVLinks; `fabric` names their topology.
+        subsystem: PCI id of NVIDIA's board, of `nvidia-smi -q`; 0 where none was found published.
     """
 
     key: str
@@ -66,6 +67,7 @@ class GpuModel(msgspec.Struct, frozen=True):
     architecture: int
     device: int
     nvlinks: int = 0
+    subsystem: int = 0
 
     @property
     def is_display(self) -> bool:
@@ -124,6 +126,11 @@ class GpuModel(msgspec.Struct, frozen=True):
         return self.device << 16 | _NVIDIA
 
     @property
+    def pci_subsystem_id(self) -> int:
+        """Return the same of NVIDIA's board."""
+        return self.subsystem and self.subsystem << 16 | _NVIDIA
+
+    @property
     def event_types(self) -> int:
         """Return the events that every data centre GPU supports.
 
@@ -170,6 +177,7 @@ _ROWS: Final = (
         _AMPERE,
         0x20B0,
         nvlinks=12,
+        subsystem=0x134F,
     ),
     # The same with a PCI slot; linked in pairs where somebody bought the bridges.
     GpuModel("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", 40960, 620, (8, 0), _AMPERE, 0x20F1),
@@ -183,6 +191,7 @@ _ROWS: Final = (
         _AMPERE,
         0x20B2,
         nvlinks=12,
+        subsystem=0x1463,
     ),
     # nvidia-smi -q: total 81559, reserved 328.
     GpuModel(
@@ -194,6 +203,7 @@ _ROWS: Final = (
         _HOPPER,
         0x2330,
         nvlinks=18,
+        subsystem=0x16C1,
     ),
     # nvidia-smi -q: total 143771, reserved 700.
     GpuModel("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, nvlinks=18),

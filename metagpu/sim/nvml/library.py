@@ -121,6 +121,7 @@ class QueryFunctions(SimLibraryBase):
         with self._gpu(device) as gpu:
             write_pci_address(info, gpu.bus_id)
             dereference(info).pciDeviceId = gpu.model.pci_device_id
+            dereference(info).pciSubSystemId = gpu.model.pci_subsystem_id
 
     @c_function
     def nvmlDeviceGetVirtualizationMode(self, device: Argument, mode: Argument) -> None:

@@ -31,7 +31,8 @@ def mig_gpu(index: int = 0, model: str = "a100-40gb") -> Gpu:
         for profile in its.mig_profiles
     )
     made = gpu(index, memory_mib=its.memory, name=its.product)
-    return replace(made, mig_enabled=True, mig_profiles=profiles)
+    pci = {"pci_device": its.pci_device_id, "pci_subsystem": its.pci_subsystem_id or None}
+    return replace(made, mig_enabled=True, mig_profiles=profiles, **pci)
 
 
 def instance(of: Gpu, slot: str, number: int = 5, *, computes: int = 1) -> MigInstance:

@@ -67,6 +67,10 @@ def test_a_selector_takes_a_gpu_for_which_all_is_true(selector: GpuSelector) -> 
         (GpuSelector(index="0-1,3"), "index 2 is not in 0-1,3"),
         (GpuSelector(index=(0, "3-5")), "index 2 is not in 0,3-5"),
         (GpuSelector(pci_device="0x20B210DE"), "PCI device id 0x20B010DE is not 0x20B210DE"),
+        (
+            GpuSelector(pci_device="0x20B010DE:0x134F10DE"),
+            "PCI device id 0x20B010DE is not 0x20B010DE:0x134F10DE",
+        ),
         (GpuSelector(uuid=OTHER), f"uuid {THE_GPU.id} is not listed"),
         (GpuSelector(pci="0000:01:00.0"), "PCI bus id 0000:af:00.0 is not listed"),
         (GpuSelector(product="*T4*"), "NVIDIA A100-SXM4-40GB does not match *T4*"),

@@ -107,11 +107,24 @@ def test_only_our_units_are_decoded() -> None:
 @pytest.mark.parametrize("text", ["0x20B010DE", "0x20b010de", 0x20B010DE, "548409566"])
 def test_pci_devices(text: object) -> None:
     """A GPU model is given by PCI ids, device before vendor, which YAML reads as a number."""
-    assert PciDevice.parse(text) == 0x20B010DE
+    assert PciDevice.parse(text) == (0x20B010DE, None)
     assert str(PciDevice.parse(text)) == "0x20B010DE"
 
 
-@pytest.mark.parametrize("text", ["20B010DE", "0x20B0", "", True, None, -1, 2**32])
+def test_pci_devices_of_a_board() -> None:
+    """A board's ids may follow, as in mig-parted 0.15; without them every board is included."""
+    board, model = PciDevice.parse("0x20B010DE:0x134F10DE"), PciDevice.parse("0x20B010DE")
+
+    assert tuple(board) == (0x20B010DE, 0x134F10DE)
+    assert str(board) == "0x20B010DE:0x134F10DE"
+    assert model.includes(board)
+    assert not board.includes(model)
+    assert not board.includes(PciDevice(0x20B010DE, 0x146310DE))
+
+
+@pytest.mark.parametrize(
+    "text", ["20B010DE", "0x20B0", "", True, None, -1, 2**32, "0x20B010DE:", "1:2:3"]
+)
 def test_no_pci_devices(text: object) -> None:
     """Other values are refused with an example of PCI ids."""
     with pytest.raises(

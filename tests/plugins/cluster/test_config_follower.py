@@ -131,6 +131,7 @@ async def test_mig_managers_label_waits_for_the_instances(
     server.add_node(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
 
     async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
+        await it.has_labels(nvidia_com__mig_config_state="pending")  # nothing is on offer yet
         it.offer("version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]")
         it.registry.apply(waits)
         await it.has_labels(nvidia_com__mig_config_state="pending")

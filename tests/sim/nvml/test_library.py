@@ -101,9 +101,9 @@ def test_a_model_is_described() -> None:
     a100, t4 = handle(0), handle(4)
     pci = pynvml.nvmlDeviceGetPciInfo(a100)
 
-    assert (pci.busId, pci.domain, pci.bus, pci.pciDeviceId) == (
+    assert (pci.busId, pci.domain, pci.bus, pci.pciDeviceId, pci.pciSubSystemId) == (
         *("00000000:07:00.0", 0, 7),
-        0x20B010DE,
+        *(0x20B010DE, 0x134F10DE),
     )
     assert pynvml.nvmlDeviceGetName(t4) == "Tesla T4"
     assert pynvml.nvmlDeviceGetMinorNumber(t4) == 4
