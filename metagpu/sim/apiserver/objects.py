@@ -7,7 +7,7 @@ applies.
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -65,28 +65,79 @@ class ObjectSelection:
 
     collection: str
     namespace: str
-    fields: Mapping[str, str]
-    labels: Mapping[str, str] = field(default_factory=dict)
+    fields: Sequence["Requirement"] = ()
+    labels: Sequence["Requirement"] = ()
 
     @classmethod
     def of(
         cls, collection: str, namespace: str, selector: str, labels: str = ""
     ) -> "ObjectSelection":
-        """Read a field selector such as `spec.nodeName=gpu-1`, and one of labels."""
-        return cls(collection, namespace, _pairs(selector), _pairs(labels))
+        """Read a field selector such as `spec.nodeName=gpu-1`, and one of labels.
+
+        Raises:
+            ApiError: one of them cannot be read.
+        """
+        fields, wanted = _requirements(selector, _FIELD), _requirements(labels, _REQUIREMENT)
+        return cls(collection, namespace, fields, wanted)
 
     def contains(self, key: Key, it: Object) -> bool:
         """Return whether the selection contains an object."""
         if key[0] != self.collection or self.namespace not in {"", key[1]}:
             return False
         given = it["metadata"].get("labels") or {}
-        return all(_field(it, path) == value for path, value in self.fields.items()) and all(
-            given.get(name) == value for name, value in self.labels.items()
+        return all(each.holds(_field(it, each.key) or "") for each in self.fields) and all(
+            each.holds(given.get(each.key)) for each in self.labels
         )
 
 
-def _pairs(selector: str) -> dict[str, str]:
-    return dict(part.split("=", 1) for part in selector.split(",") if part)
+class Requirement(NamedTuple):
+    """A part of a selector: the values that a key may have, `None` for every one.
+
+    Attributes:
+        negated: whether it may have all others, or may be missing.
+    """
+
+    key: str
+    values: frozenset[str] | None
+    negated: bool
+
+    def holds(self, value: object) -> bool:
+        """Return whether a value is chosen; `None` is a missing one."""
+        found = value is not None and (self.values is None or value in self.values)
+        return found != self.negated
+
+
+_KEY: Final = r"(?P<key>([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?)"
+_REQUIREMENT: Final = re.compile(
+    rf"(?P<absent>!)?\s*{_KEY}"
+    rf"(\s*(?P<equal>!?=|==)\s*(?P<value>{_LABEL.pattern})"
+    r"|\s+(?P<of>in|notin)\s*\((?P<values>[-\w., ]*)\))?",
+    re.ASCII,
+)
+_FIELD: Final = re.compile(r"(?P<absent>)(?P<key>[\w.]+)(?P<equal>!?=|==)(?P<value>[^=,]*)(?P<of>)")
+_PARTS: Final = re.compile(r",(?![^(]*\))")
+
+
+def _requirements(selector: str, form: re.Pattern[str]) -> Sequence[Requirement]:
+    """Read a selector's parts.
+
+    Raises:
+        ApiError: one of them has another form.
+    """
+    found = []
+    for part in map(str.strip, _PARTS.split(selector)) if selector else ():
+        read = form.fullmatch(part)
+        if read is None or (read["absent"] and (read["equal"] or read["of"])):
+            problem = f"unable to parse requirement: found '{part}', expected: KEY, !KEY, KEY=VALUE"
+            raise ApiError(400, "BadRequest", f"{problem}, KEY!=VALUE, KEY in (VALUE, ...)")
+        values = None
+        if read["equal"]:
+            values = frozenset((read["value"],))
+        elif read["of"]:
+            values = frozenset(it.strip() for it in read["values"].split(","))
+        negated = bool(read["absent"]) or read["equal"] == "!=" or read["of"] == "notin"
+        found.append(Requirement(read["key"], values, negated))
+    return found
 
 
 def _field(it: Any, path: str) -> Any:  # noqa: ANN401 - any JSON

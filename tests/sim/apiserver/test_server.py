@@ -139,3 +139,56 @@ async def test_a_watch_has_what_comes_while_it_sends(monkeypatch: pytest.MonkeyP
                     seen.append(event["object"]["metadata"]["labels"])
 
     assert seen == [{"first": "1"}, {"first": "1", "second": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [
+        ("", "abc"),
+        ("app", "ab"),
+        ("!app", "c"),
+        ("app=web", "a"),
+        ("app==web,x.y/tier=one", "a"),
+        ("app!=web", "bc"),
+        ("app in (web, db)", "ab"),
+        ("app notin (db),x.y/tier", "a"),
+        ("app=", ""),
+    ],
+)
+async def test_a_label_selector_means_what_it_means_to_kubernetes(
+    selector: str, names: str
+) -> None:
+    """Equality, sets and presence; a missing label is unequal to each value."""
+    server = SimApiServer()
+    server.add_node("a", {"app": "web", "x.y/tier": "one"})
+    server.add_node("b", {"app": "db"})
+    server.add_node("c")
+    status, body = await listed(server, labelSelector=selector)
+    assert (status, "".join(it["metadata"]["name"] for it in body["items"])) == (200, names)
+
+
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    [
+        ("labelSelector", "app in"),
+        ("labelSelector", "a b"),
+        ("labelSelector", "app=not a label"),
+        ("labelSelector", "!app=x"),
+        ("labelSelector", ",app"),
+        ("fieldSelector", "spec.nodeName"),
+    ],
+)
+async def test_a_selector_that_cannot_be_read_is_a_bad_request(name: str, selector: str) -> None:
+    """The answer is 400 with the part that was not understood, for lists and watches."""
+    status, body = await listed(SimApiServer(), **{name: selector})
+    assert (status, body["reason"]) == (400, "BadRequest")
+    assert "unable to parse requirement: found '" in body["message"]
+
+
+async def listed(server: SimApiServer, **query: str) -> tuple[int, Any]:
+    """Return the status and the answer to a list of Nodes."""
+    headers = {"Authorization": f"Bearer {server.token}"}
+    async with server.running(), ClientSession(headers=headers) as session:
+        path = f"http://127.0.0.1:{server.port}/api/v1/nodes"
+        async with session.get(path, params=query) as answer:
+            return answer.status, await answer.json()
