@@ -18,6 +18,7 @@ from metagpu.display.table import CLEAR_SCREEN
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.demo.script import show_demo
+from metagpu.sim.machine.gpu_models import GPU_MODELS
 from tests.cli.test_mgctl import TtyText, interrupted_after
 from tests.rigs.reported import complete
 
@@ -100,6 +101,24 @@ def test_a_display_card_is_left_out_as_by_nvidias_plugin(
     assert main(["explain", "--config", str(file), "--simulate", station]) == 0
     [row] = [line for line in capsys.readouterr().out.splitlines() if "DGX Display" in line]
     assert "it is a display card" in row
+
+
+def test_every_simulated_model_is_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has shares; an integrated GPU has those of the memory that the file names."""
+    file = tmp_path / "metagpu.yaml"
+    file.write_text(
+        "version: metagpu/v1\n"
+        "pools: [{name: a, backends: [{backend: fraction, gpuMemory: 64Gi}]}]\n"
+    )
+    models = [it for it in GPU_MODELS.values() if not it.is_display]
+    every = ",".join(it.key for it in models)
+    assert main(["explain", "--config", str(file), "--simulate", every, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [it["healthy"] for it in report["gpus"]] == [True] * len(models)
+    assert report["resources"]["cnvrg.io/metagpu"]["allocatable"] == 100 * len(models)
+    assert [it["memoryMiB"] for it in report["gpus"]] == [it.memory or None for it in models]
 
 
 def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:

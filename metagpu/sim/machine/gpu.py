@@ -25,14 +25,28 @@ _TDP: Final = {
     "a100-pcie": 250,
     "a100": 400,
     "h100": 700,
+    "h200-nvl": 600,
     "h200": 700,
+    "gh200": 900,
     "b200": 1000,
+    "gb200": 1200,
+    "b300": 1100,
+    "gb300": 1400,
+    "rtx-pro-4500": 200,
+    "thor": 130,
     "rtx-pro-6000": 600,
     "dgx-display": 50,
 }
 """Watts, by the beginning of a model's key; the first one that fits."""
-_WITHOUT_MEMORY_SENSOR: Final = ("t4", "l40s", "rtx-pro-6000", "dgx-display")
-"""Models with GDDR memory, of which NVML reports no temperature."""
+_WITHOUT_MEMORY_SENSOR: Final = (
+    "t4",
+    "l40s",
+    "rtx-pro-4500",
+    "rtx-pro-6000",
+    "thor",
+    "dgx-display",
+)
+"""Models without HBM, of which NVML reports no temperature."""
 _IDLE_PART: Final = 0.15
 _IDLE_TEMPERATURE, _BUSY_TEMPERATURE = 32, 68
 _IDLE_CLOCK, _BUSY_CLOCK, _MEMORY_CLOCK = 210, 1410, 1215
@@ -213,7 +227,7 @@ class SimGpu(msgspec.Struct):
         if instance is not None:
             free = instance.profile.memory * MIB - self.used_in(instance.number) + before
 
-        if (process.memory or 0) > free:
+        if self.model.memory and (process.memory or 0) > free:
             raise SimError(f"{self.id} has {free // MIB} MiB left for process {process.pid}")
         left = self.remaining_below(Path(process.cgroup))
         if left is not None and (process.memory or 0) > left + before:

@@ -2,9 +2,9 @@
 
 Totals and names are what nvidia-smi prints. Sources: published `nvidia-smi -q` outputs, for totals
 and the memory that the driver reserves (it differs by driver: one published value each);
-pci.ids, for device ids; NVIDIA's CUDA GPU list, for compute capabilities. The list of totals at
-github.com/modal-labs/modal-client/pull/2797 agrees with all models in it. NVLinks: NVIDIA's
-datasheets, and `nvidia-smi topo -m` of machines with eight GPUs.
+pci.ids and the list of NVIDIA's open driver, for device ids; NVIDIA's CUDA GPU list, for compute
+capabilities. The list of totals at github.com/modal-labs/modal-client/pull/2797 agrees with the
+older models. NVLinks: NVIDIA's datasheets, and `nvidia-smi topo -m` of machines with eight GPUs.
 """
 
 from enum import Enum
@@ -52,7 +52,8 @@ class GpuModel(msgspec.Struct, frozen=True):
     Attributes:
         key: its name in metagpu, such as `a100-40gb`.
         product: its name as NVML prints it.
-        memory: total memory in MiB, of which the driver reserves `reserved`.
+        memory: total memory in MiB, of which the driver reserves `reserved`; 0 for an integrated
+            GPU, which has the system's memory, and of which NVML knows none.
         device: its PCI device id at NVIDIA.
         architecture: NVML's number of its architecture.
         nvlinks: number of its NVLinks; `fabric` names their topology.
@@ -118,7 +119,7 @@ class GpuModel(msgspec.Struct, frozen=True):
 
         Older models retire pages instead.
         """
-        return self.architecture >= int(pynvml.NVML_DEVICE_ARCH_AMPERE)
+        return self.architecture >= int(pynvml.NVML_DEVICE_ARCH_AMPERE) and self.memory > 0
 
     @property
     def pci_device_id(self) -> int:
@@ -207,8 +208,24 @@ _ROWS: Final = (
     ),
     # nvidia-smi -q: total 143771, reserved 700.
     GpuModel("h200", "NVIDIA H200", 143771, 700, (9, 0), _HOPPER, 0x2335, nvlinks=18),
+    # nvidia-smi: total 143771; reserved assumed to be its sister's. Bridges link two or four.
+    GpuModel("h200-nvl", "NVIDIA H200 NVL", 143771, 700, (9, 0), _HOPPER, 0x233B),
+    # nvidia-smi -q: total 97871, reserved 1103. One to a machine, without NVLinks to others.
+    GpuModel("gh200", "NVIDIA GH200 480GB", 97871, 1103, (9, 0), _HOPPER, 0x2342),
     # nvidia-smi: total 183359; reserved: less the 178.35 GiB that CUDA sees (pytorch/ao#4002).
     GpuModel("b200", "NVIDIA B200", 183359, 729, (10, 0), _BLACKWELL, 0x2901, nvlinks=18),
+    # nvidia-smi: totals; reserved assumed: no published values found.
+    GpuModel("gb200", "NVIDIA GB200", 189471, 729, (10, 0), _BLACKWELL, 0x2941, nvlinks=18),
+    GpuModel("b300", "NVIDIA B300 SXM6 AC", 275040, 729, (10, 3), _BLACKWELL, 0x3182, nvlinks=18),
+    GpuModel("gb300", "NVIDIA GB300", 284208, 729, (10, 3), _BLACKWELL, 0x31C2, nvlinks=18),
+    # nvidia-smi: total 32623; reserved assumed: no published value found.
+    GpuModel(
+        "rtx-pro-4500", "NVIDIA RTX PRO 4500 Blackwell", 32623, 512, (12, 0), _BLACKWELL, 0x2C31
+    ),
+    # nvidia-smi of a Jetson AGX Thor: memory and error correction are not supported. Its MIG
+    # profiles (1g.0gb to 3g.0gb, driver of Jetson Linux 39) are left out: not all of their numbers
+    # and none of their placements are published.
+    GpuModel("thor", "NVIDIA Thor", 0, 0, (11, 0), _BLACKWELL, 0x2B00),
     # nvidia-smi: total 97887; reserved assumed: no published value found.
     GpuModel(
         "rtx-pro-6000",

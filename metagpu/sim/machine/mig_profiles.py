@@ -121,7 +121,10 @@ def _hopper(memory: tuple[int, int, int, int]) -> tuple[SimProfile, ...]:
 
 
 def _blackwell(memory: tuple[int, int, int, int]) -> tuple[SimProfile, ...]:
-    """Return a B200's profiles; its decoders and JPEG engines are assumed as Hopper's."""
+    """Return the profiles of a B200 or its successors.
+
+    Decoders and JPEG engines are assumed as Hopper's, multiprocessors of all as the B200's.
+    """
     one, two, four, eight = memory
 
     return _sevenths(
@@ -175,6 +178,30 @@ def _quarters(sizes: tuple[int, int, int]) -> tuple[SimProfile, ...]:
     )
 
 
+def _halves(one: int, two: int) -> tuple[SimProfile, ...]:
+    """Return an RTX PRO 4500's profiles, with the engines of the guide.
+
+    Numbers are assumed to be those of the same profiles of an RTX PRO 6000. Each half is taken to
+    have 40 of the 82 multiprocessors.
+    """
+    some, every = MediaEngines(1, 1, 1), MediaEngines(3, 3, 2, 1)
+
+    def half(kind: int, number: int, most: int, engines: MediaEngines, suffix: str) -> SimProfile:
+        return SimProfile(kind, number, 1, 1, (0, 1), most, one, 40, 1, engines, suffix)
+
+    return (
+        half(_ONE, 14, 2, some, ""),
+        half(pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE_GFX, 47, 2, some, "+gfx"),
+        half(pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE_ALL_ME, 65, 1, every, "+me.all"),
+        half(pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE_NO_ME, 67, 2, MediaEngines(), "-me"),
+        SimProfile(_TWO, 5, 2, 2, (0,), 1, two, 82, 2, every),
+        SimProfile(
+            pynvml.NVML_GPU_INSTANCE_PROFILE_2_SLICE_GFX, 35, 2, 2, (0,), 1, two, 82, 2, every,
+            "+gfx",
+        ),
+    )  # fmt: skip
+
+
 MIG_PROFILES: Final = {
     "a30": _A30,
     "a100-40gb": _ampere((4864, 9856, 19968, 40192)),
@@ -183,8 +210,16 @@ MIG_PROFILES: Final = {
     "h100-80gb": _hopper((9984, 20096, 40448, 81152)),
     # Of three and four slices, and of the whole: assumed to be the published GiB.
     "h200": _hopper((16384, 33280, 71424, 143360)),
+    "h200-nvl": _hopper((16384, 33280, 71424, 143360)),
+    "gh200": _hopper((11264, 23552, 47616, 95232)),
     # The guide's 23040 for each slice make more than this board's total: 22912 of 183359 here.
     "b200": _blackwell((22912, 45824, 91648, 183296)),
+    # Assumed: eighths of the total; the names are those of mig-parted and of GPU operator.
+    "gb200": _blackwell((23680, 47360, 94720, 189440)),
+    "b300": _blackwell((34368, 68736, 137472, 274944)),
+    "gb300": _blackwell((35520, 71040, 142080, 284160)),
+    # Assumed: halves of the total.
+    "rtx-pro-4500": _halves(16256, 32512),
     "rtx-pro-6000": _quarters((24192, 48384, 97280)),
 }
 """By the board's name; a board that is not here has no MIG."""

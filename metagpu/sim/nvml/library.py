@@ -184,7 +184,8 @@ class QueryFunctions(SimLibraryBase):
     @c_function
     def nvmlDeviceGetEccMode(self, device: Argument, current: Argument, pending: Argument) -> None:
         """Return whether ECC is on: always, as these GPUs are shipped."""
-        with self._gpu(device):
+        with self._gpu(device) as gpu:
+            self._supported(bool(gpu.model.memory))
             write_number(current, _ENABLED)
             write_number(pending, _ENABLED)
 
@@ -194,6 +195,7 @@ class QueryFunctions(SimLibraryBase):
     ) -> None:
         """Return the number of memory errors; volatile and aggregate counts are equal."""
         with self._gpu(device) as gpu:
+            self._supported(bool(gpu.model.memory))
             corrected = read_number(kind) == pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
             write_number(count, gpu.ecc_corrected if corrected else gpu.ecc_uncorrected)
 
@@ -261,7 +263,7 @@ class QueryFunctions(SimLibraryBase):
         """Return utilization in percent: 100 for a GPU with processes; and memory in use."""
         with self._gpu(device) as gpu:
             dereference(rates).gpu = 100 if gpu.processes else 0
-            dereference(rates).memory = 100 * gpu.used // (gpu.model.memory * MIB)
+            dereference(rates).memory = 100 * gpu.used // max(1, gpu.model.memory * MIB)
 
     @since(510)
     @c_function
@@ -301,6 +303,8 @@ def _memory(
     gpu: SimGpu, part: tuple[SimGpuInstance, SimComputeInstance] | None
 ) -> tuple[int, int, int]:
     """Return total, reserved and used bytes; nothing is reserved in a MIG device."""
+    if not gpu.model.memory:
+        raise NvmlReturn(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if part is None:
         return gpu.model.memory * MIB, gpu.model.reserved * MIB, gpu.used
     return part[0].profile.memory * MIB, 0, gpu.used_in(part[0].number)

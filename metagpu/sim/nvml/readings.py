@@ -55,8 +55,9 @@ class SensorFunctions(SimLibraryBase):
 
     @c_function
     def nvmlDeviceGetEnforcedPowerLimit(self, device: Argument, limit: Argument) -> None:
-        """Return the power limit in milliwatts."""
+        """Return the power limit in milliwatts; an integrated GPU has none."""
         with self._gpu(device) as gpu:
+            self._supported(bool(gpu.model.memory))
             write_number(limit, gpu.sensors.power_limit)
 
     @c_function
@@ -106,8 +107,9 @@ def sensor_fields(gpu: SimGpu) -> Iterator[tuple[int, int]]:
     """Yield number and value of each sensor field that a GPU has."""
     yield pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, gpu.sensors.read_energy()
     yield pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER, gpu.sensors.pcie_replays
-    yield pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, gpu.ecc_corrected
-    yield pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, gpu.ecc_uncorrected
+    if gpu.model.memory:
+        yield pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL, gpu.ecc_corrected
+        yield pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL, gpu.ecc_uncorrected
     if (temperature := gpu.sensors.memory_temperature) is not None:
         yield pynvml.NVML_FI_DEV_MEMORY_TEMP, temperature
     if gpu.model.nvlinks:

@@ -10,7 +10,8 @@ def test_the_usual_models_exist() -> None:
     assert set(GPU_MODELS) == {
         *("v100-16gb", "v100-32gb", "t4", "l40s", "a30"),
         *("a100-40gb", "a100-pcie-40gb", "a100-80gb", "h100-80gb", "h200", "b200"),
-        *("rtx-pro-6000", "dgx-display"),
+        *("h200-nvl", "gh200", "gb200", "b300", "gb300", "rtx-pro-4500", "rtx-pro-6000", "thor"),
+        "dgx-display",
     }
 
 
@@ -22,7 +23,7 @@ def test_an_a100_has_forty_gibibytes() -> None:
 @pytest.mark.parametrize("model", GPU_MODELS.values(), ids=GPU_MODELS)
 def test_a_model_is_plausible(model: GpuModel) -> None:
     """Little is reserved, only models from Ampere on have MIG, and NVIDIA is the vendor."""
-    assert 0 < model.reserved < model.memory / 10
+    assert 0 < model.reserved < model.memory / 10 or model.key == "thor"
     assert model.remaps_rows or not model.has_mig
     assert model.pci_device_id & 0xFFFF == 0x10DE
     assert model.pci_device_id >> 16 == model.device
@@ -38,6 +39,13 @@ def test_a_model_is_plausible(model: GpuModel) -> None:
         ("h100-80gb", "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb"),
         ("h200", "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb"),
         ("b200", "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb"),
+        ("h200-nvl", "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb"),
+        ("gh200", "1g.12gb 1g.12gb+me 1g.24gb 2g.24gb 3g.48gb 4g.48gb 7g.96gb"),
+        ("gb200", "1g.23gb 1g.23gb+me 1g.47gb 2g.47gb 3g.93gb 4g.93gb 7g.186gb"),
+        ("b300", "1g.34gb 1g.34gb+me 1g.67gb 2g.67gb 3g.135gb 4g.135gb 7g.269gb"),
+        ("gb300", "1g.35gb 1g.35gb+me 1g.70gb 2g.70gb 3g.139gb 4g.139gb 7g.278gb"),
+        ("rtx-pro-4500", "1g.16gb 1g.16gb+gfx 1g.16gb+me.all 1g.16gb-me 2g.32gb 2g.32gb+gfx"),
+        ("thor", ""),
         ("t4", ""),
         ("l40s", ""),
         ("v100-16gb", ""),
@@ -69,7 +77,8 @@ def test_models_are_linked_as_in_real_machines() -> None:
     fabrics = {key: model.fabric for key, model in GPU_MODELS.items()}
 
     assert {key for key, fabric in fabrics.items() if fabric is NvlinkFabric.NONE} == {
-        *("t4", "l40s", "a30", "a100-pcie-40gb", "rtx-pro-6000", "dgx-display")
+        *("t4", "l40s", "a30", "a100-pcie-40gb", "h200-nvl", "gh200", "rtx-pro-4500"),
+        *("rtx-pro-6000", "thor", "dgx-display"),
     }
     assert {key for key, fabric in fabrics.items() if fabric is NvlinkFabric.CUBE_MESH} == {
         *("v100-16gb", "v100-32gb")
