@@ -13,7 +13,8 @@ from tests.e2e.rig.waiting import wait_for
 Document = dict[str, Any]
 """A Kubernetes object as JSON has it."""
 
-CALL_S = 60.0
+CALL_S = 240.0
+"""More than the longest wait that a command is told: kubectl's own error says more."""
 NAMESPACE_S = 30.0
 
 
