@@ -19,6 +19,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of
 from metagpu.core.state.events import ClaimRefusalEnded, Event, ResourceClaimRefused
 from metagpu.core.state.registry import EventBus, Registry
@@ -60,6 +61,7 @@ class DraService:
         self._events = events
         self._on_prepared = on_prepared
         self._stats = stats or CallStats()
+        self._refusals = LogOnce()
 
     def methods(self) -> Mapping[str, Method]:
         """Return the service's methods by path."""
@@ -82,10 +84,12 @@ class DraService:
                 if isinstance(error, RequestError):
                     self._events.publish(ResourceClaimRefused(claim, type(error), problem))
                 answers[claim.uid] = problem
-                log.warning("resource claim refused", claim=str(claim), error=problem)
+                if self._refusals.is_new(claim, problem):  # the kubelet repeats the call
+                    log.warning("resource claim refused", claim=str(claim), error=problem)
             else:
                 outcome = CallOutcome.ANSWERED
                 answers[claim.uid] = devices
+                self._refusals.clear(claim)
                 self._on_prepared(claim)
                 self._events.publish(ClaimRefusalEnded(claim))
                 lasted = f"{perf_counter() - began:.3f}s"
@@ -106,6 +110,7 @@ class DraService:
             except Exception as error:  # noqa: BLE001 - one claim's error is its own
                 problem = _describe(error)
             else:
+                self._refusals.clear(claim)
                 self._events.publish(ClaimRefusalEnded(claim))
             answers[claim.uid] = v1.NodeUnprepareResourceResponse(error=problem)
             log.info("resource claim unprepared", claim=str(claim), error=problem or None)

@@ -27,12 +27,14 @@ from metagpu.core.state.facts import (
     SharesClaimed,
 )
 from metagpu.core.state.registry import Registry
+from metagpu.plugins.dra import service
 from metagpu.plugins.kubelet.grpc_client import UnixChannel
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
 from metagpu.plugins.kubelet.pb import v1alpha1
 from tests.plugins.dra.rig import CONFIG, DRIVER, DraNode, variable
 from tests.plugins.kubelet.rig import gpu
 from tests.rigs import waiting as polling
+from tests.rigs.logs import capture_module_logs
 from tests.rigs.mig import until
 
 MEMORY = "METAGPU_MEMORY_MIB"
@@ -288,6 +290,20 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         assert node.annotated == ["default/pod-of-second: metagpu.io/prepare-again"]
         assert not (await node.prepare(second))[second.uid].error
         assert not node.dra.preparer.states.refused
+
+
+async def test_a_refusal_that_the_kubelet_repeats_is_logged_once(node: DraNode) -> None:
+    """The kubelet repeats a refused call for as long as the pod is there."""
+    claim = node.allocate("first", node.fraction(gpu(0), 60))
+    with capture_module_logs(service) as entries:
+        async with node.running():
+            node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+            for _ in range(5):
+                assert (await node.prepare(claim))[claim.uid].error
+            node.registry.apply(GpuRecovered(gpu(0).id, "reset", at=2))
+            assert not (await node.prepare(claim))[claim.uid].error
+    events = [entry["event"] for entry in entries]
+    assert events == ["resource claim refused", "resource claim prepared"]
 
 
 async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
