@@ -48,7 +48,7 @@ class _MpsConfig(_Strict, frozen=True):
     default_active_thread_percentage: int | None = None
     default_pinned_device_memory_limit: Bytes | None = None
     default_per_device_pinned_memory_limit: dict[str, Bytes] | None = None
-    multi_user: bool = False
+    multi_user: bool | None = None
 
 
 class _GpuSharing(_Strict, frozen=True):
@@ -143,9 +143,9 @@ def _check(config: _DeviceConfig) -> None:
 
 def _check_mps(mps: _MpsConfig) -> None:
     threads = mps.default_active_thread_percentage
-    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+    if threads is not None and not 0 <= threads <= _MOST_THREADS:
         path = f"{_MPS_CONFIG}.defaultActiveThreadPercentage"
-        problem = f"{threads}; allowed: 1 to {_MOST_THREADS}"
+        problem = f"{threads}; allowed: 0 to {_MOST_THREADS}"
         raise _error(path, problem, ConfigReason.INVALID_VALUE)
     limits = {f"{_MPS_CONFIG}.defaultPinnedDeviceMemoryLimit": _memory(mps)}
     limits |= {f"{_PER_DEVICE}.{key}": it for key, it in _per_device(mps).items()}
@@ -225,9 +225,8 @@ def _limits(mps: _MpsConfig, device: AllocatedPart, group: Sequence[AllocatedPar
             raise _error(f"{_PER_DEVICE}.{key}", problem, ConfigReason.UNKNOWN_VALUE)
         if names[key] == device.gpu:
             memory = limit
-    return MpsLimits(
-        mps.default_active_thread_percentage, None if memory is None else memory // MIB
-    )
+    threads = mps.default_active_thread_percentage or None  # 0 sets no limit
+    return MpsLimits(threads, None if memory is None else memory // MIB)
 
 
 def _error(path: str, problem: str, reason: ConfigReason) -> ConfigError:

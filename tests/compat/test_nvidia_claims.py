@@ -96,6 +96,23 @@ def test_limits_of_one_gpu_win() -> None:
 
 
 @pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"defaultActiveThreadPercentage": 0}, "mps "),
+        ({"multiUser": None, "defaultActiveThreadPercentage": None, LIMIT: None}, "mps "),
+        ({LIMIT: "5e9"}, "mps -4768"),
+        ({LIMIT: 5e9}, "mps -4768"),
+        ({LIMIT: 5000000000}, "mps -4768"),
+        ({LIMIT: "2500M", PER_DEVICE: None}, "mps -2384"),
+        ({LIMIT: "2500000k"}, "mps -2384"),
+    ],
+)
+def test_what_nvidia_takes_is_taken(limits: dict[str, object], expected: str) -> None:
+    """Nulls, a percentage of 0, and quantities in all of Kubernetes' spellings."""
+    assert settings(entry(mps(**limits)), of=[TS]) == [expected]
+
+
+@pytest.mark.parametrize(
     ("parameters", "problem"),
     [
         ({**config(), "sharingg": {}}, "sharingg: unknown key"),
@@ -110,7 +127,9 @@ def test_limits_of_one_gpu_win() -> None:
         (config(strategy="TimeSlicing", mpsConfig={}), "sharing.mpsConfig: the strategy is"),
         (config(strategy="MPS", timeSlicingConfig={}), "sharing.timeSlicingConfig: the strategy"),
         (config("MigDeviceConfig"), "kind: MigDeviceConfig is for devices of type mig, and"),
-        (mps(defaultActiveThreadPercentage=101), "Percentage: 101; allowed: 1 to 100"),
+        (mps(defaultActiveThreadPercentage=101), "Percentage: 101; allowed: 0 to 100"),
+        (mps(defaultActiveThreadPercentage=-1), "Percentage: -1; allowed: 0 to 100"),
+        (mps(**{LIMIT: "-5e9"}), f"{LIMIT}: '-5e9' is not an amount"),
         (mps(**{LIMIT: "100Ki"}), f"{LIMIT}: 102400 bytes; allowed: 1Mi to 1024Ti"),
         (mps(**{LIMIT: "9" * 300}), f"{LIMIT}: '9999"),
         (mps(**{PER_DEVICE: {"7": "1Gi"}}), f"{PER_DEVICE}.7: no GPU of the claim"),

@@ -4,6 +4,8 @@ import re
 from fractions import Fraction
 from typing import Any, Final, NamedTuple, Self
 
+from metagpu.core.model.quantities import quantity_value
+
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES: Final = {
     "": 1,
@@ -54,7 +56,7 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Parse a Kubernetes quantity such as `1Gi`, `512Mi`, `16G`, or a number of bytes.
+        """Parse a Kubernetes quantity such as `1Gi`, `16G` or `5e9`, or a number of bytes.
 
         Raises:
             ValueError: the text has another form, or is more than an exbibyte.
@@ -64,12 +66,17 @@ class Bytes(int):
             amount = int(written)  # as most amounts of ResourceClaims are
         else:
             found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?", written)
-            if found is None:
+            if found is not None and len(found[1]) > _LONGEST_TEXT:
+                exact: Fraction | None = Fraction(_MOST_BYTES + 1)
+            elif found is not None:
+                exact = Fraction(found[1]) * _BYTES[found[2] or ""]
+            else:
+                exact = quantity_value(written)
+            if exact is None or exact < 0:
                 raise ValueError(
                     f"{_shown(text)} is not an amount of memory; write one like 512Mi, 1Gi or 16G"
                 )
-            long = len(found[1]) > _LONGEST_TEXT
-            amount = _MOST_BYTES + 1 if long else int(Fraction(found[1]) * _BYTES[found[2] or ""])
+            amount = int(exact)
         if amount > _MOST_BYTES:
             raise ValueError(
                 f"{_shown(text)} is more memory than any GPU has; write at most 1048576Ti"

@@ -58,30 +58,34 @@ def is_any(tree: CheckedExpr) -> bool:
 
 def called(tree: CheckedExpr) -> frozenset[str]:
     """Return the names of the functions and operators of a tree."""
-    return frozenset(it.call_expr.function for it in walk(tree.expr) if it.call_expr is not None)
+    return frozenset(
+        each.call_expr.function for each in walk(tree.expr) if each.call_expr is not None
+    )
 
 
 def fields_of(tree: CheckedExpr, variable: str) -> frozenset[str]:
     """Return the fields that are selected of a variable, `""` for the whole."""
-    selects = [it.select_expr for it in walk(tree.expr) if it.select_expr is not None]
-    fields = {id(it.operand): it.field for it in selects if not it.test_only}
+    selects = [each.select_expr for each in walk(tree.expr) if each.select_expr is not None]
+    fields = {id(each.operand): each.field for each in selects if not each.test_only}
     return frozenset(
-        fields.get(id(it), "")
-        for it in walk(tree.expr)
-        if it.ident_expr is not None and it.ident_expr.name == variable
+        fields.get(id(each), "")
+        for each in walk(tree.expr)
+        if each.ident_expr is not None and each.ident_expr.name == variable
     )
 
 
 def asks_for_a_domain(tree: CheckedExpr) -> bool:
     """Return whether a tree has `has()` of all attributes or capacities."""
-    selects = (it.select_expr for it in walk(tree.expr))
-    return any(it is not None and it.test_only and _is_outer(it.operand, tree) for it in selects)
+    selects = (each.select_expr for each in walk(tree.expr))
+    return any(
+        each is not None and each.test_only and _is_outer(each.operand, tree) for each in selects
+    )
 
 
 def mixes_types(tree: CheckedExpr) -> bool:
     """Return whether a literal list or map has elements of several types."""
-    groups = (_element_types(it, tree) for node in walk(tree.expr) for it in _literals(node))
-    return any(len(set(map(bytes, it))) > 1 for it in groups)
+    groups = (_element_types(each, tree) for node in walk(tree.expr) for each in _literals(node))
+    return any(len(set(map(bytes, each))) > 1 for each in groups)
 
 
 def literal_arguments(tree: CheckedExpr, function: str) -> Iterator[str]:
@@ -112,7 +116,7 @@ def _rewritten(node: Expr, tree: CheckedExpr) -> ExprCall | None:
     if call.function in _LOOKUPS and _is_outer(call.args[0], tree):
         found = _call(DOMAIN, *call.args)
         return found if call.function == _INDEX else _call("optional.of", Expr(call_expr=found))
-    if _may_mismatch(call, [tree.type_map.get(it.id) for it in call.args]):
+    if _may_mismatch(call, [tree.type_map.get(each.id) for each in call.args]):
         checked = Expr(call_expr=_call(COMPARABLE, *map(_is_map, call.args)))
         return _call("_?_:_", checked, Expr(call_expr=call), checked)
     return None
@@ -125,19 +129,19 @@ def _may_mismatch(call: ExprCall, types: Sequence[Type | None]) -> bool:
     """
     if call.function == "@in":
         listed = call.args[1].list_expr
-        literal = listed is not None and all(it.const_expr for it in listed.elements)
+        literal = listed is not None and all(each.const_expr for each in listed.elements)
         return literal and _is_open(types[0])
-    with_null = any(it is not None and it.null is not None for it in types)
+    with_null = any(each is not None and each.null is not None for each in types)
     return call.function == "_==_" and any(map(_is_open, types)) and not with_null
 
 
 def _call(function: str, *arguments: Expr | None) -> ExprCall:
-    return ExprCall(function=function, args=[it for it in arguments if it is not None])
+    return ExprCall(function=function, args=[each for each in arguments if each is not None])
 
 
 def _is_map(node: Expr) -> Expr:
     types = (
-        Expr(call_expr=_call("type", it)) for it in (node, Expr(struct_expr=ExprCreateStruct()))
+        Expr(call_expr=_call("type", each)) for each in (node, Expr(struct_expr=ExprCreateStruct()))
     )
     return Expr(call_expr=_call("_==_", *types))
 
@@ -160,8 +164,8 @@ def _literals(node: Expr) -> Iterator[Sequence[Expr | None]]:
     if node.list_expr is not None:
         yield node.list_expr.elements
     if node.struct_expr is not None:
-        yield [it.map_key for it in node.struct_expr.entries]
-        yield [it.value for it in node.struct_expr.entries]
+        yield [each.map_key for each in node.struct_expr.entries]
+        yield [each.value for each in node.struct_expr.entries]
 
 
 def _element_types(elements: Sequence[Expr | None], tree: CheckedExpr) -> Iterator[Type]:
@@ -169,10 +173,10 @@ def _element_types(elements: Sequence[Expr | None], tree: CheckedExpr) -> Iterat
 
     One like `[]` takes the type of the others; one that `?` makes optional has that of its value.
     """
-    for found in (tree.type_map.get(it.id) for it in elements if it is not None):
+    for found in (tree.type_map.get(each.id) for each in elements if each is not None):
         if found is not None:
             held = found.abstract_type.parameter_types if found.abstract_type is not None else ()
-            yield from (it for it in held or (found,) if _is_open(it) or not _has_open(it))
+            yield from (each for each in held or (found,) if _is_open(each) or not _has_open(each))
 
 
 def _has_open(found: Type | None) -> bool:

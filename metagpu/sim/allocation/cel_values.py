@@ -56,7 +56,7 @@ def semver(text: str, normalize: bool = False) -> Value:  # noqa: FBT001, FBT002
 
 
 def _normalized(text: str) -> str:
-    parts = [re.sub("^0+(?=[0-9])", "", it) for it in text.removeprefix("v").split(".", 2)]
+    parts = [re.sub("^0+(?=[0-9])", "", part) for part in text.removeprefix("v").split(".", 2)]
     if len(parts) < len("123") and not set(parts[-1]) & {"+", "-"}:
         parts += ["0"] * (3 - len(parts))
     return ".".join(parts)
@@ -82,22 +82,24 @@ def compare(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> int:
 
 def number_of(place: int) -> Callable[[Mapping[Any, Any]], int]:
     """Return the function of one number of a version."""
-    return lambda it: int(_precedence(it)[place])
+    return lambda value: int(_precedence(value)[place])
 
 
-def _precedence(it: Mapping[Any, Any]) -> tuple[Any, ...]:
+def _precedence(value: Mapping[Any, Any]) -> tuple[Any, ...]:
     """Return a version such that versions compare as semver.org orders them."""
-    if SEMVER not in it:
+    if SEMVER not in value:
         raise ValueError(MISMATCH)
-    numbers, dash, before = str(it[SEMVER]).partition("-")
-    identifiers = [(0, int(it), "") if it.isdecimal() else (1, 0, it) for it in before.split(".")]
+    numbers, dash, before = str(value[SEMVER]).partition("-")
+    identifiers = [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in before.split(".")
+    ]
     return (*map(int, numbers.split(".")), not dash, identifiers)
 
 
-def _number(it: Mapping[Any, Any]) -> Fraction:
-    if QUANTITY not in it:
+def _number(value: Mapping[Any, Any]) -> Fraction:
+    if QUANTITY not in value:
         raise ValueError(MISMATCH)
-    return Fraction(str(it[QUANTITY]))
+    return Fraction(str(value[QUANTITY]))
 
 
 def _quantity(number: Fraction) -> Value:
@@ -114,25 +116,25 @@ def subtract(one: Mapping[Any, Any], other: Mapping[Any, Any] | int) -> Value:
     return _quantity(_number(one) - (other if isinstance(other, int) else _number(other)))
 
 
-def sign(it: Mapping[Any, Any]) -> int:
+def sign(value: Mapping[Any, Any]) -> int:
     """Return -1, 0 or 1."""
-    number = _number(it)
+    number = _number(value)
     return int(number > 0) - int(number < 0)
 
 
-def is_integer(it: Mapping[Any, Any]) -> bool:
+def is_integer(value: Mapping[Any, Any]) -> bool:
     """Return whether a quantity is a whole number of 64 bits."""
-    number = _number(it)
+    number = _number(value)
     return number.denominator == 1 and -_MOST <= number < _MOST
 
 
-def as_integer(it: Mapping[Any, Any]) -> int:
+def as_integer(value: Mapping[Any, Any]) -> int:
     """Return a whole quantity."""
-    if not is_integer(it):
+    if not is_integer(value):
         raise ValueError("the quantity is not a whole number of 64 bits")
-    return int(_number(it))
+    return int(_number(value))
 
 
-def as_float(it: Mapping[Any, Any]) -> float:
+def as_float(value: Mapping[Any, Any]) -> float:
     """Return a quantity as a number."""
-    return float(_number(it))
+    return float(_number(value))

@@ -169,7 +169,7 @@ def _variables(driver: str, device: Device) -> Mapping[str, Any]:
         "attributes": _by_domain(driver, device.get("attributes") or {}, _attribute),
         "capacity": _by_domain(driver, device.get("capacity") or {}, _capacity),
     }
-    return {"device": variables} | {f"device.{name}": it for name, it in variables.items()}
+    return {"device": variables} | {f"device.{name}": value for name, value in variables.items()}
 
 
 def _by_domain(
@@ -184,8 +184,8 @@ def _by_domain(
 
 
 def _attribute(value: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a type of the user's
-    [(kind, it)] = value.items()
-    return cel_values.semver(it) if kind == "version" else it
+    [(kind, found)] = value.items()
+    return cel_values.semver(found) if kind == "version" else found
 
 
 def _capacity(value: Mapping[str, Any]) -> cel_values.Value:
@@ -222,12 +222,12 @@ class _Functions:
         kinds = (*takes, gives)
         self._declare(self._checks, name, kinds, None)
         if run is not None:
-            plain = [cel.Type.MAP if it in (_QUANTITY, _SEMVER) else it for it in kinds]
+            plain = [cel.Type.MAP if kind in (_QUANTITY, _SEMVER) else kind for kind in kinds]
             self._declare(self._values, name, plain, run)
 
     def environments(self) -> tuple[cel.Env, cel.Env]:
         """Return the environment that checks, and the one that evaluates."""
-        orders = "".join(f'  - name: "{it}"\n' for it in _ORDERS)
+        orders = "".join(f'  - name: "{name}"\n' for name in _ORDERS)
         text = f"stdlib:\n  exclude_functions:\n{orders}extensions:{_LIBRARIES}"
         named = cel.Type.Map(_STRING, cel.Type.Map(_STRING, _ANY))
         amounts = cel.Type.Map(_STRING, cel.Type.Map(_STRING, _QUANTITY))
@@ -255,19 +255,21 @@ class _Functions:
         run: Callable[..., Any] | None,
     ) -> None:
         own, takes = name.removeprefix("."), list(kinds[:-1])
-        key = f"{name}({', '.join(it.name() for it in takes)})"
+        key = f"{name}({', '.join(kind.name() for kind in takes)})"
         member = own != name
         into[own][key] = cel.Overload(key, kinds[-1], takes, is_member=member, impl=run)
 
 
 def _listed(overloads: Mapping[str, Mapping[str, cel.Overload]]) -> list[cel.FunctionDecl]:
-    return [cel.FunctionDecl(name, list(it.values())) for name, it in overloads.items()]
+    return [cel.FunctionDecl(name, list(own.values())) for name, own in overloads.items()]
 
 
 def _environments() -> tuple[cel.Env, cel.Env]:
     known, numbers = _Functions(), (_INT, cel.Type.UINT, _DOUBLE)
     others = (_BOOL, _STRING, cel.Type.BYTES, cel.Type.TIMESTAMP, cel.Type.DURATION)
-    pairs = [(one, other) for one in numbers for other in numbers] + [(it, it) for it in others]
+    pairs = [(one, other) for one in numbers for other in numbers] + [
+        (kind, kind) for kind in others
+    ]
     for name in _ORDERS:
         for pair in pairs:  # the library's own checks refuse `1 <= 1.5`
             known.add(name, pair, _BOOL, None)

@@ -40,12 +40,12 @@ def _nested(value: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 - of any 
     """Return a value with the requests at a path changed; another form stays."""
     if path and isinstance(value, Mapping) and path[0] in value:
         return {**value, path[0]: _nested(value[path[0]], path[1:])}
-    return [_request(it) for it in value] if isinstance(value, list) and not path else value
+    return [_request(each) for each in value] if isinstance(value, list) and not path else value
 
 
 def _request(request: Any) -> Any:  # noqa: ANN401 - of any form
     """Return a request whose own fields of a device are under `exactly`."""
     if not isinstance(request, Mapping) or not (own := request.keys() - _OF_REQUEST):
         return request
-    rest = {key: it for key, it in request.items() if key in _OF_REQUEST}
+    rest = {key: value for key, value in request.items() if key in _OF_REQUEST}
     return {**rest, "exactly": {key: request[key] for key in request if key in own}}
