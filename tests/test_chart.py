@@ -367,6 +367,14 @@ def test_nvidias_driver_name_brings_nvidias_classes(helm: str) -> None:
         assert selector == classes[f"{kind}.metagpu.io"]["spec"]["selectors"][0]
 
 
+def test_nvidias_class_may_have_shares(helm: str) -> None:
+    """For manifests of NVIDIA's consumable shares, the class selects fractions."""
+    values = "dra.enabled=true,dra.driver=gpu.nvidia.com,dra.nvidiaGpuType=fraction"
+    classes = {it["metadata"]["name"]: it.get("spec") for it in _render(helm, values)}
+    assert classes["gpu.nvidia.com"] == classes["fraction.metagpu.io"]
+    assert classes["gpu.metagpu.io"] != classes["fraction.metagpu.io"]
+
+
 def test_each_extended_resource_has_a_class(helm: str) -> None:
     """The class selects the devices of this resource; names may have letters that it has not."""
     names = "{nvidia.com/gpu,nvidia.com/mig-1g.5gb,example.com/My_GPU}"

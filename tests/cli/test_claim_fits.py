@@ -289,3 +289,35 @@ def test_a_version_that_no_cluster_serves_is_an_error(
     (tmp_path / "claims.yaml").write_text(text)
     [row] = explained(options, capsys)
     assert row["problem"]["reason"].startswith("it requests no device")
+
+
+@pytest.mark.parametrize(
+    ("option", "asked", "consumed"),
+    [
+        ("sharesPerGpu: 4", "", {"shares": "1"}),
+        ("sharesPerGpu: 4", "shares: 2", {"shares": "2"}),
+        ("memoryUnit: 1Gi", "memory: 4Gi", {"memory": "4Gi"}),
+    ],
+)
+def test_nvidias_consumable_shares_are_fractions_of_its_class(
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    option: str,
+    asked: str,
+    consumed: dict[str, str],
+) -> None:
+    """A claim of its demos gets a part of a GPU where the class selects fractions."""
+    backend = f"{{backend: fraction, {option}}}"
+    pools = f"pools: [{{name: a, api: dra, backends: [{backend}]}}]"
+    config = f"version: metagpu/v1\ndra: {{driver: gpu.nvidia.com}}\n{pools}"
+    selector = "device.attributes['gpu.nvidia.com'].type == 'fraction'"
+    chosen = json.dumps([{"cel": {"expression": selector}}])
+    named = "kind: DeviceClass\nmetadata: {name: gpu.nvidia.com}"
+    claim = of_request(f"capacity: {{requests: {{{asked}}}}}")
+    claim = claim.replace("gpu.metagpu.io", "gpu.nvidia.com")
+    (tmp_path / "metagpu.yaml").write_text(config)
+    (tmp_path / "claims.yaml").write_text(f"{named}\nspec: {{selectors: {chosen}}}\n---\n{claim}")
+    [row] = explained(options, capsys)
+    assert [it["consumed"] for it in row["devices"]] == [consumed]
