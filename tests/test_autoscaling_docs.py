@@ -1,4 +1,4 @@
-"""docs/autoscaling.md: its manifests parse, with names that exist here and the right numbers."""
+"""docs/autoscaling.md and its files: names that exist here, and the right numbers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,15 @@ from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.build import STRATEGIES, after, layout_of
 
-DOC: Final = (Path(__file__).parents[1] / "docs" / "autoscaling.md").read_text(encoding="utf-8")
-BLOCKS: Final = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)]
+ROOT: Final = Path(__file__).parents[1]
+FILES: Final = sorted((ROOT / "deploy" / "autoscaling").iterdir())
+PAGE: Final = (ROOT / "docs" / "autoscaling.md").read_text(encoding="utf-8")
+DOC: Final = "\n".join((PAGE, *(f"```yaml\n{file.read_text('utf-8')}```" for file in FILES)))
+BLOCKS: Final = [
+    manifest
+    for text in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
+    for manifest in yaml.safe_load_all(text)
+]
 CONFIG: Final = next(text for text in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL))
 TEMPLATE: Final = "k8s.io/cluster-autoscaler/node-template/"
 
@@ -59,7 +66,7 @@ async def test_the_numbers_are_those_that_the_node_reports() -> None:
     assert tagged("resources") == offered
     assert overlay == {name: count for name, count in offered.items() if name in overlay}
     assert offered.keys() - overlay.keys() == {"nvidia.com/gpu"}  # which Karpenter knows
-    [reported] = re.findall(r"^\{.*\}$", DOC, re.MULTILINE)
+    [reported] = re.findall(r"^\{.*\}$", PAGE, re.MULTILINE)
     assert {name: str(count) for name, count in yaml.safe_load(reported).items()} == offered
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/ecosystem.md ask for what nodes offer, and need no translation."""
+"""The examples of docs/ecosystem.md, and its files, ask for what nodes offer."""
 
 import re
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from tests.translation.nodes import node
 
 PAGE: Final = "docs/ecosystem.md"
 NODES: Final = (node("shares", "a100-40gb"), node("mig", "a100-pcie-40gb", "mig"))
-EXAMPLES: Final = [
-    document
-    for page, text in blocks("yaml")
-    if page == PAGE
-    for document in yaml.safe_load_all(text)
+FILES: Final = Path(__file__).parents[1] / "deploy" / "ecosystem"
+TEXTS: Final[list[str]] = [
+    *((FILES / f"{name}.yaml").read_text("utf-8") for name in ("kuberay", "kubeflow")),
+    *(text for page, text in blocks("yaml") if page == PAGE),
 ]
+EXAMPLES: Final = [document for text in TEXTS for document in yaml.safe_load_all(text)]
 _RESOURCE: Final = re.compile(r"[a-z0-9.]+/(?:metagpu|gpu.*|mig-.+)")
 
 

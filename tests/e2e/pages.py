@@ -19,7 +19,13 @@ def page_sections(page: str) -> dict[str, list[str]]:
     """Return the YAML blocks of a page in docs/, by heading; `top` is before the first."""
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     top, *sections = SECTION.split(text)
-    return {"top": BLOCK.findall(top)} | {it.splitlines()[0]: BLOCK.findall(it) for it in sections}
+    return {"top": _blocks(top)} | {it.splitlines()[0]: _blocks(it) for it in sections}
+
+
+def _blocks(section: str) -> list[str]:
+    """Return the YAML of a section, and of the files that it names."""
+    files = re.findall(r"\]\(\.\./(deploy/[\w/-]+\.yaml)\)", section)
+    return [*BLOCK.findall(section), *((REPOSITORY / file).read_text() for file in files)]
 
 
 def manifests(page: str, heading: str) -> dict[str, Document]:
