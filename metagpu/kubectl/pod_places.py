@@ -56,8 +56,10 @@ class PodPlace(msgspec.Struct, frozen=True):
         if self.annotated is None:
             return found
         annotations = value_at(document, self.annotated).get("annotations")
-        models = [_container(found[key]) for key in _models(found)]
-        spec = {**found, "containers": [*models, *(found.get("containers") or ())]}
+        models = _models(found)
+        spec = {key: it for key, it in found.items() if key not in models}
+        made = [_container(found[key]) for key in models]
+        spec["containers"] = [*made, *(found.get("containers") or ())]
         return {"metadata": {"annotations": annotations}, "spec": spec}
 
     def replaced(self, document: Object, pod: Object) -> Object:

@@ -100,6 +100,23 @@ def test_pods_of_custom_resources_are_translated(
     assert {**found, "spec": 0} == {**document, "spec": 0}
 
 
+def test_kserves_model_may_ask_by_annotations_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model gets the resources, though it had none, and the annotation goes."""
+    predictor = {"annotations": {"gpu-fraction": "0.5"}, "model": {"storageUri": "hf://a/b"}}
+    service = custom("serving.kserve.io/v1beta1", "InferenceService", predictor=predictor)
+    status, out, _ = run(capsys, written(tmp_path, service), nodes_file(tmp_path, NODE))
+    found = yaml.safe_load(out)["spec"]["predictor"]
+
+    assert status == 0
+    assert found["model"] == {
+        "storageUri": "hf://a/b",
+        "resources": {"limits": {"cnvrg.io/metagpu": "50"}},
+    }
+    assert [*found["annotations"]] == ["metagpu.io/original-request"]
+
+
 def test_kserves_annotations_stand_where_its_pods_get_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
