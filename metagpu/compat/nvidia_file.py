@@ -79,8 +79,8 @@ class PatternName(msgspec.Struct):
 class NvidiaResources(msgspec.Struct):
     """`resources`: NVIDIA's plugin reads and drops it."""
 
-    gpus: tuple[PatternName, ...] = ()
-    mig: tuple[PatternName, ...] = ()
+    gpus: tuple[PatternName, ...] | None = None
+    mig: tuple[PatternName, ...] | None = None
 
     @property
     def is_given(self) -> bool:
@@ -101,7 +101,7 @@ class NvidiaReplication(msgspec.Struct, rename="camel"):
     """`sharing.timeSlicing` or `sharing.mps`."""
 
     resources: tuple[ReplicatedResource, ...]
-    rename_by_default: bool = False
+    rename_by_default: bool | None = None
     fail_requests_greater_than_one: bool | None = None
 
 
@@ -119,7 +119,7 @@ class NvidiaImex(msgspec.Struct):
 class NvidiaFile(msgspec.Struct):
     """The honoured keys of the file."""
 
-    version: str = "v1"
+    version: str | None = None
     flags: NvidiaFlags | None = None
     resources: NvidiaResources | None = None
     sharing: NvidiaSharing | None = None
@@ -133,7 +133,7 @@ def read(document: Document) -> NvidiaFile:
         ConfigError: the file breaks the rules of NVIDIA's plugin.
     """
     file = document.decode(NvidiaFile)
-    if file.version not in ("", "v1"):
+    if file.version not in (None, "", "v1"):
         problem = f"{file.version!r} is unknown; allowed: v1"
         raise document.error("version", problem, ConfigReason.UNKNOWN_VALUE)
     return file

@@ -180,6 +180,15 @@ def test_no_xid_takes_a_gpu_out_of_service(every: str) -> None:
     assert [judge_event(it, health).fatal for it in xids] == [False, True, False]
 
 
+def test_null_is_as_left_out() -> None:
+    """Go reads null as nothing; so do these keys."""
+    text = slices(head="    renameByDefault:\n    failRequestsGreaterThanOne:\n")
+    text = text.replace("version: v1", "version:\nflags:\nimex:\nresources: {gpus: , mig: }")
+
+    assert offered(converted(text), *FOUR) == {"nvidia.com/gpu": 16}
+    assert notes(text) == []
+
+
 def test_the_environment_wins_over_the_file() -> None:
     """A variable of NVIDIA's daemon set counts more than the flag in the file."""
     text = SLICES + "flags: {plugin: {passDeviceSpecs: false, deviceListStrategy: envvar}}\n"
