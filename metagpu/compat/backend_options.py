@@ -147,9 +147,8 @@ def by_index(numbers: Sequence[int]) -> Data:
 
 
 def by_model(models: Sequence[str]) -> Data:
-    """Select GPUs whose product name has a model as a whole word: not H20 in H200."""
-    patterns = [f"*{re.sub(r'[][?*]', '?', model)}" for model in dict.fromkeys(models)]
-    return {"product": [text for it in patterns for text in (it, f"{it}[!0-9A-Za-z]*")]}
+    """Select GPUs whose product name has a model in it."""
+    return {"product": [f"*{re.sub(r'[][?*]', '?', model)}*" for model in dict.fromkeys(models)]}
 
 
 def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> None:

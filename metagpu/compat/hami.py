@@ -133,8 +133,6 @@ class HamiFile(msgspec.Struct):
     nodeconfig: tuple[_HamiNode, ...] = ()
 
 
-_ALIASES: Final = {"7g.79gb": "7g.80gb"}
-"""NVIDIA's name of a profile, by HAMi's name: one profile of the A100 of 80 GB."""
 _VENDORS: Final = (
     *("amd", "ascend", "awsneuron", "biren", "cambricon", "enflame", "hygon", "iluvatar"),
     *("iluvatars",),
@@ -290,7 +288,7 @@ def _add_mig_pools(draft: ConfigDraft, at: Origin, nvidia: _HamiNvidia, origin: 
         draft.add_pool(
             row.models[0],
             gpus,
-            [backend_options.mig_on_demand(_nvidia_profiles(row.profiles))],
+            [backend_options.mig_on_demand(_sizes(row.profiles))],
             here,
         )
 
@@ -307,8 +305,9 @@ def _add_mig_pools(draft: ConfigDraft, at: Origin, nvidia: _HamiNvidia, origin: 
         draft.add_note(Origin(at.document, _under(at, "resourceCountName")), text)
 
 
-def _nvidia_profiles(profiles: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(_ALIASES.get(name, name) for name in profiles))
+def _sizes(profiles: Sequence[str]) -> list[str]:
+    """Return the sizes of profiles: HAMi takes each GPU's own profile of a size."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in profiles))
 
 
 def _under(origin: Origin, key: str) -> str:

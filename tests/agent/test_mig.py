@@ -16,6 +16,7 @@ from metagpu.sim.machine.mig_state import SimProvisioning
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.agent import agent_at_work
 from tests.rigs.mig import (
+    PROFILES,
     a_node,
     blocked,
     blocker,
@@ -40,9 +41,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path) -> None:
+@pytest.mark.parametrize("profiles", [PROFILES, "1g, 2g, 3g, 7g"])
+async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path, profiles: str) -> None:
     """The instance is created at admission, is the one in the answer, and ends with the pod."""
-    async with mig_at_work(tmp_path) as it:
+    async with mig_at_work(tmp_path, profiles=profiles) as it:
         await it.until(3, 3, TWO)
         assert placements(it.node) == []
 

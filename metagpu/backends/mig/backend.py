@@ -27,7 +27,12 @@ from metagpu.backends.mig.planner import (
     free_capacity,
     instance_metrics,
 )
-from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, slot_of_instance
+from metagpu.backends.mig.profiles import (
+    PlacedProfile,
+    geometry_of,
+    profile_resource,
+    slot_of_instance,
+)
 from metagpu.backends.mig.provisioner import (
     MigModeDisabler,
     MigModeEnabler,
@@ -130,8 +135,13 @@ class MigBackend(
 
     @property
     def resources(self) -> tuple[ResourceName, ...]:
-        """One resource for each profile, or the one that the pool names."""
-        return tuple(dict.fromkeys(map(self._options.resource_of, self._options.profile_names)))
+        """One resource for each profile, or the one that the pool names.
+
+        The resource of a size follows from the GPU, where the pool does not name it.
+        """
+        unknown = {ResourceName(profile_resource(size)) for size in self._options.sizes}
+        names = map(self._options.resource_of, self._options.profile_names)
+        return tuple(dict.fromkeys(name for name in names if name not in unknown))
 
     @property
     def offers_existing(self) -> bool:
@@ -184,14 +194,14 @@ class MigBackend(
 
     def misfit_reason(self, gpu: Gpu) -> str:
         """Return why a GPU can have none of the instances, in MIG mode or not."""
-        return misfit_reason(self._options, gpu)
+        return misfit_reason(self._options.on(gpu), gpu)
 
     def no_shares_reason(self, gpu: Gpu) -> str:
         """Return why a GPU has no instances."""
         if self._sizes and gpu.mig_enabled:
             name = self._options.resource
             return f"{name} is for instances of one size, and its pool has {', '.join(self._sizes)}"
-        return no_shares_reason(self._options, gpu)
+        return no_shares_reason(self._options.on(gpu), gpu)
 
     def expected_problem(self, gpu: Gpu) -> str:
         """Return why a GPU will give no instances, such as MIG mode that stays off."""
@@ -205,23 +215,22 @@ class MigBackend(
         if self._options.fixed_layout is not None:
             return ()
         mig_states = [state for state in states if state.gpu.mig_profiles]
-        return free_capacity(mig_states, frozenset(self._options.profile_names), self.name)
+        return free_capacity(mig_states, self._names(mig_states), self.name)
 
     def metrics(self, states: Sequence[GpuState]) -> Iterable[BackendMetric]:
         """Return metrics of the instances and, on demand, of the free capacity."""
-        names = self._options.profile_names
         for state in states:
             if state.gpu.mig_profiles:
                 yield from instance_metrics(state, self.name)
                 if self._options.fixed_layout is None:
-                    yield from capacity_metrics(state, frozenset(names), self.name)
+                    yield from capacity_metrics(state, self._names((state,)), self.name)
 
     def shares(self, gpu: Gpu) -> Sequence[Share]:
         """Return one share per placement of the allowed profiles, or those of the layout.
 
         The shares are the same whether MIG mode is on or off. A layout that does not fit has none.
         """
-        return possible_shares(self._options, gpu, self.name)
+        return possible_shares(self._options.on(gpu), gpu, self.name)
 
     def prefer(
         self,
@@ -295,7 +304,8 @@ class MigBackend(
 
     async def serve(self, context: GpuContext) -> None:
         """Create instances for leases and remove idle ones, or keep the layout on the GPU."""
-        options, placed = self._options, placed_profiles(self._options, context.gpu)
+        options = self._options.on(context.gpu)
+        placed = placed_profiles(options, context.gpu)
         if options.existing is not False and not placed:
             await _stay_idle(context)
             return
@@ -324,7 +334,7 @@ class MigBackend(
 
     def _instance_settings(self, gpu: Gpu, placed: Sequence[PlacedProfile]) -> InstanceSettings:
         """Return the settings of a GPU's instances, which has these of a layout."""
-        options = self._options
+        options = self._options.on(gpu)
         sharing = options.sharing_by_profile(gpu)
         return InstanceSettings(
             allowed=frozenset(options.profile_names),
@@ -339,6 +349,10 @@ class MigBackend(
             shared_memory=self._mps.shared_memory,
             timing=self.timing,
         )
+
+    def _names(self, states: Iterable[GpuState]) -> frozenset[str]:
+        """Return the names of the pool's profiles on some GPUs."""
+        return frozenset(it for state in states for it in self._options.on(state.gpu).profile_names)
 
     def _log_limited_replicas(self, gpu: Gpu) -> None:
         """Log the profiles whose instances serve fewer clients than the pool's replicas."""

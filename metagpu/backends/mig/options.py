@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
+from msgspec.structs import replace
+
 from metagpu.backends.common.packing import AllocationPolicy
 from metagpu.backends.mig.planner import UnplaceableLayout, layout_name, place_layout
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, profile_resource, share_id
@@ -23,6 +25,7 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceName, Share
 
 _PROFILE: Final = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
+_SIZE: Final = re.compile(r"\d+g")
 _MAX_DEADLINE: Final = 15.0
 """Seconds: a new lease waits 20 s for the kubelet's report."""
 _KEEP_WARM: Final = 30.0
@@ -44,7 +47,8 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     """The options of MIG in a pool: profiles, a layout, or no MIG mode.
 
     Attributes:
-        profiles: the profiles that pods may ask for, by NVIDIA's names.
+        profiles: the profiles that pods may ask for, by NVIDIA's names, or by their size alone, as
+            in `1g` (see `on`).
         layout: the instances that each GPU always has: the number of each profile. An empty one is
             MIG mode without an instance.
         disable_mig: whether the GPUs leave MIG mode; idle instances are removed before. The GPUs
@@ -96,7 +100,7 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
         )
         # NVML names the profiles of existing instances.
         for name in (*(self.profile_names if self.existing is False else ()), *named):
-            if not _PROFILE.fullmatch(name):
+            if not _PROFILE.fullmatch(name) and name not in self.sizes:
                 raise ValueError(
                     f"{name!r} is not a MIG profile such as 1g.5gb or 1g.5gb+me; "
                     "`nvidia-smi mig -lgip` lists a GPU's"
@@ -117,6 +121,25 @@ class MigOptions(Options, frozen=True, forbid_unknown_fields=True, rename="camel
     def profile_names(self) -> tuple[str, ...]:
         """The profiles of the options: of `profiles` or of `layout`."""
         return tuple(self.fixed_layout or ()) if self.profiles is None else self.profiles
+
+    @property
+    def sizes(self) -> Sequence[str]:
+        """The profiles that are named by their size alone."""
+        return [name for name in self.profiles or () if _SIZE.fullmatch(name)]
+
+    def on(self, gpu: Gpu) -> "MigOptions":
+        """Return the options for one GPU: a size is its smallest profile without a suffix."""
+        plain: dict[str, str] = {}
+        for profile in sorted(gpu.mig_profiles, key=lambda each: each.memory) if self.sizes else ():
+            if "+" not in profile.name and "-" not in profile.name:
+                plain.setdefault(profile.name.partition(".")[0], profile.name)
+        if not plain:
+            return self
+        profiles = tuple(dict.fromkeys(plain.get(name, name) for name in self.profile_names))
+        resource = self.resource
+        if isinstance(resource, dict):
+            resource = {plain.get(name, name): its for name, its in resource.items()}
+        return replace(self, profiles=profiles, resource=resource)
 
     @property
     def fixed_layout(self) -> dict[str, int] | None:

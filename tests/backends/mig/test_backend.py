@@ -1,5 +1,6 @@
 """MIG instances on demand: offered, preferred, refused and granted shares."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,11 +130,25 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
     ]
 
 
+def test_a_size_is_the_own_profile_of_each_gpu() -> None:
+    """`1g` is each GPU's smallest profile of one slice, by its name or the pool's."""
+    sizes = backend("1g", "3g", resource={"3g": "a.b/large"})
+    h200, a30 = mig_gpu(0, "h200"), mig_gpu(1, "a30")
+
+    assert Counter(share.resource for share in sizes.shares(h200)) == {
+        "nvidia.com/mig-1g.18gb": 7,
+        "a.b/large": 2,
+    }
+    assert Counter(share.resource for share in sizes.shares(a30)) == {"nvidia.com/mig-1g.6gb": 4}
+    assert sizes.resources == ("a.b/large",)
+    assert "none of the MIG profiles 3g" in backend("3g").misfit_reason(a30)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("profiles: []", "profiles is empty; give at least one, such as 1g.5gb"),
-        ("profiles: [2g]", "'2g' is not a MIG profile such as 1g.5gb or 1g.5gb\\+me"),
+        ("profiles: [2gb]", "'2gb' is not a MIG profile such as 1g.5gb or 1g.5gb\\+me"),
         ("profiles: [1g.5gb.me]", "'1g.5gb.me' is not a MIG profile"),
         ("profiles: [1g.5gb, 1g.5gb]", "profiles contains a profile twice"),
         ("profiles: [1g.5gb], deadline: 1m", "deadline is 60s; allowed: 1s to 15s"),
