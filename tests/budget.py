@@ -56,7 +56,7 @@ CAPABILITIES: Final = (
         ),
     ),
     Capability("device plugin", 3990, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5450, ("plugins/cluster/*",)),
+    Capability("cluster: labels, Events, Node", 5480, ("plugins/cluster/*",)),
     Capability("agent", 3720, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4855, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",

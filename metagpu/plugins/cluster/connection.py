@@ -16,6 +16,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.tasks import Work
 from metagpu.core.state.call_stats import KubeletCallStats
+from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
@@ -178,6 +179,7 @@ class NodeConnection:
             group.start_soon(reconciler.run)
         group.start_soon(self._trigger_amounts)
         group.start_soon(self._trigger_others)
+        group.start_soon(self._trigger_at_layouts)
         if Feature.FREE_LABELS in features:
             group.start_soon(self._trigger_free_labels)
         for task in self._pod_event_tasks():
@@ -319,6 +321,12 @@ class NodeConnection:
         async for _ in self._context.registry.watch(watched_state):
             await anyio.sleep(self._context.settings.timing.others_delay)
             self.trigger()
+
+    async def _trigger_at_layouts(self) -> None:
+        """Trigger at each configuration: labels depend on it, also where no share changes."""
+        with self._context.registry.events.subscribe(LayoutApplied) as events:
+            async for _ in events:
+                self.trigger()
 
     async def _trigger_free_labels(self) -> None:
         (labels,) = (it for feature, it in self._reconcilers if feature is Feature.LABELS)

@@ -48,6 +48,7 @@ class Scene:
         choices: the received choices, in order.
         refusal: the answer to them.
         driver: the name of the DRA driver in the configuration.
+        label_settings: what the labels depend on beside the snapshot.
     """
 
     server: SimApiServer
@@ -57,6 +58,7 @@ class Scene:
     choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
     driver: str = "gpu.metagpu.io"
+    label_settings: LabelSettings = LabelSettings(STRATEGIES)  # noqa: RUF009 - it is frozen
 
     @property
     def connection(self) -> NodeConnection:
@@ -115,7 +117,11 @@ async def cluster_at_work(
         stats, taken = KubeletCallStats(), anyio.Event()
         taken.set()
         context = ClusterContext(
-            *(settings, registry, follow, lambda: LabelSettings(STRATEGIES), stats),
+            settings,
+            registry,
+            follow=follow,
+            label_settings=lambda: scene.label_settings,
+            call_stats=stats,
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
             wait_registered=anyio.lowlevel.checkpoint,

@@ -6,8 +6,11 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
+from metagpu.core.config.config import MigStrategy
 from metagpu.core.reports.schema import ClusterReport
+from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuFaulted,
     GpusFound,
@@ -18,7 +21,7 @@ from metagpu.core.state.facts import (
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
-from tests.plugins.cluster.rig import NODE, SIDE_BY_SIDE, Scene, cluster_at_work
+from tests.plugins.cluster.rig import NODE, QUICK, SIDE_BY_SIDE, Scene, cluster_at_work
 from tests.rigs.build import gpu
 
 
@@ -36,6 +39,17 @@ async def test_labels_are_written_and_follow_what_is_on_offer(tmp_path: Path) ->
         it.offer(SIDE_BY_SIDE, count=3)
         await it.has_labels(nvidia_com__gpu_count="3")
         assert it.server.labels(NODE)["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
+
+
+async def test_a_strategy_of_a_new_configuration_is_written(tmp_path: Path) -> None:
+    """A configuration that changes the MIG strategy alone changes its label."""
+    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as it:
+        it.offer()
+        await it.has_labels(nvidia_com__gpu_count="2")
+        await anyio.wait_all_tasks_blocked()  # nothing else triggers
+        it.label_settings = replace(it.label_settings, mig_strategy=MigStrategy.MIXED)
+        it.registry.events.publish(LayoutApplied())
+        await it.has_labels(nvidia_com__mig_strategy="mixed")
 
 
 async def test_the_largest_request_is_a_label_where_it_is_wanted(tmp_path: Path) -> None:
