@@ -45,6 +45,7 @@ from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.driver_roots import host_roots
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.runtime.listener import log_failed_accepts_once
 from metagpu.core.runtime.tasks import MainTasks, run_with_restart, serve
 from metagpu.core.state.registry import Registry
 from metagpu.host.daemons import HostDaemons
@@ -259,6 +260,7 @@ class Agent:
         formats = ", ".join(self.config_loader.loaded.formats) or "default"
         log.info("agent started", version=__version__, config=self.config.file, formats=formats)
         raise_file_limit()
+        log_failed_accepts_once()
         await self._privileges.run()
 
         report = partial(report_state, self._offering.ready)

@@ -1,13 +1,14 @@
 """Listening unix sockets; connections at a limited rate, source by source."""
 
 import asyncio
+import math
 import socket
 import struct
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import structlog
@@ -87,6 +88,24 @@ async def accept(
             else:
                 rate.take(loop.time())
                 yield following
+
+
+def log_failed_accepts_once(every: float = 1.0) -> None:
+    """Log the failed accepts of asyncio's own servers once every so many seconds.
+
+    Without free descriptors asyncio tries a hundred times at once, and logs each.
+    """
+    loop, quiet_until = asyncio.get_running_loop(), -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal quiet_until
+        if not str(context.get("message", "")).startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+        elif loop.time() >= quiet_until:
+            quiet_until = loop.time() + every
+            log.warning("connection not accepted", error=str(context.get("exception")))
+
+    loop.set_exception_handler(handle)
 
 
 class _Waiting:

@@ -1,7 +1,9 @@
 """Listening sockets."""
 
+import asyncio
 import errno
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -11,8 +13,35 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu.core.runtime import listener
 from metagpu.core.runtime.listener import SO_PASSRIGHTS, accept, unix_listener
 from metagpu.core.runtime.rate_limit import TokenBucket
+from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
+
+
+async def test_accepts_of_asyncio_that_fail_are_one_line_a_second(tmp_path: Path) -> None:
+    """A daemon without free descriptors does not flood its log, and serves once it has some."""
+    path, served = tmp_path / "s.sock", anyio.Event()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.set()
+        writer.close()
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with capture_module_logs(listener) as entries, ExitStack() as stack:
+        listener.log_failed_accepts_once(every=60)
+        async with await asyncio.start_unix_server(serve, path):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            most = client.fileno() + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            client.connect(str(path))
+            await becomes(lambda: bool(entries))
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            with anyio.fail_after(30):
+                await served.wait()
+    assert [entry["event"] for entry in entries] == ["connection not accepted"]
 
 
 async def test_a_socket_is_there_while_the_block_lasts(tmp_path: Path) -> None:
