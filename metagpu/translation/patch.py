@@ -1,10 +1,11 @@
 """The JSON Patch that replaces a request."""
 
-import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from metagpu.core.config.memory import LIMIT_PREFIX
 from metagpu.translation.affinity import NodeSelection
@@ -170,8 +171,11 @@ def _add(path: str, value: object) -> Operation:
 
 
 def apply_patch(document: Object, operations: Iterable[Operation]) -> dict[str, Any]:
-    """Return a copy of a document with operations of a translation applied to it."""
-    patched: Any = copy.deepcopy(dict(document))
+    """Return a copy of a document with operations of a translation applied to it.
+
+    No two parts of the copy are one, as they are where YAML has an anchor.
+    """
+    patched: Any = msgspec.to_builtins(document)
     for operation in operations:
         *way, last = map(_unescaped, operation["path"].split("/")[1:])
         at = patched
@@ -180,9 +184,9 @@ def apply_patch(document: Object, operations: Iterable[Operation]) -> dict[str, 
         if operation["op"] == "remove":
             del at[last]
         elif isinstance(at, list):
-            at.append(copy.deepcopy(operation["value"]))  # its only index is `-`
+            at.append(msgspec.to_builtins(operation["value"]))  # its only index is `-`
         else:
-            at[last] = copy.deepcopy(operation["value"])
+            at[last] = msgspec.to_builtins(operation["value"])
     return dict(patched)
 
 

@@ -119,6 +119,23 @@ def test_the_output_translates_to_itself(
     assert json.loads(single)["kind"] == "Pod"
 
 
+def test_an_anchor_is_a_value_of_each_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two containers of one `&anchor` are translated one by one; the second removal failed."""
+    asked = pod(SEED, SEED)
+    first, second = asked["spec"]["containers"]
+    second["resources"] = first["resources"]
+    manifest = written(tmp_path, asked)
+    assert "&id001" in manifest.read_text(encoding="utf-8")
+    status, out, err = run(capsys, manifest, nodes_file(tmp_path, MIG))
+
+    assert (status, err) == (0, "")
+    assert [it["resources"] for it in containers(yaml.safe_load(out))] == [
+        {"limits": {"nvidia.com/mig-2g.10gb": "2"}}
+    ] * 2
+
+
 def test_an_impossible_pod_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
