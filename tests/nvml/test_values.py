@@ -98,6 +98,7 @@ async def test_what_few_machines_have_is_read_where_it_is() -> None:
     """PCI class, NVLink domain of several nodes and vGPU are read; older drivers lack some."""
     async with opened("a100-40gb:2,dgx-display") as (node, nvml, survey):
         assert [gpu.pci_class for gpu in survey.gpus] == [0x0302, 0x0302, 0x0300]
+        assert [gpu.ecc for gpu in survey.gpus] == [True, True, None]
         assert {(gpu.clique, gpu.virtual) for gpu in survey.gpus} == {(None, False)}
 
         node.gpu(0).clique = "c0ffee00-0000-0000-0000-000000000001", 7

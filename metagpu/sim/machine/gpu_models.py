@@ -76,6 +76,11 @@ class GpuModel(msgspec.Struct, frozen=True):
         return self.product.endswith("Display")
 
     @property
+    def has_ecc(self) -> bool:
+        """Return whether its own memory has error correction."""
+        return bool(self.memory) and not self.is_display
+
+    @property
     def has_mig(self) -> bool:
         """Return whether the model supports MIG."""
         return bool(self.mig_profiles)

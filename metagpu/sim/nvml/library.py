@@ -185,7 +185,7 @@ class QueryFunctions(SimLibraryBase):
     def nvmlDeviceGetEccMode(self, device: Argument, current: Argument, pending: Argument) -> None:
         """Return whether ECC is on: always, as these GPUs are shipped."""
         with self._gpu(device) as gpu:
-            self._supported(bool(gpu.model.memory))
+            self._supported(gpu.model.has_ecc)
             write_number(current, _ENABLED)
             write_number(pending, _ENABLED)
 
@@ -195,7 +195,7 @@ class QueryFunctions(SimLibraryBase):
     ) -> None:
         """Return the number of memory errors; volatile and aggregate counts are equal."""
         with self._gpu(device) as gpu:
-            self._supported(bool(gpu.model.memory))
+            self._supported(gpu.model.has_ecc)
             corrected = read_number(kind) == pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
             write_number(count, gpu.ecc_corrected if corrected else gpu.ecc_uncorrected)
 
