@@ -324,14 +324,17 @@ async def test_existing_instances_are_offered_and_left_alone(tmp_path: Path) -> 
 
 
 async def test_existing_instances_are_shared(tmp_path: Path) -> None:
-    """Several pods have one instance of another program at once, the first one's under packed."""
+    """Several pods have one instance of another program at once, each one replica, packed."""
     gpus = "{model: a100-40gb, mig: true, instances: [1g.5gb@0, 1g.5gb@1]}, {model: t4}"
     node, shared = await a_node(tmp_path, gpus), f"resource: {GPU}, replicas: 3"
+    shared += ", failRequestsGreaterThanOne: true"
     text = mig_pool(
         f"existing: true, {shared}, allocationPolicy: packed}}, {{backend: timeslice, {shared}"
     )
     async with agent_at_work(tmp_path, node, text) as it:
         await it.until(6, 6, GPU)
+        with pytest.raises(AdmissionError, match="maximum request size for shared resources is 1"):
+            await it.kubelet.admit(SimPod.single("two", {GPU: 2}))
         granted = [
             (await it.kubelet.admit(SimPod.single(f"pod{n}", {GPU: 1})))["main"].envs[
                 "NVIDIA_VISIBLE_DEVICES"
