@@ -194,21 +194,25 @@ class ConfigLoader:
             log.info("configuration applied", config=loaded.config.file)
             return None
 
-    async def follow_cluster(self, choice: ClusterChoice) -> ConfigOutcome:
+    async def follow_cluster(self, choice: ClusterChoice) -> None:
         """Apply what the cluster chooses for this node, once the GPUs are known."""
         await self._context.surveyed.wait()
         self._source = self._with_gpus(self._source.with_cluster(choice))
         await self._reload(again=False)
-        layout, lays_mig = self._layout, bool(self._layout.known)
-        pools = self.loaded.config.root.pools
+
+    def outcome(self) -> ConfigOutcome:
+        """Return what has become of the cluster's choice by now."""
+        if self.error is not None and self._source.cluster != self._accepted_choice:
+            return ConfigOutcome(self.error, bool(self._layout.known), effect=self.effect)
+        layout = self.loaded.layout
+        lays_mig, pools = bool(layout.known), self.loaded.config.root.pools
         missing = [*filter(None, (pool.reason for pool in pools)), *self._misfits]
         reason = "; ".join(dict.fromkeys(missing))
-        refusal = layout.refusal or self._contradicted_label()
-        if self.error is None and refusal:
+        if refusal := layout.refusal or self._contradicted_label():
             return ConfigOutcome(refusal, lays_mig, effect=GPUS_STAY)
-        if self.error is None and (ignored := self._ignored_label()):
+        if ignored := self._ignored_label():
             return ConfigOutcome(ignored, lays_mig, effect=OPTION_FIRST)
-        return ConfigOutcome(self.error, lays_mig, reason if lays_mig else "", self.effect)
+        return ConfigOutcome(None, lays_mig, reason if lays_mig else "")
 
     def _ignored_label(self) -> str:
         """Return which label has no effect, and the option before it; empty for none."""
@@ -231,7 +235,7 @@ class ConfigLoader:
         """Return which label a file that knows no layouts contradicts; empty for none."""
         choice, config = self._source.cluster, self.loaded.config
         wanted = choice.mig_config
-        if self._layout.known or not wanted or choice.mig_manager or choice.profile == wanted:
+        if self.loaded.layout.known or not wanted or choice.mig_manager or choice.profile == wanted:
             return ""
         backends = [options for pool in config.root.pools for options in pool.backends]
         mig = [each for each in backends if each["backend"] == "mig" and not each.get("disableMig")]
@@ -304,6 +308,7 @@ class ConfigLoader:
     def _take(self, loaded: Loaded) -> None:
         """Record the configuration in force; log each setting that is not honoured once."""
         self.loaded, self.error, self.reason = loaded, None, None
+        self._accepted_choice = self._source.cluster
         self._source = replace(self._source, last_layout=loaded.layout.name)
         for note in loaded.notes:
             if str(note) not in self._logged:

@@ -253,7 +253,8 @@ class ConfigSource(msgspec.Struct, frozen=True):
         self, texts: tuple[ConfigText, ...], documents: Sequence[Document], backends: Backends
     ) -> Loaded:
         environment = self.context.environment
-        recognised, layout = self._choose_layout(formats.recognize_files(documents))
+        files = formats.recognize_files(documents)
+        recognised, layout = self._choose_layout(files)
         if not recognised.documents:
             converted = variables.with_variables(environment)
             document = Document(DEFAULT, "<default>")
@@ -263,7 +264,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
 
         rest = tuple(note for each in texts for note in each.rest)
         names = tuple(each.profile for each in texts if each.profile is not None)
-        forms = tuple(map(str, recognised.formats))
+        forms = tuple(map(str, files.formats))
 
         if not recognised.is_foreign:
             config = _own_config(recognised.documents[0], backends)

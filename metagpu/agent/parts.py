@@ -169,6 +169,7 @@ def build_cluster(
         context.cluster_settings,
         context.registry,
         follow=config_loader.follow_cluster,
+        outcome=config_loader.outcome,
         label_settings=partial(label_settings, context, read_machine()),
         call_stats=context.call_stats,
         dra_driver=lambda: context.config.root.dra.driver,

@@ -270,6 +270,35 @@ async def test_an_answer_of_mig_manager_is_replaced_once_that_has_gone(tmp_path:
         await cluster.answers("success")
 
 
+async def test_the_answer_follows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that the file gets later is a success, and an error after it changes nothing."""
+    hurry(monkeypatch)
+    cluster = Cluster(tmp_path, mig__config="whole")
+    node = await a_node(tmp_path, "{model: h100-80gb, mig: true}")
+    source, file = await source_of(tmp_path, HALVES), anyio.Path(tmp_path / "0.yaml")
+
+    async with (
+        cluster.server.running(),
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+    ):
+        await cluster.answers("failed")
+        await file.write_text(HALVES.replace("halves", "whole").replace("3g.40gb: 2", "7g.80gb: 1"))
+        await it.agent.reload()
+        await it.until(1, 1, mig("7g.80gb"))
+        await cluster.answers("success")
+
+        await file.write_text("mig-configs: 7")
+        await it.agent.reload()
+        status = await it.status()
+        assert isinstance(status, dict)
+        assert "mig-configs" in status["configuration"]["error"]
+        assert (status["configuration"]["migLayout"], status["cluster"]["refusal"]) == (
+            "whole",
+            None,
+        )
+        await cluster.answers("success")
+
+
 async def test_compute_instances_are_refused_where_they_are_chosen(tmp_path: Path) -> None:
     """A layout that divides GPU instances further has failed; the others of the file are had."""
     layouts = """

@@ -58,7 +58,9 @@ class Cluster:
         )
         pod_events = EventRecorder(instance, timing, name=Feature.POD_EVENTS, per_subject=PER_POD)
         self.parts = LastingParts(
-            config_follower=ConfigFollower(settings, registry, context.follow, events.record),
+            config_follower=ConfigFollower(
+                settings, registry, context.follow, context.outcome, events.record
+            ),
             upgrade_follower=(
                 DriverUpgradeFollower(registry, events.record)
                 if settings.drain_on_driver_upgrade

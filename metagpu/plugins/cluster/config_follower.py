@@ -38,6 +38,7 @@ class ConfigFollower:
     Attributes:
         registry: publishes rejected configurations.
         follow: applies the cluster's choice.
+        outcome: returns what has become of the choice by now.
         record_event: records Events of the node.
         decided: set once the cluster's first choice is applied.
         problem: why the present choice cannot be followed, empty without a problem.
@@ -45,12 +46,12 @@ class ConfigFollower:
 
     settings: ClusterSettings
     registry: Registry
-    follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]]
+    follow: Callable[[ClusterChoice], Awaitable[None]]
+    outcome: Callable[[], ConfigOutcome]
     record_event: RecordNodeEvent
     decided: anyio.Event = field(default_factory=anyio.Event)
     problem: str = ""
     _followed: ClusterChoice | None = None
-    _outcome: ConfigOutcome = field(default_factory=ConfigOutcome)
     _logged: LogOnce = field(default_factory=LogOnce)
 
     @property
@@ -60,7 +61,7 @@ class ConfigFollower:
 
     def mig_state(self) -> str | None:
         """Return the answer to mig-manager's label, `None` for no answer."""
-        return mig_state(self._followed, self._outcome, self.registry.snapshot)
+        return mig_state(self._followed, self.outcome(), self.registry.snapshot)
 
     def report(self) -> Mapping[str, Any]:
         """Return the choice that is followed and its outcome: fields of a report."""
@@ -69,7 +70,7 @@ class ConfigFollower:
             "label": followed.label or None,
             "profile": followed.profile,
             "mig_config": followed.mig_config,
-            "refusal": self._outcome.rejection,
+            "refusal": self.outcome().rejection if self._followed else None,
         }
 
     async def wait_for_choice(self, within: float) -> None:
@@ -110,7 +111,7 @@ class ConfigFollower:
         wanted = read_choice(labels, content, place)
         changed = wanted != self._followed
         if changed:
-            self._outcome = await self.follow(wanted)
+            await self.follow(wanted)
             self._followed = wanted
             self._record_outcome(wanted)
         self.problem = ""
@@ -125,13 +126,13 @@ class ConfigFollower:
             self.registry.events.publish(ConfigRejected(reason, time.time(), LAST_GOOD))
 
     def _record_outcome(self, wanted: ClusterChoice) -> None:
-        if (refusal := self._outcome.rejection) is not None:
-            effect = self._outcome.effect
-            self.registry.events.publish(ConfigRejected(refusal, time.time(), effect))
-        elif self._outcome.mig_mismatch:
+        outcome = self.outcome()
+        if (refusal := outcome.rejection) is not None:
+            self.registry.events.publish(ConfigRejected(refusal, time.time(), outcome.effect))
+        elif outcome.mig_mismatch:
             self.record_event(
                 EventReason.MIG_LAYOUT_REJECTED,
-                self._outcome.mig_mismatch,
+                outcome.mig_mismatch,
                 "Configure",
                 warning=True,
             )

@@ -16,7 +16,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.tasks import Work
 from metagpu.core.state.call_stats import KubeletCallStats
-from metagpu.core.state.events import LayoutApplied
+from metagpu.core.state.events import ConfigRejected, LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.event_recorder import EventReason, EventRecorder
@@ -59,6 +59,7 @@ class ClusterContext:
 
     Attributes:
         follow: applies the configuration that the cluster chooses.
+        outcome: returns what has become of that choice by now.
         label_settings: returns what the labels depend on beside the snapshot.
         call_stats: has the lists that the kubelet reads now.
         dra_driver: returns the name of the DRA driver.
@@ -70,7 +71,8 @@ class ClusterContext:
 
     settings: ClusterSettings
     registry: Registry
-    follow: Callable[[ClusterChoice], Awaitable[ConfigOutcome]]
+    follow: Callable[[ClusterChoice], Awaitable[None]]
+    outcome: Callable[[], ConfigOutcome]
     label_settings: Callable[[], LabelSettings]
     call_stats: KubeletCallStats
     dra_driver: Callable[[], str]
@@ -179,7 +181,7 @@ class NodeConnection:
             group.start_soon(reconciler.run)
         group.start_soon(self._trigger_amounts)
         group.start_soon(self._trigger_others)
-        group.start_soon(self._trigger_at_layouts)
+        group.start_soon(self._trigger_at_configurations)
         if Feature.FREE_LABELS in features:
             group.start_soon(self._trigger_free_labels)
         for task in self._pod_event_tasks():
@@ -322,9 +324,9 @@ class NodeConnection:
             await anyio.sleep(self._context.settings.timing.others_delay)
             self.trigger()
 
-    async def _trigger_at_layouts(self) -> None:
+    async def _trigger_at_configurations(self) -> None:
         """Trigger at each configuration: labels depend on it, also where no share changes."""
-        with self._context.registry.events.subscribe(LayoutApplied) as events:
+        with self._context.registry.events.subscribe(LayoutApplied, ConfigRejected) as events:
             async for _ in events:
                 self.trigger()
 

@@ -99,9 +99,12 @@ async def cluster_at_work(
         server.add_node(NODE, {"kubernetes.io/hostname": NODE})
     registry = Registry()
 
-    async def follow(choice: ClusterChoice) -> ConfigOutcome:
+    async def follow(choice: ClusterChoice) -> None:
         scene.choices.append(choice)
-        return ConfigOutcome(scene.refusal, has_mig_layouts=choice.mig_config is not None)
+
+    def outcome() -> ConfigOutcome:
+        has_mig_layouts = bool(scene.choices) and scene.choices[-1].mig_config is not None
+        return ConfigOutcome(scene.refusal, has_mig_layouts)
 
     async with server.running():
         settings = ClusterSettings(
@@ -120,6 +123,7 @@ async def cluster_at_work(
             settings,
             registry,
             follow=follow,
+            outcome=outcome,
             label_settings=lambda: scene.label_settings,
             call_stats=stats,
             dra_driver=lambda: scene.driver,
