@@ -23,10 +23,11 @@ from metagpu.plugins.kubelet.pb.cel.expr import (
 DOMAIN: Final = "@domain"
 """A function of all attributes or capacities, and a domain."""
 COMPARABLE: Final = "@comparable"
-"""A function of two conditions, whether a value is a map: true, or an error."""
+"""A function of two conditions, whether a value is a map: true, or an error for the first alone."""
 
 _ANY: Final = 1
 _INDEX: Final = "_[_]"
+_COMPARING: Final = frozenset({"_==_", "@in"})
 _LOOKUPS: Final = frozenset({_INDEX, "_?._", "_[?_]"})
 _PARSED: Final = "type.googleapis.com/cel.expr.ParsedExpr"
 
@@ -125,14 +126,20 @@ def _rewritten(node: Expr, tree: CheckedExpr) -> ExprCall | None:
 def _may_mismatch(call: ExprCall, types: Sequence[Type | None]) -> bool:
     """Return whether Kubernetes fails for a version and a value of another type.
 
-    So does `==`, but not with null; and so does `in`, but only for a list of literals.
+    So does `==`, where the version is on the left and no null on the right; and `in`, for a list
+    of literals.
     """
+    if call.function not in _COMPARING:
+        return False
+    left, right = types
     if call.function == "@in":
         listed = call.args[1].list_expr
-        literal = listed is not None and all(each.const_expr for each in listed.elements)
-        return literal and _is_open(types[0])
-    with_null = any(each is not None and each.null is not None for each in types)
-    return call.function == "_==_" and any(map(_is_open, types)) and not with_null
+        elements = [] if listed is None else listed.elements
+        literal = bool(elements) and all(each.const_expr is not None for each in elements)
+        return literal and _is_open(left)
+    own = left is not None and left.abstract_type is not None
+    with_null = right is not None and right.null is not None
+    return (_is_open(left) or own) and not with_null
 
 
 def _call(function: str, *arguments: Expr | None) -> ExprCall:
@@ -176,15 +183,15 @@ def _element_types(elements: Sequence[Expr | None], tree: CheckedExpr) -> Iterat
     for found in (tree.type_map.get(each.id) for each in elements if each is not None):
         if found is not None:
             held = found.abstract_type.parameter_types if found.abstract_type is not None else ()
-            yield from (each for each in held or (found,) if _is_open(each) or not _has_open(each))
+            yield from (each for each in held or (found,) if _is_open(each) or not _has_dyn(each))
 
 
-def _has_open(found: Type | None) -> bool:
-    """Return whether a type, or a part of it, is known at the evaluation alone."""
+def _has_dyn(found: Type | None) -> bool:
+    """Return whether a type, or a part of it, may be any, as of the elements of `[]`."""
     if found is None:
         return False
     element = None if found.list_type is None else found.list_type.elem_type
-    return _is_open(found) or any(map(_has_open, (element, *_of_map(found))))
+    return found.dyn is not None or any(map(_has_dyn, (element, *_of_map(found))))
 
 
 def _of_map(found: Type | None) -> tuple[Type | None, Type | None]:

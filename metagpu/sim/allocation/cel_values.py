@@ -17,6 +17,8 @@ MISMATCH: Final = "no such overload: the values have different types"
 
 _NANO: Final = 10**9
 _MOST: Final = 2**63
+_BARE: Final = re.compile("^([+-]?)(?=[^0-9+-])")
+"""Before a quantity without digits, as `Ki`: Kubernetes takes it for 0."""
 _NUMBER: Final = r"(0|[1-9][0-9]*)"
 _SEMVER: Final = re.compile(
     rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-([0-9A-Za-z.-]+))?(?:\+([0-9A-Za-z.-]+))?"
@@ -29,7 +31,7 @@ Value = Mapping[str, str]
 
 def quantity(text: str) -> Value:
     """Return the quantity that a text writes, rounded up to 10^-9."""
-    found = quantity_value(text)
+    found = quantity_value(_BARE.sub(r"\g<1>0", text))
     if found is None:
         raise ValueError(f"{text!r} is not a quantity; write, for example, 40Gi or 1.5G")
     nano = math.ceil(abs(found) * _NANO)

@@ -198,8 +198,8 @@ def _domain(found: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
 
 
 def _comparable(one: bool, other: bool) -> bool:  # noqa: FBT001 - CEL's order
-    """Return true where both or none is a version or quantity."""
-    if one != other:
+    """Return true unless the first value alone is a version or quantity."""
+    if one and not other:
         raise ValueError(cel_values.MISMATCH)
     return True
 
