@@ -122,10 +122,15 @@ def run_command(program: str, args: argparse.Namespace, do: Callable[[], int]) -
         _discard_output()
         return 1
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno in _DISK_ERRORS:
+            _discard_output()
+            text = f"cannot write: {error.strerror}"
+        elif error.filename:
+            denied = error.errno in (errno.EACCES, errno.EPERM)
+            text = f"{error.filename}: {error.strerror}{'; run it as root' if denied else ''}"
+        else:
             raise
-        _discard_output()
-        print(f"{program}: cannot write: {error.strerror}", file=sys.stderr)  # noqa: T201 - a command line speaks so
+        print(f"{program}: {text}", file=sys.stderr)  # noqa: T201 - a command line speaks so
         return 1
     return status
 

@@ -8,6 +8,7 @@ from msgspec import to_builtins
 FORMATS: Final = ("table", "json", "yaml")
 """The formats of `-o`; the first is for people."""
 WIDE_FORMATS: Final = ("table", "wide", "json", "yaml")
+LIST_FORMATS: Final = (*WIDE_FORMATS, "name")
 
 
 def encode(value: object, form: str, *, compact: bool = False) -> str:

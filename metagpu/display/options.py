@@ -12,10 +12,19 @@ def add_output(parser: argparse.ArgumentParser, formats: Sequence[str] = FORMATS
         "-o",
         "--output",
         choices=formats,
+        type=_form,
         default="table",
         metavar="FORMAT",
         help=f"one of {', '.join(formats)} (default: %(default)s)",
     )
+
+
+def _form(text: str) -> str:
+    """Read the name of a form; kubectl computes some of its own from objects."""
+    form, _, rest = text.partition("=")
+    if rest or form in ("jsonpath", "custom-columns", "go-template", "template"):
+        raise argparse.ArgumentTypeError(f"no {form} here: give -o json to jq")
+    return text
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -71,6 +71,7 @@ class TextTable(msgspec.Struct):
         folded: columns whose cells are folded between words where a terminal is too narrow; `None`
             cuts the columns of `_CUT_COLUMNS` instead.
         droppable: columns left out, in this order, where folding is not enough.
+        has_head: whether the names of the columns are drawn.
     """
 
     columns: tuple[str, ...]
@@ -78,6 +79,7 @@ class TextTable(msgspec.Struct):
     foot: Sequence[str] = ()
     folded: frozenset[str] | None = None
     droppable: Sequence[str] = ()
+    has_head: bool = True
 
     def add(self, *cells: str | Cell | Sequence[Cell], style: str = "") -> None:
         """Add a row of cells of one or more lines; `style` is the cells' default."""
@@ -150,7 +152,7 @@ def _draw_table(table: TextTable, terminal: Terminal) -> str:
     widths, bar = _widths(columns, [head, *rows, foot], terminal if cut else PLAIN)
     rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
 
-    lines = [*_draw_row(head, widths, bar, terminal), rule]
+    lines = [*_draw_row(head, widths, bar, terminal), rule] if table.has_head else []
     for row in rows:
         lines += _draw_row(row, widths, bar, terminal)
     if foot:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -17,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Final
 
+from metagpu import __version__
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.loading import quick_loading
 from metagpu.core.reports.schema import UsageReport
@@ -24,7 +26,15 @@ from metagpu.display.encoding import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
 from metagpu.kubectl.errors import NoKubeconfig
-from metagpu.kubectl.tables import Item, draw_items, draw_top, in_namespace, read_rows
+from metagpu.kubectl.tables import (
+    Item,
+    draw_items,
+    draw_top,
+    in_namespace,
+    named_rows,
+    object_names,
+    read_rows,
+)
 from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress, RepeatedQuestions
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
 
@@ -62,8 +72,29 @@ def _get(args: argparse.Namespace) -> int:
         if args.watch:
             return _show_live(rows, lambda shown: draw_items(args.kind, shown, wide=wide))
         shown, answers = rows.read()
-        print_text(render(draw_items(args.kind, shown, wide=wide), stdout_terminal()))
+        if args.output == "name":
+            print_text("".join(f"{name}\n" for name in object_names(args.kind, shown)))
+        elif shown or not all(answer.report for answer in answers):
+            tables = draw_items(args.kind, shown, wide=wide, has_head=not args.no_headers)
+            print_text(render(tables, stdout_terminal()))
+        else:
+            print(rows.nothing, file=sys.stderr)  # noqa: T201 - as kubectl does
         return report_silence(answers)
+
+
+def _version(args: argparse.Namespace) -> int:
+    print_text(f"kubectl-metagpu {__version__}\n")
+    if args.client:
+        return 0
+
+    async def ask(viewer: ClusterViewer) -> int:
+        answers = await RepeatedQuestions(viewer).ask(await viewer.agents())
+        versions = Counter(answer.report.version for answer in answers if answer.report)
+        for version, count in sorted(versions.items()):
+            print_text(f"metagpu {version} on {count} node{'s' if count > 1 else ''}\n")
+        return report_silence(answers)
+
+    return _run(args, ask)
 
 
 def _top(args: argparse.Namespace) -> int:
@@ -157,6 +188,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "explain": _explain,
     "translate": _translate,
     "web": _web,
+    "version": _version,
 }
 
 
@@ -176,6 +208,13 @@ class Rows:
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
 
+    @property
+    def nothing(self) -> str:
+        """The sentence for an answer without rows."""
+        where = f" in namespace {self._namespace}" if self._namespace else ""
+        pods = self._args.kind in ("pods", "namespaces")
+        return f"No pods hold GPU shares{where}." if pods else f"No {self._args.kind} found."
+
     def read(self) -> tuple[Sequence[Item], Sequence[NodeAnswer[UsageReport]]]:
         """Return the rows that the arguments select, and the answers of all nodes."""
         return self._runner.run(self._read())
@@ -194,6 +233,8 @@ class Rows:
         rows, answers = read_rows(args.kind, answers, pods)
         if self._namespace:
             rows = in_namespace(rows, self._namespace)
+        if args.names:
+            rows = named_rows(args.kind, rows, args.names, self._namespace)
         return sort_items(rows, args.sort_by) if args.sort_by else rows, answers
 
     async def _chosen_pods(self, viewer: ClusterViewer) -> frozenset[tuple[str, str]]:

@@ -31,6 +31,10 @@ class UnknownPod(MetagpuError):
     """Raised when there is no pod of a name, nor a controller whose pods are refused."""
 
 
+class NotListed(MetagpuError):
+    """Raised when no object that is asked for by name is listed."""
+
+
 class NoKubeconfig(MetagpuError):
     """Raised when there are no credentials for the API server."""
 

@@ -21,7 +21,7 @@ from metagpu.cli.parser import (
     wants_file,
 )
 from metagpu.cli.resource_names import add_resource_names
-from metagpu.display.encoding import WIDE_FORMATS
+from metagpu.display.encoding import LIST_FORMATS, WIDE_FORMATS
 from metagpu.display.options import add_output, add_sort_by, add_watch
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
 from metagpu.translation.vocabularies import VOCABULARIES
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for add in (
         *(_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu),
-        *(_explain, _translate, _web),
+        *(_explain, _translate, _web, _version),
     ):
         add(commands)
     return program
@@ -118,7 +118,8 @@ def _get(commands: Any) -> None:  # noqa: ANN401 - as above
         "kubectl metagpu get pods -A -o json",
     )
     for one in _objects(command, "list", "kubectl metagpu get {kind} -o wide"):
-        add_output(one, WIDE_FORMATS)
+        add_output(one, LIST_FORMATS)
+        one.add_argument("--no-headers", action="store_true", help="print rows alone")
         add_watch(one)
         _add_connection(one)
 
@@ -357,6 +358,17 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
     _add_connection(command)
 
 
+def _version(commands: Any) -> None:  # noqa: ANN401 - as above
+    command = add_command(
+        commands,
+        "version",
+        "print the versions of this program and of the daemons",
+        "kubectl metagpu version",
+    )
+    command.add_argument("--client", action="store_true", help="print this program's version alone")
+    _add_connection(command)
+
+
 def _name(text: str) -> str:
     """Read the name of an object: of another one the API server has no path."""
     if re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
@@ -390,6 +402,8 @@ def _seconds(least: float) -> Callable[[str], float]:
 
 
 def _add_selection(command: argparse.ArgumentParser, kind: str) -> None:
+    metavar = "NODE/GPU" if kind == "gpus" else "NAME"
+    command.add_argument("names", metavar=metavar, nargs="*", help=f"only these {kind}")
     if kind == "pods":
         _add_namespace(command)
     everywhere = "of all namespaces" if kind == "pods" else "no effect: these are of the cluster"

@@ -12,6 +12,7 @@ import msgspec
 from metagpu.core.reports.reading import FieldMissing
 from metagpu.core.reports.schema import UsageReport, UsedGpuReport
 from metagpu.display.table import Cell, TextTable
+from metagpu.kubectl.errors import NotListed
 from metagpu.kubectl.viewer import NodeAnswer
 
 Item = Mapping[str, Any]
@@ -203,10 +204,49 @@ class Column(msgspec.Struct, frozen=True):
     wide: bool = False
 
 
-def draw_items(kind: str, items: Sequence[Item], *, wide: bool = False) -> Sequence[TextTable]:
+_KEYS: Final = {"nodes": "node", "pods": "pod", "namespaces": "namespace"}
+
+
+def _names(kind: str, item: Item) -> Sequence[str]:
+    """Return the names by which people ask for a row."""
+    if kind == "gpus":
+        return f"{item['node']}/{item['gpu']}", item["uuid"]
+    return (item[_KEYS[kind]],)
+
+
+def object_names(kind: str, items: Iterable[Item]) -> Iterable[str]:
+    """Return the name of each object once, as `-o name` prints it."""
+    prefix = "" if kind == "gpus" else f"{_KEYS[kind]}/"
+    return dict.fromkeys(f"{prefix}{_names(kind, item)[0]}" for item in items)
+
+
+def named_rows(
+    kind: str, items: Sequence[Item], names: Sequence[str], namespace: str
+) -> Sequence[Item]:
+    """Return the rows of objects with these names.
+
+    Raises:
+        NotListed: no row has one of the names.
+    """
+    found = [item for item in items if not set(names).isdisjoint(_names(kind, item))]
+    known = {name for item in found for name in _names(kind, item)}
+    if missing := [name for name in names if name not in known]:
+        where = f" in namespace {namespace}" if namespace else ""
+        if kind == "pods":
+            raise NotListed(
+                f"pod {missing[0]} holds no GPU shares{where}; `kubectl metagpu why "
+                f"{missing[0]}` says why it gets none"
+            )
+        raise NotListed(f"{missing[0]} is not among the {kind}; `kubectl metagpu get {kind}`")
+    return found
+
+
+def draw_items(
+    kind: str, items: Sequence[Item], *, wide: bool = False, has_head: bool = True
+) -> Sequence[TextTable]:
     """Draw rows of a kind."""
     columns = [it for it in COLUMNS[kind] if wide or not it.wide]
-    table = TextTable(tuple(it.head for it in columns))
+    table = TextTable(tuple(it.head for it in columns), has_head=has_head)
     for item in items:
         table.add(*(column.cell(item) for column in columns), style=_style(item))
     return [table]

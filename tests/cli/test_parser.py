@@ -125,6 +125,17 @@ def test_an_interrupt_before_the_command_is_quiet(monkeypatch: pytest.MonkeyPatc
     assert program() == 130
 
 
+def test_a_file_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error about a file needs no traceback; about rights the line says what helps."""
+
+    def command() -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/run/metagpu")
+
+    assert run_command("metagpu", argparse.Namespace(), command) == 1
+    denied = "metagpu: /run/metagpu: Permission denied; run it as root\n"
+    assert capsys.readouterr().err == denied
+
+
 def test_other_failures_are_not_hidden() -> None:
     """An internal error keeps its traceback."""
 

@@ -16,6 +16,7 @@ import yaml
 from aiohttp import ClientSession, web
 from anyio import to_thread
 
+from metagpu import __version__
 from metagpu.cli import live
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.facts import BackendSuspended, SharesClaimed
@@ -333,6 +334,38 @@ async def test_gpu_nodes_without_a_daemon_are_found(
         status, out, err = await it.run("doctor")
         assert (status, "none of 1 nodes have a problem" in out) == (0, True)
         assert "nodes without a daemon are not looked for: " in err
+
+
+async def test_get_takes_names_and_prints_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`get` does what hands used to kubectl expect of it."""
+    async with cluster(tmp_path, capsys) as it:
+        for command, line in (
+            (("pods", "alice", "-o", "name"), "pod/alice"),
+            (("nodes", "-o", "name"), f"node/{NODE}"),
+            (("gpus", f"{NODE}/0", "-o", "name"), f"{NODE}/0"),
+            (("namespaces", "-o", "name"), "namespace/default"),
+        ):
+            status, out, _ = await it.run("get", *command)
+            assert (status, out.splitlines()[-1]) == (0, line)
+        _, out, _ = await it.run("get", "pods", "alice", "--no-headers")
+        assert "NAMESPACE" not in out
+        assert out.split()[:2] == ["default", "alice"]
+        _, out, err = await it.run("get", "pods", "-n", "elsewhere")
+        assert ("NAMESPACE" in out, err) == (
+            False,
+            "No pods hold GPU shares in namespace elsewhere.\n",
+        )
+        status, _, err = await it.run("get", "pods", "bob")
+        assert (status, "pod bob holds no GPU shares in namespace default" in err) == (1, True)
+        status, _, err = await it.run("get", "gpus", f"{NODE}/7")
+        assert (status, f"{NODE}/7 is not among the gpus" in err) == (1, True)
+        status, out, _ = await it.run("version")
+        assert (status, f"metagpu {__version__} on 1 node\n" in out) == (0, True)
+        with pytest.raises(SystemExit):
+            await it.run("get", "pods", "-o", "jsonpath={.items}")
+        assert "no jsonpath here: give -o json to jq" in capsys.readouterr().err
 
 
 async def test_a_suspended_gpu_is_not_healthy(
