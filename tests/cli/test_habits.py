@@ -93,7 +93,7 @@ def test_every_output_has_the_same_forms() -> None:
     Only a manifest is YAML to begin with.
     """
     forms = {
-        (tuple(it for it in action.choices or () if it != "wide"), action.default)
+        (tuple(it for it in action.choices or () if it not in ("wide", "name")), action.default)
         for name, action in OPTIONS
         if "--output" in action.option_strings and name != MANIFESTS
     }
