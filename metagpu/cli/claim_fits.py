@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from metagpu.compat.kube_documents import KubeDocument, Object
 from metagpu.core.config.errors import ConfigReason
-from metagpu.core.devices.devices import gpu_of_pool
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.core.errors import MetagpuError, describe_error
 from metagpu.core.model.gpu import GpuId
 from metagpu.sim.allocation.allocator import AllocationResult, HeldDevices, allocate
@@ -178,7 +178,7 @@ def _refused(row: Object, obstacle: ClaimObstacle) -> dict[str, Any]:
 
 
 def _device(result: AllocationResult, gpus: Mapping[GpuId, int]) -> dict[str, Any]:
-    gpu = gpu_of_pool(result.id.pool)
+    gpu = gpu_of_device(result.id.device)
     return {
         "request": result.request,
         "gpu": gpus.get(gpu),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from metagpu.core.devices.devices import MONITOR_TYPE
+from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_device
 from metagpu.display.status import Part, table
 from metagpu.display.table import TextTable
 
@@ -47,12 +47,16 @@ def slices_table(specs: Iterable[Spec]) -> TextTable:
     """Return a row for each GPU and kind of device."""
     rows: dict[tuple[str, ...], int] = {}
     for spec in specs:
-        gpu = spec["pool"]["name"].rpartition("/")[2]
         for device in spec.get("devices", ()):
-            kind = (gpu, *_class_of(device), _claimed(device), _taints(device))
+            kind = (
+                gpu_of_device(device["name"]),
+                *_class_of(device),
+                _claimed(device),
+                _taints(device),
+            )
             rows[kind] = rows.get(kind, 0) + 1
 
-    found = table("POOL", "CLASS", "DEVICES", "A CLAIM TAKES", "TAINTS", whole=("POOL", "CLASS"))
+    found = table("GPU", "CLASS", "DEVICES", "A CLAIM TAKES", "TAINTS", whole=("GPU", "CLASS"))
     for (gpu, name, profile, claimed, taints), count in rows.items():
         found.add(gpu, f"{name} {profile}".strip(), str(count), claimed, taints or "-")
     return found

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from metagpu.core.devices.devices import devices_of, monitor_device, pool_name
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.state.facts import GpuFaulted
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
@@ -27,7 +28,7 @@ def look(
         {
             "request": "look",
             "driver": driver,
-            "pool": pool_name(gethostname(), gpu),
+            "pool": pool_name(gethostname()),
             "device": devices_of(state)[-1].name,
             "adminAccess": True,
         }
@@ -95,7 +96,7 @@ async def test_one_claim_cannot_look_and_hold(tmp_path: Path) -> None:
         part = {
             "request": "part",
             "driver": DRIVER,
-            "pool": pool_name(gethostname(), gpu),
+            "pool": pool_name(gethostname()),
             "device": f"{gpu.lower()}-fraction",
             "consumedCapacity": {"shares": "3"},
         }
@@ -163,7 +164,7 @@ async def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         results[1]["adminAccess"] = False
         assert "set `adminAccess: true`" in (await it.prepare(claim))[claim.uid].error
         results[1]["adminAccess"] = True
-        results[0]["pool"] = "other/gpu-1"
+        results[0]["device"] = monitor_device(GpuId(f"GPU-{UUID(int=7)}")).name
         assert "has no such GPU" in (await it.prepare(claim))[claim.uid].error
         await anyio.Path(tmp_path, "dev/nvidia1").unlink()
         claim = look(it)

@@ -75,17 +75,16 @@ class ClaimScene(KubeletCalls):
         self, device: str, *, parameters: object = None, **consumed: int
     ) -> ResourceClaimRef:
         """Add a ResourceClaim that the scheduler allocated a device whose name ends so."""
-        found = [
-            (state.gpu.id, it.name)
+        names = (
+            it.name
             for state in self.scene.agent.registry.snapshot.gpus.values()
             for it in devices_of(state)
-            if it.name.endswith(device)
-        ]
-        gpu, name = found[0]
+        )
+        name = next(it for it in names if it.endswith(device))
         result = {
             "request": "gpu",
             "driver": self.driver,
-            "pool": pool_name(gethostname(), gpu),
+            "pool": pool_name(gethostname()),
             "device": name,
             "consumedCapacity": {key: str(value) for key, value in consumed.items()},
         }

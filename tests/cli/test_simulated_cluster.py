@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from metagpu.cli.metagpu import main
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.sim.allocation.pools import gather_pools
 
 pytestmark = pytest.mark.long
@@ -268,7 +269,8 @@ def are_published(node: Node, count: int) -> bool:
     objects = json.loads((node.run_dir / "cluster" / "objects.json").read_text())["objects"]
     found = gather_pools([it for kind, _, _, it in objects if kind == "resourceslices"], "sim")
     tainted = any(it.spec.get("taints") for it in found.devices)
-    return not (found.problems or tainted) and len({it.id.pool for it in found.devices}) == count
+    gpus = {gpu_of_device(it.id.device) for it in found.devices}
+    return not (found.problems or tainted) and len(gpus) == count
 
 
 def test_the_claims_of_the_page(tmp_path: Path) -> None:

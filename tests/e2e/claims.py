@@ -9,6 +9,7 @@ from datetime import datetime
 
 import yaml
 
+from metagpu.core.devices.devices import gpu_of_device
 from tests.e2e.cluster import IDLE_COMMAND, NAMESPACE, Cluster, Holding
 from tests.e2e.fake_node import (
     DRIVER,
@@ -248,7 +249,7 @@ class ClaimsNode:
         }
 
     def await_slices(self, within_s: float = SLICES_S) -> dict[str, Document]:
-        """Wait until every GPU's pool is complete, of one generation; return the slices."""
+        """Wait until the pools of all GPUs are complete, of one generation; return the slices."""
 
         def complete() -> dict[str, Document]:
             found = self.slices()
@@ -261,8 +262,13 @@ class ClaimsNode:
                 if len({it["generation"] for it in parts}) > 1
                 or {it["resourceSliceCount"] for it in parts} != {len(parts)}
             }
-            if wrong or len(pools) != MIG_GPU + 1:
-                raise RigError(f"{len(pools)} pools, not complete are {wrong}")
+            gpus = {
+                gpu_of_device(device["name"])
+                for it in found.values()
+                for device in it["spec"].get("devices", ())
+            }
+            if wrong or len(gpus) != MIG_GPU + 1:
+                raise RigError(f"{len(gpus)} GPUs, pools that are not complete: {wrong}")
             return found
 
         return wait_for("complete pools", complete, within_s=within_s, pause_s=PAUSE_S)

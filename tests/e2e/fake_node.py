@@ -1,11 +1,13 @@
 """A Node object without a kubelet: the scheduler allocates claims and binds pods, and none runs."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from metagpu.core.devices.devices import gpu_of_device
 from tests.e2e.cluster import NAMESPACE
 from tests.e2e.rig.api import Api
 from tests.e2e.rig.errors import RigError
@@ -36,6 +38,28 @@ class Allocation:
     pool: str
     device: str
     consumed: Mapping[str, str]
+
+    @property
+    def gpu(self) -> str:
+        """The GPU of the device."""
+        return gpu_of_device(self.device)
+
+
+def together(*parts: Iterable[Document], pool: str = NODE) -> list[Document]:
+    """Return slices of several configurations as those of one node, in pools of one name."""
+    found = [spec for part in parts for spec in part]
+    counts = Counter(it["pool"]["name"] for it in found)
+    return [
+        {
+            **it,
+            "pool": {
+                **it["pool"],
+                "name": it["pool"]["name"].replace(NODE, pool, 1),
+                "resourceSliceCount": counts[it["pool"]["name"]],
+            },
+        }
+        for it in found
+    ]
 
 
 class FakeNode:

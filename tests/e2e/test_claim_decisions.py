@@ -25,6 +25,7 @@ from tests.e2e.fake_node import (
     capacity,
     exactly,
     fake_node,
+    together,
 )
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
@@ -111,18 +112,17 @@ def compared(devices: Sequence[Allocation | AllocationResult]) -> list[tuple[obj
 def test_thirty_random_claims_are_decided_alike(fake: FakeNode) -> None:
     """Thirty claims that come, and some that end between them, get the same devices from both."""
     draw = random.Random(SEED)  # noqa: S311 - claims guard nothing
-    specs = [
-        *slices(shared_gpu(0), shared_gpu(1)),
-        *slices(mig_gpu(2), mig_gpu(3), text=MIG),
-        *slices(shared_gpu(4), text=BY_MEMORY),
-        *slices(shared_gpu(5)),
-    ]
-    for spec in specs:
-        if spec["pool"]["name"].endswith("5"):  # this GPU is out of service
-            taint = {"key": ILL, "value": "79", "effect": "NoSchedule"}
-            spec["devices"] = [{**it, "taints": [taint]} for it in spec.get("devices", ())]
-            if not spec["devices"]:
-                del spec["devices"]
+    ill = slices(shared_gpu(5))
+    taint = {"key": ILL, "value": "79", "effect": "NoSchedule"}
+    for spec in ill:  # this GPU is out of service
+        if "devices" in spec:
+            spec["devices"] = [{**it, "taints": [taint]} for it in spec["devices"]]
+    specs = together(
+        slices(shared_gpu(0), shared_gpu(1)),
+        slices(mig_gpu(2), mig_gpu(3), text=MIG),
+        slices(shared_gpu(4), text=BY_MEMORY),
+        ill,
+    )
     fake.publish(specs)
     is_last = {"cel": {"expression": f"device.attributes['{DRIVER}'].uuid == '{shared_gpu(5).id}'"}}
     tolerant = [{"key": ILL, "operator": "Exists"}]

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import yaml
 
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.pb.k8s.io.kubelet.pkg.apis.dra import v1
 from tests.e2e.claims import (
@@ -224,7 +225,8 @@ def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
     wait_for("the taint", lambda: all_unhealthy(claims.taints(gpu)), within_s=SOON_S)
     took("the taint of a fault", time.monotonic() - began, at_most=TAINTED_S)
     changed = {name for name, it in claims.slices().items() if it != slices.get(name)}
-    assert {claims.slices()[it]["spec"]["pool"]["name"] for it in changed} == {allocation.pool}
+    devices = [it for name in changed for it in claims.slices()[name]["spec"]["devices"]]
+    assert {gpu_of_device(it["name"]) for it in devices} == {allocation.gpu}
     reason = claims.daemon.status()["gpus"][gpu]["reason"]
     wait_for(
         "the status of the pod to have the reason",

@@ -123,7 +123,6 @@ class Crowd:
         self.preparer = ClaimPreparer(
             self.rig.registry,
             DRIVER,
-            NODE,
             read_claim=self._read,
             backend=layout.backends.__getitem__,
             files=ClaimFiles(self.folder),
@@ -140,7 +139,7 @@ class Crowd:
             lambda now: not any(gpu.suspended for gpu in now.gpus.values())
         )
         found = slices_of(ready, NODE, DRIVER)
-        specs = [spec for of_gpu in found.values() for spec in of_gpu]
+        specs = [spec for of_pool in found.values() for spec in of_pool]
         await to_thread.run_sync(self.fake.publish, specs)
 
     async def arrive(self, requests: Mapping[str, Document]) -> None:
@@ -236,11 +235,11 @@ def doubled(held: Mapping[str, Sequence[Allocation]]) -> Iterator[str]:
         kind = kind_of(allocation)
         limits[kind] = LIMITS.get(kind, 1)
         for part in _parts(allocation):
-            parts[allocation.pool][part] += amount_of(allocation)
-    for pool, amounts in parts.items():
+            parts[allocation.gpu][part] += amount_of(allocation)
+    for gpu, amounts in parts.items():
         kinds = {part.split()[0] for part in amounts}
         if len(kinds) > 1 or max(amounts.values()) > limits[min(kinds)]:
-            yield f"{pool}: {dict(amounts)}"
+            yield f"{gpu}: {dict(amounts)}"
 
 
 def _parts(allocation: Allocation) -> Sequence[str]:

@@ -15,7 +15,7 @@ from metagpu.plugins.dra.allocation import parse_allocation
 from tests.backends.mig.gpus import mig_gpu
 from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE
-from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node
+from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node, together
 from tests.e2e.instances import MEMORY_SLICES
 from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, nvidia_classes
 from tests.e2e.rig.kubectl import Document
@@ -90,18 +90,18 @@ KINDS: Mapping[str, Document] = {
 
 def test_the_api_server_takes_every_field(empty: FakeNode) -> None:
     """Sixteen GPUs with MIG: nothing is dropped, every pool is complete, no slice is too long."""
-    specs = slices(*map(mig_gpu, range(8)), text=MIG) + slices(*map(shared_gpu, range(8, 16)))
-    empty.publish(specs)
+    mig_gpus = slices(*map(mig_gpu, range(8)), text=MIG)
+    empty.publish(together(mig_gpus, slices(*map(shared_gpu, range(8, 16)))))
 
     pools = defaultdict[str, list[Document]](list)
     for spec in empty.slices():
         pools[spec["pool"]["name"]].append(spec)
-    assert len(pools) == 16
+    assert {name: len(parts) for name, parts in pools.items()} == {NODE: 32, f"{NODE}/monitor": 2}
     for parts in pools.values():
         (count,) = {it["pool"]["resourceSliceCount"] for it in parts}
         assert count == len(parts)
         assert all(len(it.get("devices", ())) <= 64 for it in parts)
-        assert any(it.get("sharedCounters") for it in parts)
+    assert sum(len(it.get("sharedCounters", ())) for it in pools[NODE]) == 16
 
 
 def test_a_gpu_has_one_backend(empty: FakeNode) -> None:
@@ -121,10 +121,10 @@ def test_shares_add_up_to_a_gpu(empty: FakeNode) -> None:
     """Claims of shares fill one GPU after the other; a whole GPU waits for the last of them."""
     empty.publish(slices(shared_gpu(0), shared_gpu(1)))
     halves = [empty.allocate(f"half-{n}", shares(50)) for n in range(2)]
-    assert len({it.pool for (it,) in halves}) == 1
+    assert len({it.gpu for (it,) in halves}) == 1
 
     (tenth,) = empty.allocate("tenth", shares(10))
-    assert tenth.pool != halves[0][0].pool
+    assert tenth.gpu != halves[0][0].gpu
     assert tenth.consumed == {"shares": "10"}
     (default,) = empty.allocate("default", exactly("gpu", "fraction.metagpu.io"))
     assert default.consumed == {"shares": "1"}
@@ -132,11 +132,11 @@ def test_shares_add_up_to_a_gpu(empty: FakeNode) -> None:
     assert empty.allocate("whole", KINDS["whole"]) == ()
 
     empty.end("default")
-    assert [it.pool for it in empty.await_allocated("ninety")] == [tenth.pool]
+    assert [it.gpu for it in empty.await_allocated("ninety")] == [tenth.gpu]
     empty.end("half-0")
     assert empty.devices("whole") == ()
     empty.end("half-1")
-    assert [it.pool for it in empty.await_allocated("whole")] == [halves[0][0].pool]
+    assert [it.gpu for it in empty.await_allocated("whole")] == [halves[0][0].gpu]
 
 
 def test_requests_of_one_claim(empty: FakeNode) -> None:
@@ -145,10 +145,10 @@ def test_requests_of_one_claim(empty: FakeNode) -> None:
     same = [{"matchAttribute": f"{DRIVER}/uuid", "requests": ["large", "small"]}]
     both = empty.allocate("one-gpu", shares(40, "large"), shares(30, "small"), constraints=same)
     assert [it.consumed["shares"] for it in both] == ["40", "30"]
-    assert len({it.pool for it in both}) == 1
+    assert len({it.gpu for it in both}) == 1
 
     pair = exactly("gpu", "fraction.metagpu.io", 2, capacity=capacity(shares=30))
-    assert len({it.pool for it in empty.allocate("two-gpus", pair)}) == 2
+    assert len({it.gpu for it in empty.allocate("two-gpus", pair)}) == 2
     three = exactly("gpu", "fraction.metagpu.io", 3, capacity=capacity(shares=1))
     assert empty.allocate("three-gpus", three) == ()
 
@@ -173,7 +173,7 @@ def test_mig_places_exclude_each_other(empty: FakeNode) -> None:
 
 def test_the_first_that_is_available(empty: FakeNode) -> None:
     """A claim gets a MIG device while there is one, and shares after that."""
-    empty.publish(slices(mig_gpu(0), text=MIG) + slices(gpu(1), text=FRACTIONS))
+    empty.publish(together(slices(mig_gpu(0), text=MIG), slices(gpu(1), text=FRACTIONS)))
     subrequests = [
         {"name": "mig", **mig("7g.40gb")["exactly"]},
         {"name": "half", **shares(50)["exactly"]},
@@ -195,8 +195,8 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
     )
     known = {"architecture": "ampere", "brand": "Nvidia"}
     gpus = [replace(shared_gpu(number), **known) for number in range(2)]
-    empty.publish(slices(*gpus, text=SHARED, driver=NVIDIA))
-    empty.publish(slices(replace(mig_gpu(2), **known), text=MIG, driver=NVIDIA), first=10)
+    divided = slices(replace(mig_gpu(2), **known), text=MIG, driver=NVIDIA)
+    empty.publish(together(slices(*gpus, text=SHARED, driver=NVIDIA), divided))
     with nvidia_classes(node.kubectl):
         # gpu-test5: one GPU by time-slices, one by MPS
         found = empty.allocate(

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.batch import Batch, jobs, renamed
 from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE, Cluster, idle_pod
-from tests.e2e.fake_node import fake_node
+from tests.e2e.fake_node import fake_node, together
 from tests.e2e.instances import held_shares, mig_node
 from tests.e2e.pages import manifests
 from tests.e2e.rig.host_daemon import HostDaemon
@@ -99,9 +99,10 @@ def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
             assert [fake.settled(name) for name in names] == [()] * GANG
             assert not any(fake.devices(name) for name in names)
 
-            fake.publish(slices(gpu(GANG - 1), text=FRACTIONS), first=len(specs))
+            another = together(slices(gpu(GANG - 1), text=FRACTIONS), pool="another")
+            fake.publish(another, first=len(specs))
             held = [fake.await_allocated(name) for name in names]
-            assert len({device.pool for devices in held for device in devices}) == GANG
+            assert len({device.gpu for devices in held for device in devices}) == GANG
         finally:
             fake.clear()
             node.kubectl("delete", "podgroups", "--all", f"--namespace={NAMESPACE}", "--wait")

@@ -27,13 +27,16 @@ MIG_TYPE: Final = "mig"
 MONITOR_TYPE: Final = "monitor"
 """Of the device by which claims with adminAccess look at a GPU: the scheduler counts counters and
 capacity for them too, and this device has none."""
+NO_SUCH_GPU: Final = "the node has no such GPU; delete the ResourceClaim to get another device"
+_GPU_NAME: Final = len("gpu-00000000-0000-0000-0000-000000000000")
+"""Characters of a GPU, with which the names of its devices begin."""
 
 
 class Device(msgspec.Struct, frozen=True):
     """One device of a GPU.
 
     Attributes:
-        name: a DNS label, unique in the GPU's ResourceSlice pool.
+        name: a DNS label, unique on the node: the GPU, and what of it.
         type: the attribute `type`, by which DeviceClasses select.
         resource: the resource name of its shares in the configuration.
         shares: the shares that it stands for, in order.
@@ -58,9 +61,14 @@ class Device(msgspec.Struct, frozen=True):
         return -(-(self.unit if consumed is None else consumed) // self.unit)
 
 
-def pool_name(node: str, gpu: GpuId) -> str:
-    """Return the name of a GPU's ResourceSlice pool."""
-    return f"{node}/{gpu.lower()}"
+def pool_name(node: str) -> str:
+    """Return the name of the ResourceSlice pool of a node's GPUs."""
+    return node
+
+
+def monitor_pool_name(node: str) -> str:
+    """Return the name of the ResourceSlice pool of the devices for monitoring."""
+    return f"{node}/{MONITOR_TYPE}"
 
 
 def devices_of(state: GpuState) -> tuple[Device, ...]:
@@ -77,35 +85,33 @@ def monitor_device(gpu: GpuId) -> Device:
     return Device(name, gpu, MONITOR_TYPE, "", ResourceName(""), ())
 
 
-def find_device(snapshot: Snapshot, node: str, pool: str, device: str) -> Device:
-    """Find the device of an allocation.
+def find_device(snapshot: Snapshot, pool: str, device: str) -> Device:
+    """Find the device of an allocation by its name, which says the GPU.
+
+    Of any pool: an earlier metagpu had a pool for each GPU.
 
     Raises:
         UnknownDevice: no GPU of this node has it on offer; the pod's events show the text.
     """
-    for gpu, state in snapshot.gpus.items():
-        if pool_name(node, gpu) == pool:
-            found = next(
-                (published for published in devices_of(state) if published.name == device), None
-            )
-            if found is not None:
-                return found
-            offered = "offers other devices now" if devices_of(state) else "offers no devices now"
-            reason = f"GPU {state.gpu} {offered}; delete the ResourceClaim to get another device"
-            raise UnknownDevice(pool, device, reason)
-    reason = f"node {node} has no such GPU; delete the ResourceClaim to get another device"
-    raise UnknownDevice(pool, device, reason)
+    state = snapshot.gpus.get(gpu_of_device(device))
+    if state is None:
+        raise UnknownDevice(pool, device, NO_SUCH_GPU)
+    found = next((it for it in devices_of(state) if it.name == device), None)
+    if found is None:
+        offered = "offers other devices now" if devices_of(state) else "offers no devices now"
+        reason = f"GPU {state.gpu} {offered}; delete the ResourceClaim to get another device"
+        raise UnknownDevice(pool, device, reason)
+    return found
 
 
-def gpu_of_pool(pool: str) -> GpuId:
-    """Return the GPU of a ResourceSlice pool, by its name."""
-    return GpuId(pool.rpartition("/")[2].replace("gpu-", "GPU-", 1))
+def gpu_of_device(device: str) -> GpuId:
+    """Return the GPU of a device, by the device's name, which never changes its meaning."""
+    return GpuId(device[:_GPU_NAME].replace("gpu-", "GPU-", 1))
 
 
-def type_of(pool: str, device: str) -> str:
-    """Return the type of a device by its name, which never changes its meaning."""
-    suffix = device.removeprefix(pool.rpartition("/")[2]).removeprefix("-")
-    return suffix.partition("-")[0] or WHOLE_TYPE
+def type_of(device: str) -> str:
+    """Return the type of a device, by its name."""
+    return device[_GPU_NAME:].removeprefix("-").partition("-")[0] or WHOLE_TYPE
 
 
 def shared_device(device: Device, state: GpuState, sharing: ClaimSharing) -> Device:

@@ -1,8 +1,9 @@
-"""ResourceSlices: the wanted content of each GPU's pool, as plain data. Pure.
+"""ResourceSlices: the wanted content of a node's pools, as plain data. Pure.
 
-Each GPU has a ResourceSlice pool of its own: a change of one GPU leaves the pools of the others
-complete. Counters tell the scheduler the one rule of sharing: a MIG device consumes the slots of
-its footprint, and a device of another backend consumes all slots of the GPU.
+All GPUs are in one pool, each with a counter set and slices of its own: cluster-autoscaler takes
+the fullest pool of a node for the node's utilization. Counters tell the scheduler the one rule of
+sharing: a MIG device consumes the slots of its footprint, and a device of another backend consumes
+all slots of the GPU. Devices for monitoring, which are never full, have a pool beside it.
 
 ResourceClaims select by attributes, whose names are those of NVIDIA's DRA driver, and of Kubernetes
 where it has one; one without a domain belongs to the driver. The API server writes quantities in a
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
+
 from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
 from metagpu.core.availability.reasons import HELD, SUSPENDED, UNHEALTHY, availability_of
 from metagpu.core.devices.devices import (
@@ -24,6 +27,7 @@ from metagpu.core.devices.devices import (
     Device,
     devices_of,
     monitor_device,
+    monitor_pool_name,
     pool_name,
 )
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
@@ -128,7 +132,18 @@ SliceSpec = Mapping[str, Any]
 """The `spec` of a ResourceSlice, in generation 1 of its pool."""
 
 
-_COUNTER_SET: Final = "gpu"
+class GpuSlices(msgspec.Struct, frozen=True):
+    """What a node publishes of one GPU.
+
+    Attributes:
+        contents: what its slices have in the pool of the node: counters first, then devices.
+        monitor: the device by which claims look at it.
+    """
+
+    contents: tuple[SliceSpec, ...]
+    monitor: Mapping[str, Any]
+
+
 _OWNER: Final = "owner"
 """The counter of a GPU whose devices are all of its own."""
 _MAX_DEVICES: Final = 64
@@ -142,8 +157,8 @@ def slices_of(
     pcie_roots: Mapping[GpuId, str] = MappingProxyType({}),
     *,
     plain: bool = False,
-) -> dict[GpuId, tuple[SliceSpec, ...]]:
-    """Return the wanted slices of every GPU whose pool has DRA.
+) -> dict[str, tuple[SliceSpec, ...]]:
+    """Return the wanted slices of a node by the names of their pools; none without DRA.
 
     Args:
         snapshot: everything known.
@@ -153,11 +168,43 @@ def slices_of(
         plain: whether the cluster knows neither counters nor shared devices. A GPU is then its
             whole device alone: others would be allocated beside it.
     """
-    found = {
-        gpu: gpu_slices(snapshot, gpu, node, driver, pcie_roots.get(gpu), plain=plain)
+    counted = has_counters(snapshot) and not plain
+    found = (
+        gpu_slices(snapshot, gpu, node, driver, pcie_roots.get(gpu), plain=plain, counted=counted)
         for gpu in snapshot.gpus
+    )
+    return pools_of([it for it in found if it is not None], node, driver)
+
+
+def has_counters(snapshot: Snapshot) -> bool:
+    """Return whether GPUs have counter sets: all, if one of them has several devices.
+
+    Whole GPUs alone work on any cluster without counters.
+    """
+    return any(len(devices_of(state)) > 1 for state in snapshot.gpus.values())
+
+
+def pools_of(
+    found: Sequence[GpuSlices], node: str, driver: str
+) -> dict[str, tuple[SliceSpec, ...]]:
+    """Return the slices of both pools of a node, with what all slices of a pool have."""
+    contents = {
+        pool_name(node): [part for it in found for part in it.contents],
+        monitor_pool_name(node): _lists([it.monitor for it in found]),
     }
-    return {gpu: specs for gpu, specs in found.items() if specs}
+    return {
+        name: tuple(
+            {
+                "driver": driver,
+                "nodeName": node,
+                "pool": {"name": name, "generation": 1, "resourceSliceCount": len(parts)},
+                **part,
+            }
+            for part in parts
+        )
+        for name, parts in contents.items()
+        if parts
+    }
 
 
 def gpu_slices(
@@ -168,8 +215,9 @@ def gpu_slices(
     pcie_root: str | None = None,
     *,
     plain: bool = False,
-) -> tuple[SliceSpec, ...]:
-    """Return the wanted slices of one GPU; none where its pool has another API.
+    counted: bool = True,
+) -> GpuSlices | None:
+    """Return what is published of one GPU; nothing where its pool has another API.
 
     Args:
         snapshot: everything known.
@@ -178,25 +226,16 @@ def gpu_slices(
         driver: the name of the DRA driver.
         pcie_root: the PCIe root complex of the GPU, `None` if unknown.
         plain: as for `slices_of`.
+        counted: whether it has a counter set.
     """
     state = snapshot.gpus[gpu]
     devices = devices_of(state)
     if plain:
         devices = tuple(device for device in devices if device.type == WHOLE_TYPE)
     if not devices:
-        return ()
-    contents = _contents(snapshot, state, devices, pcie_root)
-    pool = {"name": pool_name(node, gpu), "generation": 1, "resourceSliceCount": len(contents)}
-    common = {"driver": driver, "nodeName": node, "pool": pool}
-    return tuple({**common, **content} for content in contents)
-
-
-def _contents(
-    snapshot: Snapshot, state: GpuState, devices: Sequence[Device], pcie_root: str | None
-) -> list[Mapping[str, Any]]:
-    """Return the slices' own parts: the counters, then devices."""
-    counters = _counters(devices) if len(devices) > 1 else ()
-    busy = _busy_shares(state)
+        return None
+    counters = _counters(devices) if counted else ()
+    busy = _busy_shares(state, f"{driver}/{pool_name(node)}")
     rendered = []
     for device in devices:
         attributes = attributes_of(device, state.gpu, snapshot.versions, pcie_root)
@@ -208,19 +247,24 @@ def _contents(
             part["allowMultipleAllocations"] = True
         if counters:
             consumed = _slots(device) if device.type == MIG_TYPE else counters
-            part["consumesCounters"] = [{"counterSet": _COUNTER_SET, "counters": _ones(consumed)}]
+            part["consumesCounters"] = [{"counterSet": gpu.lower(), "counters": _ones(consumed)}]
         if taints := _taints(device, state, held=not free):
             part["taints"] = taints
         rendered.append(part)
-    looking = monitor_device(state.gpu.id)
-    attributes = attributes_of(looking, state.gpu, snapshot.versions, pcie_root)
-    amounts = fixed_capacity(looking, state.gpu)
-    rendered.append({"name": looking.name, "attributes": attributes, "capacity": amounts})
+    looking = monitor_device(gpu)
+    monitor = {
+        "name": looking.name,
+        "attributes": attributes_of(looking, state.gpu, snapshot.versions, pcie_root),
+        "capacity": fixed_capacity(looking, state.gpu),
+    }
+    shared = [{"sharedCounters": [{"name": gpu.lower(), "counters": _ones(counters)}]}]
+    return GpuSlices((*(shared if counters else ()), *_lists(rendered)), monitor)
 
-    shared = [{"sharedCounters": [{"name": _COUNTER_SET, "counters": _ones(counters)}]}]
-    starts = range(0, len(rendered), _MAX_DEVICES)
-    lists = [{"devices": rendered[at : at + _MAX_DEVICES]} for at in starts]
-    return [*shared, *lists] if counters else list(lists)
+
+def _lists(devices: Sequence[Mapping[str, Any]]) -> list[SliceSpec]:
+    """Return devices in as many slices as they need."""
+    starts = range(0, len(devices), _MAX_DEVICES)
+    return [{"devices": devices[at : at + _MAX_DEVICES]} for at in starts]
 
 
 def _counters(devices: Sequence[Device]) -> tuple[str, ...]:
@@ -242,17 +286,18 @@ def _ones(counters: Sequence[str]) -> dict[str, Any]:
     return {counter: {"value": "1"} for counter in counters}
 
 
-def _busy_shares(state: GpuState) -> frozenset[ShareId]:
+def _busy_shares(state: GpuState, pool: str) -> frozenset[ShareId]:
     """Return the shares that the scheduler takes for free and that cannot be granted.
 
-    The scheduler knows the ResourceClaims on devices that are published. It knows neither leases of
-    an earlier configuration, by the device plugin API or for other shares, nor cleanups.
+    The scheduler knows the ResourceClaims on devices that are published, in this pool. It knows
+    neither those of an earlier pool or driver, nor leases of an earlier configuration, by the
+    device plugin API or for other shares, nor cleanups.
     """
     offered = {share.id: share for share in state.shares}
     known = {
         share_id: lease
         for share_id, lease in state.leases.items()
-        if lease.resource_claim is not None and offered.get(share_id) == lease.share
+        if lease.pool == pool and offered.get(share_id) == lease.share
     }
     counted = unavailable_shares(state.shares, known)
     others = {i: lease for i, lease in state.leases.items() if i not in known}

@@ -39,6 +39,7 @@ class ClaimDevice(msgspec.Struct, frozen=True):
         claim: the uid of the ResourceClaim.
         slots: what follows the GPU in the ids of the shares; empty for a share of a whole GPU.
         settings: what the claim's parameters ask of the backend, mostly nothing.
+        pool: the driver and pool of the allocated device; no part of the name.
     """
 
     claim: str
@@ -46,6 +47,7 @@ class ClaimDevice(msgspec.Struct, frozen=True):
     backend: str
     slots: tuple[str, ...]
     settings: str = ""
+    pool: str = ""
 
     @classmethod
     def of_shares(

@@ -106,6 +106,8 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
             one of its containers then. `None` for a lease of the device plugin API.
         sharers: the other containers of the ResourceClaim: all use the share together.
         settings: what the parameters of the ResourceClaim ask of the backend, mostly nothing.
+        pool: the driver and pool of the ResourceClaim's device, as `gpu.metagpu.io/node-1`: under
+            these the scheduler counts it.
     """
 
     share: Share
@@ -118,6 +120,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     resource_claim: ResourceClaimRef | None = None
     sharers: tuple[Holder, ...] = ()
     settings: str = ""
+    pool: str = ""
 
 
 def holders_of(lease: Lease) -> tuple[Holder, ...]:

@@ -189,6 +189,7 @@ class SharesClaimed(msgspec.Struct, frozen=True):
         unanswered: whether Allocate waits for hardware before it answers.
         resource_claim: the ResourceClaim that they are prepared for, `None` for Allocate.
         settings: what the claim's parameters ask of the backends of shares.
+        pools: the drivers and pools of the claim's devices.
     """
 
     shares: tuple[Share, ...]
@@ -196,6 +197,7 @@ class SharesClaimed(msgspec.Struct, frozen=True):
     unanswered: bool = False
     resource_claim: ResourceClaimRef | None = None
     settings: Mapping[ShareId, str] = {}
+    pools: Mapping[ShareId, str] = {}
 
 
 class ResourceClaimsRead(msgspec.Struct, frozen=True):

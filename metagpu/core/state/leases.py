@@ -247,6 +247,7 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
                 unanswered=fact.unanswered,
                 resource_claim=fact.resource_claim,
                 settings=fact.settings.get(share.id, ""),
+                pool=fact.pools.get(share.id, ""),
             )
             for share in shares
         }
@@ -266,6 +267,7 @@ def apply_resource_claims(
             provisioned_at_start=True,
             resource_claim=claim,
             settings=device.settings,
+            pool=device.pool,
         )
         for claim, devices in fact.claims.items()
         for device in devices

@@ -4,10 +4,13 @@ A dry run says which fields the API server still drops.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2s
 from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.core.availability.reasons import CORDONED
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.core.devices.slices import dropped_fields, sent_fields
+from metagpu.core.model.gpu import GpuId
 from metagpu.plugins.cluster.node_object import FIELD_MANAGER, KubeObject
 from metagpu.plugins.cluster.watch import Informer
 
@@ -21,10 +24,13 @@ _MAX_NODE: Final = 140
 
 
 class OwnSlices(Informer):
-    """The ResourceSlices of this node that metagpu wrote, under any driver's name.
+    """The ResourceSlices of this node that metagpu wrote, and those that another left.
+
+    Of another are those under the driver's name: it is NVIDIA's where metagpu replaces its driver.
 
     Args:
-        on_change: called with the pool of a slice that somebody edited, and with an empty name
+        driver: returns the name of the DRA driver.
+        on_change: called with the name of a slice that somebody edited, and with an empty name
             after a deletion and a list.
 
     Attributes:
@@ -32,15 +38,25 @@ class OwnSlices(Informer):
         known: whether the API server has answered yet.
     """
 
-    def __init__(self, client: "KubeClient", node: str, on_change: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        client: "KubeClient",
+        node: str,
+        driver: Callable[[], str],
+        on_change: Callable[[str], None],
+    ) -> None:
         super().__init__(client, SLICES, f"spec.nodeName={node}", "ResourceSlices of this node")
         self.objects: dict[str, KubeObject] = {}
         self.known = False
+        self._driver = driver
         self._on_change = on_change
+
+    def _is_known(self, item: KubeObject) -> bool:
+        return is_own(item) or item["spec"]["driver"] == self._driver()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in all slices of this node."""
-        self.objects = {it["metadata"]["name"]: it for it in items if is_own(it)}
+        self.objects = {it["metadata"]["name"]: it for it in items if self._is_known(it)}
         self.known = True
         self._on_change("")
 
@@ -48,9 +64,9 @@ class OwnSlices(Informer):
         """Take in a slice that is not the one this daemon wrote last."""
         known = self.objects.get(item["metadata"]["name"])
         newer = known is None or _version(item) > _version(known)
-        if newer and (known is not None or is_own(item)):
+        if newer and (known is not None or self._is_known(item)):
             self.objects[item["metadata"]["name"]] = item
-            self._on_change(pool_of(item))
+            self._on_change(item["metadata"]["name"])
 
     def on_delete(self, item: KubeObject) -> None:
         """Take in the deletion of a slice."""
@@ -68,14 +84,21 @@ class OwnSlices(Informer):
         }
 
 
-def slice_name(spec: Mapping[str, Any], number: int) -> str:
-    """Return the name of a slice; the scheduler reads the slices of a pool by name."""
-    node, _, gpu = spec["pool"]["name"].rpartition("/")
-    return f"{spec['driver']}-{node[:_MAX_NODE].rstrip('.-')}-{gpu}-{number:02d}"
+def named(specs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the slices of a pool by their names, in whose order the scheduler reads them.
+
+    A hash tells pools and nodes apart whose names begin alike.
+    """
+    return {f"{_prefix(spec)}-{number:02d}": spec for number, spec in enumerate(specs)}
+
+
+def _prefix(spec: Mapping[str, Any]) -> str:
+    node, pool = spec["nodeName"][:_MAX_NODE].rstrip(".-"), spec["pool"]["name"].encode()
+    return f"{spec['driver']}-{node}-{blake2s(pool, digest_size=4).hexdigest()}"
 
 
 def slice_object(
-    spec: Mapping[str, Any], number: int, generation: int, node: KubeObject
+    name: str, spec: Mapping[str, Any], generation: int, node: KubeObject
 ) -> KubeObject:
     """Return the ResourceSlice of a spec in a generation of its pool."""
     owner = {
@@ -89,7 +112,7 @@ def slice_object(
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
         "metadata": {
-            "name": slice_name(spec, number),
+            "name": name,
             "labels": {_MANAGED_BY: FIELD_MANAGER},
             "ownerReferences": [owner],
         },
@@ -100,6 +123,12 @@ def slice_object(
 def pool_of(item: KubeObject) -> str:
     """Return the name of a slice's pool."""
     return str(item["spec"]["pool"]["name"])
+
+
+def gpu_of_slice(item: KubeObject) -> GpuId:
+    """Return the GPU of a slice that has counters or devices of one GPU."""
+    spec = item["spec"]
+    return gpu_of_device((spec.get("sharedCounters") or spec["devices"])[0]["name"])
 
 
 def generation_of(item: KubeObject) -> int:
@@ -141,7 +170,7 @@ async def find_still_dropped(
     """
     sent, found = set[str](), set[str]()
     for it in slices:
-        probe = _probe_of(it)
+        probe = probe_of(it)
         fields = {
             path
             for path in sent_fields(probe["spec"]) - sent
@@ -157,7 +186,7 @@ async def find_still_dropped(
     return tuple(path for path in dropped if path in found or path not in sent)
 
 
-def _probe_of(wanted: KubeObject) -> KubeObject:
+def probe_of(wanted: KubeObject) -> KubeObject:
     """Return a slice for a dry run: one more device has a taint, since often none has."""
     metadata, spec = dict(wanted["metadata"]), dict(wanted["spec"])
     metadata["name"] += _PROBE

@@ -18,8 +18,18 @@ from metagpu.core.devices.devices import (
     ExtendedResource,
     classes_of_driver,
     extended_resource_of,
+    pool_name,
 )
-from metagpu.core.devices.slices import SliceSpec, comparable, dropped_fields, gpu_slices
+from metagpu.core.devices.slices import (
+    GpuSlices,
+    SliceSpec,
+    comparable,
+    dropped_fields,
+    gpu_slices,
+    has_counters,
+    pools_of,
+    slices_of,
+)
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
@@ -35,9 +45,11 @@ from metagpu.plugins.cluster.resource_slices import (
     OwnSlices,
     find_still_dropped,
     generation_of,
+    gpu_of_slice,
     has_needed,
+    named,
     pool_of,
-    slice_name,
+    probe_of,
     slice_object,
 )
 from metagpu.plugins.cluster.watch import Informer, WatchedObject
@@ -83,8 +95,11 @@ _INVALID: Final = 422
 log = structlog.get_logger()
 
 
-_Rendered = dict[GpuId, tuple[tuple[object, ...], tuple[SliceSpec, ...]]]
-"""The slices of each GPU, with all that they were computed from."""
+class _Rendered(msgspec.Struct, frozen=True):
+    """What is published of a GPU, with all that it was computed from."""
+
+    parts: tuple[object, ...]
+    slices: GpuSlices | None
 
 
 class SliceTiming(msgspec.Struct, frozen=True):
@@ -104,15 +119,22 @@ class SliceTiming(msgspec.Struct, frozen=True):
 
 
 class _Published(msgspec.Struct, frozen=True):
-    """The slices of a pool as they were written, and the API server's answers."""
+    """A slice as it was written, and the API server's answer."""
 
-    specs: tuple[SliceSpec, ...]
-    answers: tuple[KubeObject, ...]
+    spec: SliceSpec
+    answer: KubeObject
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """What the API server refuses of a GPU, and why."""
+
+    slices: GpuSlices | None
+    error: ClusterError
 
 
 @dataclass(eq=False)
 class SlicePublisher:
-    """Compares the slices of each GPU with the snapshot, and writes what differs.
+    """Compares the slices of the node's pools with the snapshot, and writes what differs.
 
     Attributes:
         node: the Node, which owns the slices.
@@ -133,14 +155,15 @@ class SlicePublisher:
     _published: dict[str, _Published] = field(default_factory=dict)
     _edited: dict[str, float] = field(default_factory=dict)
     _roots: dict[GpuId, str | None] = field(default_factory=dict)
-    _rendered: _Rendered = field(default_factory=dict)
+    _rendered: dict[GpuId, _Rendered] = field(default_factory=dict)
+    _refused: dict[GpuId, _Refused] = field(default_factory=dict)
     _written: dict[str, float] = field(default_factory=dict)
     _probe_at: float = inf
 
     def __post_init__(self) -> None:
         self._bucket = TokenBucket(0, self.timing.rate)
         self.classes = DeviceClasses(self.client)
-        self.own = OwnSlices(self.client, self.node.name, self._on_change)
+        self.own = OwnSlices(self.client, self.node.name, self.driver, self._on_change)
         self.reconciler = Reconciler("resource slices", self.reconcile, self.client.timing)
 
     async def run(self) -> None:
@@ -162,7 +185,7 @@ class SlicePublisher:
         resources = self.classes.of_driver(self.driver())
         by_plugin = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
         return SlicesReport(
-            pools=len(self._published),
+            pools=len({pool_of(it.answer) for it in self._published.values()}),
             problem=problem,
             dropped=self._dropped_problem,
             extended_resources=dict(resources),
@@ -175,125 +198,147 @@ class SlicePublisher:
         snapshot, node = self.registry.snapshot, self.node.object
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
-        wanted = await self._wanted(snapshot)
-        self._bucket.burst = self.timing.burst * sum(map(len, wanted.values()))
-        waits, refused = list[float | None](), list[ClusterError]()
-        for specs in sorted(wanted.values(), key=self._last_written):
-            try:
-                waits.append(await self._reconcile_pool(specs, node))
-            except ClusterError as error:
-                if error.status != _INVALID:
-                    raise
-                refused.append(error)  # the pools of other GPUs are published
-        if not snapshot.unreadable_gpus:  # one of them may be a GPU that had slices
-            await self._delete_leftovers(wanted.values())
-        if refused:
-            raise refused[0]
+        await self._render(snapshot)
+        for gpu, it in list(self._refused.items()):
+            same = gpu in self._rendered and self._rendered[gpu].slices is it.slices
+            if not same or it.slices is None or await self._is_taken(it.slices, node):
+                del self._refused[gpu]
+        waits = await self._write_all(node)
+        if self._refused:
+            raise next(iter(self._refused.values())).error
         if self.dropped:
             if anyio.current_time() >= self._probe_at:
                 self._probe_at = anyio.current_time() + self.timing.probe
                 await self._probe_dropped(snapshot, node)
             waits.append(self._probe_at - anyio.current_time())
-        return min((wait for wait in waits if wait is not None), default=None)
+        return min(waits, default=None)
 
-    def _last_written(self, specs: tuple[SliceSpec, ...]) -> float:
-        """Return when a pool was written: a GPU that changes seldom waits for no other."""
-        return self._written.get(specs[0]["pool"]["name"], -1)
-
-    async def _wanted(self, snapshot: Snapshot) -> Mapping[GpuId, tuple[SliceSpec, ...]]:
-        """Return the wanted slices, the same objects for a GPU without a change."""
+    async def _render(self, snapshot: Snapshot) -> None:
+        """Compute what is published of each GPU; the same objects for one without a change."""
         for gpu, state in snapshot.gpus.items():
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
 
         driver, plain = self.driver(), self._is_plain
-        rendered = {}
+        counted, rendered = has_counters(snapshot) and not plain, {}
         for gpu, state in snapshot.gpus.items():
-            parts = (state, snapshot.offers, snapshot.versions, driver, plain)
+            parts = (state, snapshot.offers, snapshot.versions, driver, plain, counted)
             known = self._rendered.get(gpu)
-            if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+            if known is None or any(a is not b for a, b in zip(known.parts, parts, strict=True)):
                 root, node = self._roots[gpu], self.node.name
-                specs = gpu_slices(snapshot, gpu, node, driver, root, plain=plain)
-                known = parts, specs
+                known = _Rendered(
+                    parts,
+                    gpu_slices(snapshot, gpu, node, driver, root, plain=plain, counted=counted),
+                )
             rendered[gpu] = known
         self._rendered = rendered
-        return {gpu: specs for gpu, (_, specs) in rendered.items() if specs}
 
-    async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
-        """Write a pool that differs; return the seconds until that may be done."""
-        pool, now = specs[0]["pool"]["name"], anyio.current_time()
-        found = [self.own.objects.get(slice_name(it, number)) for number, it in enumerate(specs)]
-        present = [it for it in found if it is not None]
-        if len(present) == len(specs) and self._is_published(pool, specs, present):
-            return None
+    async def _write_all(self, node: KubeObject) -> list[float]:
+        """Write what differs in all pools; return the seconds until more may be written.
 
-        published = self._published.get(pool)
-        if published is not None and published.specs == specs and len(present) == len(specs):
-            wait = self._edited.get(pool, now) - now
-            if wait > 0:
-                return wait
-        wait = self._bucket.wait(now)
-        if wait > 0:
-            return wait
-        self._written[pool] = now
-        await self._write(pool, specs, node)
-        return None
+        A GPU whose slices the API server refuses is left out: the pool of the others is complete.
+        """
+        while True:
+            refused = dict(self._refused)
+            taken = (it.slices for gpu, it in self._rendered.items() if gpu not in refused)
+            pools = pools_of(list(filter(None, taken)), self.node.name, self.driver())
+            self._bucket.burst = self.timing.burst * sum(map(len, pools.values()))
+            # First: in a pool of before the scheduler would find the same GPUs once more.
+            await self._delete_others(pools)
+            try:
+                waits = [await self._reconcile_pool(specs, node) for specs in pools.values()]
+            except ClusterError:
+                if self._refused == refused:
+                    raise
+            else:
+                return [wait for wait in waits if wait is not None]
 
-    def _is_published(
-        self, pool: str, specs: tuple[SliceSpec, ...], present: Sequence[KubeObject]
-    ) -> bool:
-        """Return whether the API server has these slices, as far as it takes them."""
-        published = self._published.get(pool)
-        if published is not None and published.specs == specs:
-            wanted: Sequence[Any] = [it["spec"] for it in published.answers]
-            if all(a is b for a, b in zip(present, published.answers, strict=True)):
-                return True
-        else:
-            wanted = specs
-        same_generation = len({generation_of(it) for it in present}) == 1
-        if not same_generation or comparable(wanted) != comparable([it["spec"] for it in present]):
+    async def _is_taken(self, slices: GpuSlices, node: KubeObject) -> bool:
+        """Return whether the API server takes the slices of a GPU, by a dry run."""
+        specs = pools_of([slices], self.node.name, self.driver())[pool_name(self.node.name)]
+        try:
+            for name, spec in named(specs).items():
+                body = probe_of(slice_object(name, spec, 1, node))
+                await self.client.call("POST", SLICES, query={"dryRun": "All"}, body=body)
+        except ClusterError:
             return False
-        self._published[pool] = _Published(specs, tuple(present))
         return True
 
-    async def _write(self, pool: str, specs: tuple[SliceSpec, ...], node: KubeObject) -> None:
-        """Write the slices of a pool, and delete others.
+    async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
+        """Write what differs in a pool; return the seconds until more may be written.
 
-        If only one differs, it is replaced in its generation: the pool stays complete. Otherwise
-        all are written in the next one.
+        Slices that differ are replaced in their generation, one by one: the pool stays complete.
+        If slices come or go, or counters change together with devices, all are written in the next
+        generation.
         """
-        before = self.own.in_pool(specs[0]["driver"], pool)
-        generation = max(map(generation_of, before.values()), default=0)
-        as_wanted = self._as_wanted(pool, specs, generation)
-        if len(as_wanted) + 1 < len(specs) or len(before) != len(specs):
-            generation, as_wanted = generation + 1, {}
-        self._published.pop(pool, None)
-        answers, dropped = [], list(self.dropped)
-        for number, spec in enumerate(specs):
-            wanted = slice_object(spec, number, generation, node)
-            answers.append(answer := as_wanted.get(number) or await self._put(wanted))
-            dropped += dropped_fields(wanted["spec"], answer["spec"])
-        for name in before.keys() - {it["metadata"]["name"] for it in answers}:
+        before = self.own.in_pool(specs[0]["driver"], specs[0]["pool"]["name"])
+        generations, now = set(map(generation_of, before.values())), anyio.current_time()
+        wanted, generation = named(specs), max(generations, default=0)
+        differing = {it: spec for it, spec in wanted.items() if not self._is_as_wanted(it, spec)}
+        waits = {name: self._edit_ends(name, spec) - now for name, spec in differing.items()}
+        due = {name: differing[name] for name, wait in waits.items() if wait <= 0}
+        is_complete = before.keys() == wanted.keys() and len(generations) == 1
+        if is_complete and not due:
+            return min(waits.values(), default=None)
+        if is_complete and (
+            len(due) == 1 or not any("sharedCounters" in it for it in due.values())
+        ):
+            later = min((wait for wait in waits.values() if wait > 0), default=None)
+            return await self._write(due, generation, node) or later
+        if (wait := self._bucket.wait(now)) > 0:
+            return wait
+        await self._write(wanted, generation + 1, node, together=True)
+        for name in before.keys() - wanted.keys():
             await self._delete(name)
-        self._published[pool] = _Published(specs, tuple(answers))
-        self._edited.pop(pool, None)
-        self._set_dropped(tuple(dict.fromkeys(dropped)))
+        return None
 
-    def _as_wanted(
-        self, pool: str, specs: tuple[SliceSpec, ...], generation: int
-    ) -> Mapping[int, KubeObject]:
-        """Return the slices of a generation that the API server has as they are wanted."""
-        published, found = self._published.get(pool), dict[int, KubeObject]()
-        for number, spec in enumerate(specs):
-            it = self.own.objects.get(slice_name(spec, number))
-            if it is None or generation_of(it) != generation:
-                continue
-            wanted: Any = spec
-            if published is not None and spec in published.specs:
-                wanted = published.answers[published.specs.index(spec)]["spec"]
-            if comparable(wanted) == comparable(it["spec"]):
-                found[number] = it
-        return found
+    async def _write(
+        self,
+        due: Mapping[str, SliceSpec],
+        generation: int,
+        node: KubeObject,
+        *,
+        together: bool = False,
+    ) -> float | None:
+        """Write slices, the oldest first; return the seconds until others may be written.
+
+        Slices that only TOGETHER are a pool do not wait.
+        """
+        dropped = list(self.dropped)
+        try:
+            for name in sorted(due, key=lambda it: self._written.get(it, -1)):
+                wait = self._bucket.wait(anyio.current_time())
+                if wait > 0 and not together:
+                    return wait
+                answer = await self._put(slice_object(name, due[name], generation, node))
+                self._written[name] = anyio.current_time()
+                self._published[name] = _Published(due[name], answer)
+                self._edited.pop(name, None)
+                dropped += dropped_fields(due[name], answer["spec"])
+        finally:
+            self._set_dropped(tuple(dict.fromkeys(dropped)))
+        return None
+
+    def _is_as_wanted(self, name: str, spec: SliceSpec) -> bool:
+        """Return whether the API server has a slice, as far as it takes it."""
+        present, published = self.own.objects.get(name), self._published.get(name)
+        if present is None:
+            return False
+        wanted: Any = spec
+        if published is not None and published.spec == spec:
+            if present is published.answer:
+                return True
+            wanted = published.answer["spec"]
+        if comparable(wanted) != comparable(present["spec"]):
+            return False
+        self._published[name] = _Published(spec, present)
+        return True
+
+    def _edit_ends(self, name: str, spec: SliceSpec) -> float:
+        """Return when a slice that differs is written: later, if somebody else changed it."""
+        published = self._published.get(name)
+        ours = published is None or published.spec != spec
+        return 0 if ours else self._edited.get(name, 0)
 
     async def _put(self, wanted: KubeObject) -> KubeObject:
         """Create or replace a slice; return the answer."""
@@ -309,6 +354,9 @@ class SlicePublisher:
             elif error.status == _CONFLICT:
                 unread = {key: wanted["spec"][key] for key in ("driver", "pool")}
                 self.own.objects[name] = {**wanted, "spec": unread}  # the next attempt replaces it
+            elif error.status == _INVALID and pool_of(wanted) == pool_name(self.node.name):
+                gpu = gpu_of_slice(wanted)
+                self._refused[gpu] = _Refused(self._rendered[gpu].slices, error)
             raise
         self._bucket.reserve(anyio.current_time())
         self.own.objects[name] = answer
@@ -321,14 +369,14 @@ class SlicePublisher:
             if error.status != _NOT_FOUND:
                 raise
         self.own.objects.pop(name, None)
+        self._published.pop(name, None)
 
-    async def _delete_leftovers(self, wanted: Iterable[tuple[SliceSpec, ...]]) -> None:
-        """Delete the slices of GPUs that are published no more, or under another driver."""
-        pools = {(specs[0]["driver"], specs[0]["pool"]["name"]) for specs in wanted}
+    async def _delete_others(self, pools: Mapping[str, object]) -> None:
+        """Delete the slices of pools that are published no more, or under another driver."""
+        driver = self.driver()
         for name, it in list(self.own.objects.items()):
-            if (it["spec"]["driver"], pool_of(it)) not in pools:
+            if it["spec"]["driver"] != driver or pool_of(it) not in pools:
                 await self._delete(name)
-                self._published.pop(pool_of(it), None)
 
     async def _probe_dropped(self, snapshot: Snapshot, node: KubeObject) -> None:
         """Ask by a dry run which fields are still dropped; write again if fewer are.
@@ -336,13 +384,11 @@ class SlicePublisher:
         An upgrade of the control plane turns features on. Written in earnest, devices would be
         published for a moment that exclude each other.
         """
-        driver, name = self.driver(), self.node.name
+        roots = {gpu: root for gpu, root in self._roots.items() if root}
         slices = (
-            slice_object(spec, number, 1, node)
-            for gpu in snapshot.gpus
-            for number, spec in enumerate(
-                gpu_slices(snapshot, gpu, name, driver, self._roots.get(gpu))
-            )
+            slice_object(name, spec, 1, node)
+            for specs in slices_of(snapshot, self.node.name, self.driver(), roots).values()
+            for name, spec in named(specs).items()
         )
         try:
             still = await find_still_dropped(self.client, slices, self.dropped)
@@ -381,9 +427,9 @@ class SlicePublisher:
             "DRAConsumableCapacity and DRADeviceTaints on"
         )
 
-    def _on_change(self, pool: str) -> None:
-        if pool:
-            self._edited[pool] = anyio.current_time() + self.timing.edited
+    def _on_change(self, name: str) -> None:
+        if name:
+            self._edited[name] = anyio.current_time() + self.timing.edited
         self.reconciler.trigger()
 
     async def _follow_layout(self) -> None:
@@ -396,4 +442,4 @@ class SlicePublisher:
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     states: Iterable[GpuState] = snapshot.gpus.values()
     dra = tuple(it for it in states if it.api is Api.DRA)
-    return dra, snapshot.versions, bool(snapshot.offers), bool(snapshot.unreadable_gpus)
+    return dra, snapshot.versions, bool(snapshot.offers)

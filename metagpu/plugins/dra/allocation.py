@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
-from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_pool, type_of
+from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_device, type_of
 from metagpu.core.model.request_errors import ResourceClaimUnusable
 from metagpu.core.model.resource_claims import (
     AllocatedPart,
@@ -148,7 +148,7 @@ def parse_allocation(
     ours = [it for it in devices.results if it.driver == driver]
     results = tuple(it for it in ours if not it.admin_access)
     admin = tuple(it for it in ours if it.admin_access)
-    if any(type_of(it.pool, it.device) == MONITOR_TYPE for it in results):
+    if any(type_of(it.device) == MONITOR_TYPE for it in results):
         reason = (
             "it has a device that only shows its GPU: set `adminAccess: true` in the request, in a "
             "namespace with the label resource.kubernetes.io/admin-access"
@@ -200,8 +200,7 @@ def _with_sharing(
         for it in configs
     ]
     parts = [
-        AllocatedPart(it.request, type_of(it.pool, it.device), gpu_of_pool(it.pool))
-        for it in results
+        AllocatedPart(it.request, type_of(it.device), gpu_of_device(it.device)) for it in results
     ]
     try:
         found = read_sharing(parameters, parts)

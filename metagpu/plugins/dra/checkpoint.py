@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import structlog
 from anyio import to_thread
+from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.contracts.backend import Backend
@@ -122,10 +123,14 @@ def read_checkpoint(kubelet_root: Path, driver: str) -> ClaimCheckpoint | None:
             name: tuple(dict.fromkeys(map(_prepared, state.devices or ())))
             for name, state in (claim.driver_state or {}).items()
         }
-        if own := by_driver.get(driver):
-            prepared[ref] = own
-        names = (it.claimed for devices in by_driver.values() for it in devices)
-        held[ref] = tuple(it for it in names if it is not None)
+        if of_driver := by_driver.get(driver):
+            prepared[ref] = of_driver
+        held[ref] = tuple(
+            replace(own, pool=f"{name}/{it.pool}")
+            for name, devices in by_driver.items()
+            for it in devices
+            if (own := it.claimed) is not None
+        )
     return ClaimCheckpoint(prepared, held, frozenset(claim.claim_uid for claim in claims))
 
 

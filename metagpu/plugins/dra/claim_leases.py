@@ -15,7 +15,7 @@ from metagpu.core.availability.conflict import without_conflict
 from metagpu.core.availability.reasons import availability_of, refuse
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
-from metagpu.core.devices.devices import Device, find_device, pool_name, shared_device
+from metagpu.core.devices.devices import Device, find_device, gpu_of_device, shared_device
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
 from metagpu.core.model.resource_claims import ClaimDevice
@@ -116,12 +116,10 @@ class ClaimPlanner:
     """Chooses the shares of claims on this node; it leases none.
 
     Args:
-        node: the name of this node, which the pools of devices begin with.
         backend: finds the backend of a resource.
     """
 
-    def __init__(self, node: str, backend: Callable[[ResourceName], Backend]) -> None:
-        self._node = node
+    def __init__(self, backend: Callable[[ResourceName], Backend]) -> None:
         self._backend = backend
 
     def plan(
@@ -146,7 +144,7 @@ class ClaimPlanner:
         Raises:
             RequestError: it is not on offer, or not in that way.
         """
-        device = find_device(snapshot, self._node, result.pool, result.device)
+        device = find_device(snapshot, result.pool, result.device)
         if result.sharing is None:
             return device
         return shared_device(device, snapshot.gpus[device.gpu], result.sharing)
@@ -211,7 +209,6 @@ class ClaimLeases:
     Args:
         registry: has the leases.
         planner: chooses the shares.
-        node: the name of this node, which the pools of devices begin with.
         clock: returns the event loop's time.
     """
 
@@ -219,12 +216,10 @@ class ClaimLeases:
         self,
         registry: Registry,
         planner: ClaimPlanner,
-        node: str,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
         self._registry = registry
         self._planner = planner
-        self._node = node
         self._clock = clock
 
     def lease(
@@ -241,7 +236,14 @@ class ClaimLeases:
         chosen = tuple(share for part in parts for share in part.shares)
         settings = {share.id: part.settings for part in parts for share in part.shares}
         settings = {share: its for share, its in settings.items() if its}
-        fact = SharesClaimed(chosen, self._clock(), resource_claim=claim, settings=settings)
+        pools = {
+            it.id: f"{part.result.driver}/{part.result.pool}"
+            for part in parts
+            for it in part.shares
+        }
+        fact = SharesClaimed(
+            chosen, self._clock(), resource_claim=claim, settings=settings, pools=pools
+        )
         self._registry.apply(fact)
         return parts, [share for share in chosen if share.id not in own]
 
@@ -256,9 +258,7 @@ class ClaimLeases:
         found = self._lease_or_wait(claim, results)
         if not isinstance(found, RequestError):
             return found
-        pools = {it.pool for it in results}
-        first = self._registry.snapshot
-        gpus = [gpu for gpu in first.gpus if pool_name(self._node, gpu) in pools]
+        gpus = {gpu_of_device(it.device) for it in results}
         changes = self._registry.watch(
             lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
         )

@@ -288,7 +288,6 @@ class DraDriver:
         self.preparer = ClaimPreparer(
             self.registry,
             self.driver,
-            self.node,
             read_claim=self.read_claim,
             backend=self.backend,
             files=self._files,

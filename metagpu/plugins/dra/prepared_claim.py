@@ -17,7 +17,7 @@ import structlog
 from anyio import to_thread
 from msgspec.structs import replace
 
-from metagpu.core.devices.devices import pool_name
+from metagpu.core.devices.devices import NO_SUCH_GPU, gpu_of_device
 from metagpu.core.errors import CdiError
 from metagpu.core.grants import cdi
 from metagpu.core.grants.cdi import MONITOR_KIND
@@ -130,7 +130,7 @@ _NAME = f"{MONITOR_KIND}="
 
 
 def monitor_devices(
-    results: Iterable[AllocatedDevice], snapshot: Snapshot, node: str
+    results: Iterable[AllocatedDevice], snapshot: Snapshot
 ) -> tuple[PreparedDevice, ...]:
     """Return the devices of results with `adminAccess`, of GPUs in any state.
 
@@ -140,7 +140,7 @@ def monitor_devices(
     Raises:
         UnknownDevice: the node has no such GPU.
     """
-    return tuple(_device(it, snapshot, node) for it in results)
+    return tuple(_device(it, snapshot) for it in results)
 
 
 def monitored_gpu(device: PreparedDevice) -> GpuId | None:
@@ -159,12 +159,10 @@ def all_monitored(claims: PreparedClaims) -> frozenset[GpuId]:
     return frozenset[GpuId]().union(*map(monitored_gpus, claims.values()))
 
 
-def _device(result: AllocatedDevice, snapshot: Snapshot, node: str) -> PreparedDevice:
-    found = (gpu for gpu in snapshot.gpus if pool_name(node, gpu) == result.pool)
-    gpu = next(found, None)
-    if gpu is None:
-        reason = f"node {node} has no such GPU; delete the ResourceClaim to get another device"
-        raise UnknownDevice(result.pool, result.device, reason)
+def _device(result: AllocatedDevice, snapshot: Snapshot) -> PreparedDevice:
+    gpu = gpu_of_device(result.device)
+    if gpu not in snapshot.gpus:
+        raise UnknownDevice(result.pool, result.device, NO_SUCH_GPU)
     request, names = (result.main_request,), (f"{_NAME}{gpu}",)
     return PreparedDevice(request, result.pool, result.device, names, result.share_id)
 

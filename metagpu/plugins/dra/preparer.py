@@ -140,7 +140,6 @@ class ClaimPreparer:
     Args:
         registry: has the leases.
         driver: the name of this driver.
-        node: the name of this node, which the pools of devices begin with.
         read_claim: reads a claim from the API server.
         backend: finds the backend of a resource.
         files: the CDI specifications of claims.
@@ -154,7 +153,6 @@ class ClaimPreparer:
         self,
         registry: Registry,
         driver: str,
-        node: str,
         *,
         read_claim: ReadResourceClaim,
         backend: Callable[[ResourceName], Backend],
@@ -167,11 +165,10 @@ class ClaimPreparer:
         self.states = ClaimStates()
         self._registry = registry
         self._driver = driver
-        self._node = node
         self._read_claim = read_claim
         self._backend = backend
-        self._planner = ClaimPlanner(node, backend)
-        self.leases = ClaimLeases(registry, self._planner, node, clock)
+        self._planner = ClaimPlanner(backend)
+        self.leases = ClaimLeases(registry, self._planner, clock)
         self._files = files
         self._ensure_cdi_names = ensure_cdi_names
         self._ensure_monitored = ensure_monitored
@@ -217,7 +214,7 @@ class ClaimPreparer:
         """Return a claim's devices with `adminAccess`, once the runtime has them."""
         prepared = self.states.prepared
         try:
-            devices = monitor_devices(allocation.admin, self._registry.snapshot, self._node)
+            devices = monitor_devices(allocation.admin, self._registry.snapshot)
         except RequestError:
             self.states.refused[claim] = allocation
             raise
@@ -284,7 +281,7 @@ class ClaimPreparer:
         """Return whether a refused claim would be prepared now."""
         snapshot = self._registry.snapshot
         try:
-            monitor_devices(allocation.admin, snapshot, self._node)
+            monitor_devices(allocation.admin, snapshot)
             parts, _ = self._planner.plan(claim, allocation.results, snapshot)
         except RequestError:
             return False

@@ -196,8 +196,8 @@ class DeviceState(msgspec.Struct, frozen=True):
 def device_states(snapshot: Snapshot, node: str) -> tuple[DeviceState, ...]:
     """Return the health of all devices of a node."""
     return tuple(
-        DeviceState(pool_name(node, gpu), device.name, not reason, reason)
-        for gpu, state in snapshot.gpus.items()
+        DeviceState(pool_name(node), device.name, not reason, reason)
+        for state in snapshot.gpus.values()
         for device in devices_of(state)
         for reason in (_fault(state, device),)
     )

@@ -280,7 +280,7 @@ class SimResourceSlices:
 
     Attributes:
         dropped: the fields of features that are off, as `consumesCounters`.
-        refused: the pools whose slices are not valid.
+        refused: the names of counter sets and devices that are not valid.
         dry_runs: whether every webhook of slices supports dry runs.
     """
 
@@ -297,7 +297,8 @@ class SimResourceSlices:
         """
         content, key = self._stored(body), (_KIND, "", name)
         spec = content["spec"]
-        if spec["pool"]["name"] in self.refused:
+        contents = (*(spec.get("sharedCounters") or ()), *(spec.get("devices") or ()))
+        if not self.refused.isdisjoint(part["name"] for part in contents):
             raise ApiError(422, "Invalid", "spec: a test made it invalid")
         if spec.get("sharedCounters") and spec.get("devices"):
             raise ApiError(422, "Invalid", "spec: only one of sharedCounters and devices")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from metagpu.core.devices.devices import gpu_of_pool
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.core.model.quantities import whole_number
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.cluster.pod_objects import is_unschedulable, node_of, phase_of, requests_of
@@ -84,11 +84,12 @@ def _unschedulable(pod: Object) -> str:
 
 
 def _claimed_device(result: Object, gpus: Mapping[str, int]) -> ClaimedDeviceView:
-    gpu, device = result["pool"].rpartition("/")[2], result["device"]
+    device = result["device"]
+    gpu = gpu_of_device(device)
     return ClaimedDeviceView(
         request=result["request"],
-        gpu=gpus.get(gpu_of_pool(result["pool"])),
-        part=device.removeprefix(gpu).removeprefix("-") or "gpu",
+        gpu=gpus.get(gpu),
+        part=device.removeprefix(gpu.lower()).removeprefix("-") or "gpu",
         consumed=result.get("consumedCapacity") or {},
     )
 

@@ -27,6 +27,7 @@ from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
+from metagpu.core.devices.devices import gpu_of_device
 from metagpu.core.grants.injection import VISIBLE_DEVICES
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.gpu import GpuId
@@ -394,7 +395,8 @@ def _are_published(cluster: SingleNodeCluster, gpus: int) -> bool:
     slices = [it for key, it in objects.items() if key[0] == "resourceslices"]
     found = gather_pools(slices, cluster.name)
     ready = [device for device in found.devices if not device.spec.get("taints")]
-    return len(ready) == len(found.devices) and len({device.id.pool for device in ready}) == gpus
+    seen = {gpu_of_device(it.id.device) for it in ready}
+    return len(ready) == len(found.devices) and len(seen) == gpus
 
 
 async def _add(cluster: SingleNodeCluster, claim: DemoClaim, gpus: int) -> Mapping[str, Any]:

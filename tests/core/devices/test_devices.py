@@ -5,7 +5,6 @@ import re
 import pytest
 
 from metagpu.core.devices.devices import Device, devices_of, find_device, pool_name
-from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import UnknownDevice
 from tests.backends.mig.gpus import mig_gpu
 from tests.rigs.build import gpu, offered
@@ -85,13 +84,20 @@ def test_a_pool_of_the_device_plugin_api_has_no_devices() -> None:
 def test_a_device_is_found_by_the_names_of_an_allocation() -> None:
     """The two names of an allocation lead to the device; a wrong one says what to do."""
     _, snapshot = offered(gpu(0), gpu(1), text=FOUR)
-    pool = pool_name("n1.example", gpu(1).id)
+    pool = pool_name("n1.example")
 
-    device = find_device(snapshot, "n1.example", pool, f"{gpu(1).id.lower()}-mps")
+    device = find_device(snapshot, pool, f"{gpu(1).id.lower()}-mps")
     assert (device.gpu, device.backend) == (gpu(1).id, "mps")
 
     with pytest.raises(UnknownDevice, match="offers other devices now; delete the ResourceClaim"):
-        find_device(snapshot, "n1.example", pool, "gpu-of-before")
-    other = pool_name("n1.example", GpuId("GPU-gone"))
-    with pytest.raises(UnknownDevice, match=r"node n1.example has no such GPU"):
-        find_device(snapshot, "n1.example", other, device.name)
+        find_device(snapshot, pool, f"{gpu(1).id.lower()}-of-before")
+    with pytest.raises(UnknownDevice, match=r"the node has no such GPU"):
+        find_device(snapshot, pool, f"{gpu(2).id.lower()}-mps")
+
+
+def test_a_claim_of_an_earlier_pool_has_its_device() -> None:
+    """Earlier versions had a pool for each GPU: the device's name alone says which it is."""
+    _, snapshot = offered(gpu(0), text=FOUR)
+    uuid = gpu(0).id.lower()
+
+    assert find_device(snapshot, f"n1/{uuid}", f"{uuid}-mps").backend == "mps"

@@ -39,18 +39,26 @@ def _every_profile(of: Gpu) -> str:
     return MIXED.format(f"profiles: {json.dumps([it.name for it in of.mig_profiles])}")
 
 
-def _published(snapshot: Snapshot, of: Gpu | None = None) -> tuple[SliceSpec, ...]:
-    return slices_of(snapshot, "n1", "gpu.metagpu.io")[(of or gpu(0)).id]
+def _published(snapshot: Snapshot) -> tuple[SliceSpec, ...]:
+    """Return the slices of the node's pool."""
+    return slices_of(snapshot, "n1", "gpu.metagpu.io")["n1"]
 
 
 def _devices(snapshot: Snapshot, of: Gpu | None = None) -> Mapping[str, Any]:
-    """Return the published devices of a GPU, by the ends of their names."""
+    """Return the published devices of the only GPU, by the ends of their names."""
     uuid = (of or gpu(0)).id.lower()
     return {
         it["name"].removeprefix(f"{uuid}-"): it
-        for spec in _published(snapshot, of)
+        for specs in slices_of(snapshot, "n1", "gpu.metagpu.io").values()
+        for spec in specs
         for it in spec.get("devices", ())
     }
+
+
+def _claimed(*shares: Share, at: float = 1, pool: str = "n1") -> SharesClaimed:
+    """Return the fact that a claim whose device is of a pool has got shares."""
+    pools = {it.id: f"gpu.metagpu.io/{pool}" for it in shares}
+    return SharesClaimed(shares, at=at, resource_claim=CLAIM, pools=pools)
 
 
 def _after(*facts: Fact, text: str = FOUR) -> Snapshot:
@@ -77,18 +85,19 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
     bare = replace(gpu(0), numa_node=1, compute_capability=(8, 0), architecture="ampere")
     bare = replace(bare, brand="Nvidia")
     snapshot = after(DriverRead(Versions("550.54.05", (12, 4))), since=offered(bare, text=FOUR)[1])
-    counters, devices = slices_of(snapshot, "n1", "gpu.metagpu.io", {bare.id: "pci0000:00"})[
-        bare.id
-    ]
+    pools = slices_of(snapshot, "n1", "gpu.metagpu.io", {bare.id: "pci0000:00"})
+    (counters, devices), (looking,) = pools["n1"], pools["n1/monitor"]
     uuid = bare.id.lower()
-    pool = {"name": f"n1/{uuid}", "generation": 1, "resourceSliceCount": 2}
+    pool = {"name": "n1", "generation": 1, "resourceSliceCount": 2}
     common = {"driver": "gpu.metagpu.io", "nodeName": "n1", "pool": pool}
     one = {"owner": {"value": "1"}}
-    consumes = [{"counterSet": "gpu", "counters": one}]
+    consumes = [{"counterSet": uuid, "counters": one}]
 
-    assert counters == {**common, "sharedCounters": [{"name": "gpu", "counters": one}]}
+    assert counters == {**common, "sharedCounters": [{"name": uuid, "counters": one}]}
     assert devices == {**common, "devices": devices["devices"]}
-    whole, fraction, timeslice, mps, monitor = devices["devices"]
+    whole, fraction, timeslice, mps = devices["devices"]
+    [monitor] = looking["devices"]
+    assert looking["pool"] == {"name": "n1/monitor", "generation": 1, "resourceSliceCount": 1}
     attributes = {
         "type": {"string": "gpu"},
         "resource": {"string": "nvidia.com/gpu"},
@@ -142,10 +151,12 @@ def test_one_device_needs_no_counters() -> None:
 
 def test_a_plain_cluster_gets_whole_gpus_alone() -> None:
     """Without counters the scheduler would allocate a fraction beside the whole GPU."""
-    [[only]] = slices_of(_after(), "n1", "gpu.metagpu.io", plain=True).values()
+    [only], [looking] = slices_of(_after(), "n1", "gpu.metagpu.io", plain=True).values()
 
     uuid = gpu(0).id.lower()
-    assert [it["name"] for it in only["devices"]] == [uuid, f"{uuid}-monitor"]
+    assert [it["name"] for it in only["devices"]] == [uuid]
+    assert "consumesCounters" not in only["devices"][0]
+    assert [it["name"] for it in looking["devices"]] == [f"{uuid}-monitor"]
     assert slices_of(_after(text=SIZED), "n1", "gpu.metagpu.io", plain=True) == {}
 
 
@@ -178,7 +189,7 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     """Places exclude each other exactly as shares conflict; a fraction excludes every place."""
     of = replace(mig_gpu(0), mig_enabled=False)
     snapshot = offered(of, text=_every_profile(of))[1]
-    [shared] = _published(snapshot, of)[0]["sharedCounters"]
+    [shared] = _published(snapshot)[0]["sharedCounters"]
     consumed = {
         name: set(it["consumesCounters"][0]["counters"])
         for name, it in _devices(snapshot, of).items()
@@ -212,7 +223,7 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
 def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
     """Names, devices of a slice and counters of a set are as many and as long as allowed."""
     of = mig_gpu(0, model)
-    first, *lists = _published(offered(of, text=_every_profile(of))[1], of)
+    first, *lists = _published(offered(of, text=_every_profile(of))[1])
     [counters] = [it["counters"] for it in first["sharedCounters"]]
 
     assert len(counters) <= 32
@@ -223,8 +234,6 @@ def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
         for device in devices:
             assert LABEL.fullmatch(device["name"])
             assert all(map(QUALIFIED.fullmatch, {**device["attributes"], **device["capacity"]}))
-            if device["name"].endswith("-monitor"):
-                continue
             [consumed] = device["consumesCounters"]
             assert counters.keys() >= consumed["counters"].keys() > set()
 
@@ -244,7 +253,7 @@ def test_the_shares_of_an_instance_are_one_device() -> None:
 def test_resource_claims_change_nothing() -> None:
     """The scheduler knows what it allocated: nothing is written while claims come and go."""
     shares = _shares("fraction", 30)
-    held = _after(SharesClaimed(shares, at=1, resource_claim=CLAIM))
+    held = _after(_claimed(*shares))
 
     assert _published(held) == _published(_after())
     assert _published(after(SharesReleased(shares, at=2), since=held)) == _published(_after())
@@ -261,13 +270,41 @@ def test_pods_of_before_a_reload_take_from_the_devices() -> None:
     assert (_value(every), _taints(every)) == ("50", {HELD: "fraction"})
 
 
+def test_claims_of_an_earlier_pool_take_from_the_devices() -> None:
+    """The scheduler counts a claim under the pool and driver that it has: not under a new name."""
+    earlier = f"n1/{gpu(0).id.lower()}"
+    some = _devices(_after(_claimed(*_shares("fraction", 30), pool=earlier)))
+    assert (_value(some["fraction"]), _taints(some["fraction"])) == ("20", {})
+    assert _taints(some["mps"]) == {HELD: "fraction"}
+
+    whole = _devices(_after(_claimed(*_shares("whole", 1), pool=earlier)))
+    assert _taints(whole[gpu(0).id.lower()]) == {HELD: "whole"}
+
+
+def test_each_gpu_has_a_counter_set_once_one_has_several_devices() -> None:
+    """A pool of several GPUs counts by GPU: whole GPUs too, beside others with fractions."""
+    text = """\
+version: metagpu/v1
+pools:
+  - {name: a, gpus: {index: 0}, api: dra, backends: [{backend: whole}]}
+  - {name: b, gpus: {index: 1}, api: dra, backends: [{backend: whole}, {backend: fraction}]}
+"""
+    specs = _published(offered(gpu(0), gpu(1), text=text)[1])
+    sets = [it["name"] for spec in specs for it in spec.get("sharedCounters", ())]
+    consumed = [
+        it["consumesCounters"][0]["counterSet"] for spec in specs for it in spec.get("devices", ())
+    ]
+
+    first, second = (gpu(n).id.lower() for n in (0, 1))
+    assert (sets, consumed) == ([first, second], [first, second, second])
+    assert {it["pool"]["resourceSliceCount"] for it in specs} == {len(specs)} == {4}
+
+
 def test_a_full_gpu_offers_what_is_consumed() -> None:
     """Once MPS serves its clients, no share more is there to be allocated."""
     text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
     first, second, *_ = _shares("mps", 3)
-    claims = [
-        SharesClaimed((it,), at=n, resource_claim=CLAIM) for n, it in enumerate((first, second))
-    ]
+    claims = [_claimed(it, at=n) for n, it in enumerate((first, second))]
 
     assert _value(_devices(_after(claims[0], text=text))["mps"]) == "10"
     assert _value(_devices(_after(*claims, text=text))["mps"]) == "2"
@@ -278,7 +315,7 @@ def test_a_gpu_that_is_full_of_pods_is_tainted() -> None:
     text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
     first, second, *_ = _shares("mps", 3)
     pods = [SharesClaimed((it,), at=n) for n, it in enumerate((first, second))]
-    claim = SharesClaimed((second,), at=1, resource_claim=CLAIM)
+    claim = _claimed(second)
 
     one = _devices(_after(pods[0], text=text))["mps"]
     assert (_value(one), HELD in _taints(one)) == ("9", False)

@@ -1,5 +1,6 @@
 """ResourceSlices at the API server: written, kept, and as few writes as that takes."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,11 +33,26 @@ UUIDS = tuple(gpu(n).id for n in range(2))
 PATH = "/apis/resource.k8s.io/v1/resourceslices"
 
 
-def slices(server: SimApiServer, index: int) -> list[Mapping[str, Any]]:
-    """Return the specs of a GPU's slices, in the order of their names."""
-    name = f"{NODE}/{UUIDS[index].lower()}"
+def named_slices(server: SimApiServer, index: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names and specs of a GPU's slices in the pool of the node, in order."""
     found = [(key[2], it) for key, it in server.store.objects.items() if key[0] == COLLECTION]
-    return [it["spec"] for _, it in sorted(found) if it["spec"]["pool"]["name"] == name]
+    return [
+        (name, it["spec"])
+        for name, it in sorted(found, key=lambda each: each[0])
+        if it["spec"]["pool"]["name"] == NODE
+        for part in (*it["spec"].get("sharedCounters", ()), *it["spec"].get("devices", ()))[:1]
+        if part["name"].startswith(UUIDS[index].lower())
+    ]
+
+
+def slices(server: SimApiServer, index: int) -> list[Mapping[str, Any]]:
+    """Return the specs of a GPU's slices in the pool of the node, in order."""
+    return [spec for _, spec in named_slices(server, index)]
+
+
+def devices(server: SimApiServer, index: int) -> list[str]:
+    """Return the names of a GPU's devices in the pool of the node."""
+    return [it["name"] for spec in slices(server, index) for it in spec.get("devices", ())]
 
 
 def names(server: SimApiServer) -> list[str]:
@@ -74,35 +90,53 @@ async def publishing(
     """Run the cluster plugin until the block ends, from the moment its slices are there."""
     async with cluster_at_work(tmp_path, Feature.LABELS, *further, server=server) as it:
         it.offer(text)
-        await it.server.until(lambda: slices(it.server, 0) and slices(it.server, 1))
-        await it.server.until(lambda: len(slices(it.server, 1)) == len(slices(it.server, 0)))
+        await it.server.until(lambda: is_complete(it.server))
         yield it
 
 
-async def test_each_gpu_gets_a_pool_of_the_nodes_own(tmp_path: Path) -> None:
+def is_complete(server: SimApiServer) -> bool:
+    """Return whether both pools have all their slices, of one generation."""
+    pools = defaultdict[str, list[Mapping[str, Any]]](list)
+    for key, it in server.store.objects.items():
+        if key[0] == COLLECTION:
+            pools[it["spec"]["pool"]["name"]].append(it["spec"]["pool"])
+    wanted = {NODE, f"{NODE}/monitor"}
+    parts = [(len(found), [it["resourceSliceCount"] for it in found]) for found in pools.values()]
+    same = all(len({it["generation"] for it in found}) == 1 for found in pools.values())
+    return pools.keys() == wanted and same and all(set(n) == {count} for count, n in parts)
+
+
+async def test_the_node_owns_the_slices_of_its_gpus(tmp_path: Path) -> None:
     """The Node owns counters and devices; what changes nothing in them writes nothing."""
     async with publishing(tmp_path) as it:
-        counters, devices = slices(it.server, 0)
+        counters, offered = slices(it.server, 0)
         assert counters["sharedCounters"]
-        assert len(devices["devices"]) == 5
-        assert devices["devices"][0]["attributes"]["resource.kubernetes.io/pcieRoot"]
+        assert len(offered["devices"]) == 4
+        assert offered["devices"][0]["attributes"]["resource.kubernetes.io/pcieRoot"]
         assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
 
         owner = it.server.store.objects[COLLECTION, "", names(it.server)[0]]["metadata"]
         assert owner["ownerReferences"][0]["uid"] == it.server.node(NODE)["metadata"]["uid"]
-        assert len(writes(it.server)) == 4
+        [(_, looking)] = [
+            (key, it["spec"])
+            for key, it in it.server.store.objects.items()
+            if key[0] == COLLECTION and it["spec"]["pool"]["name"] == f"{NODE}/monitor"
+        ]
+        assert len(looking["devices"]) == 2
+        assert len(writes(it.server)) == 5
         it.registry.events.publish(LayoutApplied())
-        claim = ResourceClaimRef("ns", "a", "u")
-        it.registry.apply(SharesClaimed(_some(it), at=1, resource_claim=claim))
+        it.registry.apply(_claimed(it, NODE))
         await anyio.sleep(0.15)
-        assert len(writes(it.server)) == 4
+        assert len(writes(it.server)) == 5
 
 
-def _some(it: Scene) -> tuple[Any, ...]:
-    return it.registry.snapshot.gpus[UUIDS[0]].shares[1:3]
+def _claimed(it: Scene, pool: str) -> SharesClaimed:
+    claim, shares = ResourceClaimRef("ns", "a", "u"), it.registry.snapshot.gpus[UUIDS[0]].shares
+    pools = {share.id: f"gpu.metagpu.io/{pool}" for share in shares}
+    return SharesClaimed(shares[1:3], at=1, resource_claim=claim, pools=pools)
 
 
-async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None:
+async def test_a_change_of_one_gpu_writes_its_devices_alone(tmp_path: Path) -> None:
     """A fault taints every device of the GPU, in one write of one slice; churn is conflated."""
     async with publishing(tmp_path) as it:
         earlier = writes(it.server)
@@ -111,7 +145,7 @@ async def test_a_change_of_one_gpu_writes_its_pool_alone(tmp_path: Path) -> None
         assert generations(it.server, 1) == [1, 1]
         assert (generations(it.server, 0), taints(it.server, 0)) == ([1, 1], set())
         [write] = writes(it.server)[len(earlier) :]
-        assert write.endswith(f"{UUIDS[1].lower()}-01")
+        assert write == f"PUT {named_slices(it.server, 1)[1][0]}"
 
         before, began = len(writes(it.server)), anyio.current_time()
         for number in range(200):
@@ -159,30 +193,64 @@ async def test_a_gpu_that_changes_seldom_is_written_first(tmp_path: Path) -> Non
         it.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
         await it.server.until(lambda: not taints(it.server, 0) and taints(it.server, 1))
         first, second = writes(it.server)[before:]
-        assert UUIDS[1].lower() in first
-        assert UUIDS[0].lower() in second
+        assert first.endswith(named_slices(it.server, 1)[1][0])
+        assert second.endswith(named_slices(it.server, 0)[1][0])
 
 
-async def test_slices_that_change_together_are_of_a_new_generation(tmp_path: Path) -> None:
-    """Readers of a pool see all of a change, or nothing: one slice alone is not read."""
+async def test_faults_of_all_gpus_keep_the_pool_complete(tmp_path: Path) -> None:
+    """Each GPU is written by itself, in the generation that is there."""
+    async with publishing(tmp_path) as it:
+        before = len(writes(it.server))
+        for uuid in UUIDS:
+            it.registry.apply(GpuFaulted(uuid, "XID 79", 1, Fault.XID))
+        await it.server.until(lambda: taints(it.server, 0) and taints(it.server, 1))
+        assert len(writes(it.server)) - before == 2
+        assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
+
+
+async def test_slices_that_come_are_of_a_new_generation(tmp_path: Path) -> None:
+    """Readers of a pool see all of a change, or nothing: an incomplete pool is not read."""
     async with publishing(tmp_path) as it:
         it.server.store.delete((COLLECTION, "", names(it.server)[0]))
         await it.server.until(lambda: generations(it.server, 0) == [2, 2])
+        await it.server.until(lambda: generations(it.server, 1) == [2, 2])
+
+
+async def test_slices_of_an_earlier_shape_go_before_the_new_ones_come(tmp_path: Path) -> None:
+    """In two pools at once the scheduler would allocate one GPU twice."""
+    server = SimApiServer()
+    earlier = f"{NODE}/{UUIDS[0].lower()}"
+    pool = {"name": earlier, "generation": 1, "resourceSliceCount": 1}
+    name = f"gpu.metagpu.io-{NODE}-{UUIDS[0].lower()}-00"
+    metadata = {"name": name, "labels": {"app.kubernetes.io/managed-by": "metagpu"}}
+    spec = {"driver": "gpu.metagpu.io", "nodeName": NODE, "pool": pool, "devices": []}
+    server.store.put((COLLECTION, "", name), {"metadata": metadata, "spec": spec})
+    async with publishing(tmp_path, server=server) as it:
+        assert writes(server)[0] == f"DELETE {name}"
+        it.registry.apply(_claimed(it, earlier))
+        await server.until(lambda: taints(server, 0) == {"metagpu.io/held"})
+
+
+async def test_slices_that_another_driver_of_the_name_left_go(tmp_path: Path) -> None:
+    """They are of the same pool: of a later generation, they would hide those of metagpu."""
+    server = SimApiServer()
+    pool = {"name": NODE, "generation": 7, "resourceSliceCount": 1}
+    spec = {"driver": "gpu.metagpu.io", "nodeName": NODE, "pool": pool, "devices": []}
+    server.store.put((COLLECTION, "", "left"), {"metadata": {"name": "left"}, "spec": spec})
+    async with publishing(tmp_path, server=server):
+        await server.until(lambda: "left" not in names(server))
+        assert generations(server, 0) == [8, 8]
 
 
 async def test_a_slice_that_exists_unknown_is_replaced(tmp_path: Path) -> None:
     """A creation that is refused, for the slice exists, says nothing of what it contains."""
-    server = SimApiServer()
-    pool = {"name": f"{NODE}/{UUIDS[0].lower()}", "generation": 1, "resourceSliceCount": 2}
-    for number in range(2):
-        name = f"gpu.metagpu.io-{NODE}-{UUIDS[0].lower()}-0{number}"
-        spec = {"driver": "gpu.metagpu.io", "nodeName": NODE, "pool": pool, "devices": []}
-        server.store.put((COLLECTION, "", name), {"metadata": {"name": name}, "spec": spec})
-    async with publishing(tmp_path, server=server):
-        await server.until(
-            lambda: [len(it.get("devices", ())) for it in slices(server, 0)] == [0, 5]
-        )
-        await server.until(lambda: slices(server, 0)[0].get("sharedCounters"))
+    async with publishing(tmp_path) as it:
+        assert it.cluster.connection
+        assert it.cluster.connection.slices
+        del it.cluster.connection.slices.own.objects[names(it.server)[0]]
+        it.registry.events.publish(LayoutApplied())
+        await it.server.until(lambda: generations(it.server, 0) > [1, 1])
+        await it.server.until(lambda: len(set(generations(it.server, 0))) == 1)
 
 
 async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
@@ -199,7 +267,7 @@ async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
 async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
     """Somebody who edits a slice sees the effect for half a minute."""
     async with publishing(tmp_path) as it:
-        name = names(it.server)[1]
+        name = named_slices(it.server, 0)[1][0]
         edited = it.server.store.objects[COLLECTION, "", name]
         devices = edited["spec"]["devices"][:1]
         it.server.store.put(
@@ -209,7 +277,7 @@ async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) ->
         assert len(slices(it.server, 0)[1]["devices"]) == 1
 
         skip(31)
-        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 5)
+        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 4)
         assert generations(it.server, 0) == [1, 1]
 
 
@@ -218,16 +286,16 @@ async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
     async with publishing(tmp_path) as first:
         first.server.store.delete((COLLECTION, "", names(first.server)[0]))
         await first.server.until(lambda: generations(first.server, 0) == [2, 2])
+        await first.server.until(lambda: is_complete(first.server))
     server, count = first.server, len(writes(first.server))
 
     async with publishing(tmp_path, server=server) as second:
         await anyio.sleep(0.2)
-        assert len(writes(server)) == count
+        assert writes(server)[count:] == []
 
         second.driver = "gpu.example.com"
         second.registry.events.publish(LayoutApplied())
-        await server.until(lambda: all("gpu.example.com" in name for name in names(server)))
-        assert len(names(server)) == 4
+        await server.until(lambda: ["gpu.example.com" in it for it in names(server)] == [True] * 5)
 
 
 async def test_a_pool_of_another_api_takes_its_slices_back(tmp_path: Path) -> None:
@@ -258,12 +326,8 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
     server = SimApiServer()
     server.resource_slices.dropped = {"sharedCounters", "consumesCounters", "requestPolicy"}
     async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as it:
-        await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
-        [only] = slices(server, 0)
-        assert [device["name"] for device in only["devices"]] == [
-            UUIDS[0].lower(),
-            f"{UUIDS[0].lower()}-monitor",
-        ]
+        await server.until(lambda: devices(server, 0) == [UUIDS[0].lower()])
+        await server.until(lambda: devices(server, 1) == [UUIDS[1].lower()])
         problem = slices_of(it).problem
         assert problem.startswith(
             "the API server dropped sharedCounters, devices[].consumesCounters, "
@@ -274,6 +338,7 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
         await server.until(
             lambda: problem in [e["note"] for e in server.events() if e["reason"] == reason]
         )
+        await server.until(lambda: is_complete(server))
         count = len(writes(server))
         it.registry.events.publish(LayoutApplied())
         await anyio.sleep(0.2)
@@ -320,7 +385,7 @@ async def test_a_field_that_no_slice_has_now_is_still_dropped(tmp_path: Path) ->
         skip(601)
         await becomes(lambda: len(writes(server)) >= len(before) + 2)
         it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
-        await becomes(lambda: writes(server)[-1].endswith(f"{UUIDS[1].lower()}-01"))
+        await becomes(lambda: writes(server)[-1] == f"PUT {named_slices(server, 1)[1][0]}")
         assert "devices[].taints from" in slices_of(it).dropped
         assert writes(server)[len(before) : -1] == ["POST resourceslices"] * 2
 
@@ -343,14 +408,16 @@ async def test_an_api_server_without_dry_runs_gets_slices(tmp_path: Path) -> Non
         assert "devices[].taints from" in slices_of(it).dropped
 
 
-async def test_a_pool_that_is_refused_keeps_no_other_from_being_written(tmp_path: Path) -> None:
-    """The pools of other GPUs are published, and the problem is reported."""
+async def test_a_gpu_that_is_refused_keeps_no_other_from_being_published(tmp_path: Path) -> None:
+    """The pool of the other GPUs is complete, and the problem is reported."""
     server = SimApiServer()
-    server.resource_slices.refused.add(f"{NODE}/{UUIDS[0].lower()}")
+    server.resource_slices.refused.add(f"{UUIDS[0].lower()}-mps")
     async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
         it.offer(FOUR)
-        await server.until(lambda: len(slices(server, 1)) == 2)
         await becomes(lambda: "a test made it invalid" in _problem(it))
+        assert slices(server, 0) == []
+        assert [spec["pool"]["resourceSliceCount"] for spec in slices(server, 1)] == [2, 2]
+        assert len(set(generations(server, 1))) == 1
         server.resource_slices.refused.clear()
         await server.until(lambda: len(slices(server, 0)) == 2)
 

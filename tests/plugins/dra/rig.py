@@ -231,7 +231,7 @@ class DraNode(KubeletCalls):
         """Build a result of an allocation: the device of a type on a GPU."""
         state = self.registry.snapshot.gpus[gpu.id]
         device = next(it for it in devices_of(state) if it.type == kind)
-        found = {"request": request, "driver": DRIVER, "pool": pool_name(NODE, gpu.id)}
+        found = {"request": request, "driver": DRIVER, "pool": pool_name(NODE)}
         return {**found, "device": device.name, **more}
 
     def fraction(self, gpu: Gpu, shares: int, request: str = "gpu") -> dict[str, Any]:
