@@ -68,7 +68,9 @@ def token(node: Node, account: tuple[str, ...]) -> Iterator[Token]:
     node.kubectl("delete", "node", NEIGHBOUR)
 
 
-LABELS: dict[str, Any] = {"metadata": {"labels": {"nvidia.com/gpu.count": "8"}}}
+LABELS: dict[str, Any] = {
+    "metadata": {"labels": {"nvidia.com/gpu.count": "8", "nvidia.com/mps.capable": "true"}}
+}
 ALLOWED: dict[str, tuple[dict[str, Any], bool]] = {
     "labels": (LABELS, False),
     "condition": (
@@ -115,7 +117,10 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], bool, str]] = {
     ),
 }
 """What it does not write, and the words of the refusal."""
-OWN_SLICES = "metagpu writes the ResourceSlices of its own node alone, in pools NODE/..."
+OWN_SLICES = (
+    "metagpu writes the ResourceSlices of its own node alone, in pool NODE of gpu.metagpu.io and in "
+    "NODE/..."
+)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,8 @@ def test_a_token_reports_events_in_its_own_name(token: Token) -> None:
 
 def test_a_token_publishes_the_gpus_of_its_node(neighbour: Token) -> None:
     """The policy lets through the ResourceSlices of the own node."""
-    assert publish(neighbour, NEIGHBOUR, f"{NEIGHBOUR}/gpu-1") == ""
+    assert publish(neighbour, NEIGHBOUR, NEIGHBOUR) == ""
+    assert publish(neighbour, NEIGHBOUR, f"{NEIGHBOUR}/monitor") == ""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,8 @@ def test_a_token_publishes_the_gpus_of_its_node(neighbour: Token) -> None:
         ("127.0.0.1", f"{NEIGHBOUR}/gpu-1"),
         (NEIGHBOUR, "127.0.0.1/gpu-1"),
         (NEIGHBOUR, f"{NEIGHBOUR}2/gpu-1"),
-        (NEIGHBOUR, NEIGHBOUR),
+        (NEIGHBOUR, f"{NEIGHBOUR}2"),
+        ("127.0.0.1", "127.0.0.1"),
     ],
 )
 def test_a_token_publishes_nothing_else(neighbour: Token, of_node: str, pool: str) -> None:
@@ -194,12 +201,13 @@ def test_a_token_publishes_nothing_else(neighbour: Token, of_node: str, pool: st
     assert f"{OWN_SLICES}: this token is of node {NEIGHBOUR}" in refused
 
 
-def test_slices_of_another_driver_are_not_deleted(node: Node, neighbour: Token) -> None:
-    """A token deletes no ResourceSlice of another driver of its node, whose pool is the node."""
+def test_slices_of_another_driver_are_not_touched(node: Node, neighbour: Token) -> None:
+    """A token writes and deletes none of another driver of its node, whose pool is the node."""
     node.kubectl.apply(_slice(NEIGHBOUR, NEIGHBOUR, "gpu.example.com"))
     try:
         refused = neighbour.send("DELETE", f"{SLICES}/policy?dryRun=All", {}, "application/json")
         assert OWN_SLICES in refused
+        assert OWN_SLICES in publish(neighbour, NEIGHBOUR, NEIGHBOUR, "gpu.example.com")
     finally:
         node.kubectl("delete", "resourceslice", "policy")
 
@@ -249,9 +257,9 @@ def report(token: Token, controller: str, instance: str) -> str:
     return token.send("POST", path, event, "application/json")
 
 
-def publish(token: Token, of_node: str, pool: str) -> str:
+def publish(token: Token, of_node: str, pool: str, driver: str = "gpu.metagpu.io") -> str:
     """Publish a ResourceSlice, which nobody sees; return the API server's refusal."""
-    body = _slice(of_node, pool, "gpu.metagpu.io")
+    body = _slice(of_node, pool, driver)
     return token.send("POST", f"{SLICES}?dryRun=All", body, "application/json")
 
 
