@@ -118,8 +118,8 @@ FORBIDDEN: dict[str, tuple[dict[str, Any], bool, str]] = {
 }
 """What it does not write, and the words of the refusal."""
 OWN_SLICES = (
-    "metagpu writes the ResourceSlices of its own node alone, in pool NODE of gpu.metagpu.io and in "
-    "NODE/..."
+    "metagpu writes the ResourceSlices of its own node alone, in pool NODE of gpu.metagpu.io "
+    "and in NODE/..."
 )
 
 

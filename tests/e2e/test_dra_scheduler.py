@@ -15,13 +15,28 @@ from metagpu.plugins.dra.allocation import parse_allocation
 from tests.backends.mig.gpus import mig_gpu
 from tests.e2e.claims import shares
 from tests.e2e.cluster import NAMESPACE
-from tests.e2e.fake_node import DRIVER, NODE, FakeNode, capacity, exactly, fake_node, together
+from tests.e2e.fake_node import (
+    DRIVER,
+    MARK,
+    NODE,
+    FakeNode,
+    allocations_of,
+    capacity,
+    exactly,
+    fake_node,
+    together,
+)
 from tests.e2e.instances import MEMORY_SLICES
 from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, nvidia_classes
+from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
+from tests.e2e.rig.waiting import wait_for
 from tests.rigs.build import gpu, offered
 
+CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
+FIXED_AMOUNT = "extendedResourceCapacityRequests"
+"""A field of DeviceClasses by KEP-6406."""
 SHARED = """\
 version: metagpu/v1
 pools:
@@ -223,6 +238,37 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
             constraints=[{"requests": [], "matchAttribute": f"{NVIDIA}/parentUUID"}],
         )
         assert len(mig_devices) == len(profiles)
+
+
+def test_a_class_fixes_the_amount_of_a_name_in_limits(empty: FakeNode, node: Node) -> None:
+    """Each device of the name is of the amount of its class, where the API server has the field."""
+    fraction = f"device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == 'fraction'"
+    spec = {
+        "extendedResourceName": "example.com/quarter",
+        FIXED_AMOUNT: capacity(shares=25),
+        "selectors": [{"cel": {"expression": fraction}}],
+    }
+    limits = {"limits": {"example.com/quarter": "1"}}
+    main = {"name": "main", "image": BUSYBOX_IMAGE, "resources": limits}
+    where = {"nodeSelector": MARK, "tolerations": [{"operator": "Exists"}]}
+    with node.api() as api:
+        stored = api.call("POST", CLASSES, {"metadata": {"name": "quarter"}, "spec": spec})
+        try:
+            if FIXED_AMOUNT not in stored["spec"]:
+                pytest.skip(f"this API server drops {FIXED_AMOUNT}: it is alpha in Kubernetes 1.38")
+            empty.publish(slices(gpu(0), text=FRACTIONS))
+            api.create(
+                NAMESPACE,
+                {"metadata": {"name": "quarter"}, "spec": {"containers": [main], **where}},
+            )
+            [(found,)] = wait_for(
+                "a claim for the name",
+                lambda: list(filter(None, map(allocations_of, empty.claims().values()))),
+                within_s=60,
+            )
+            assert found.consumed == {"shares": "25"}
+        finally:
+            api.call("DELETE", f"{CLASSES}/quarter")
 
 
 def slices(*gpus: Gpu, text: str = SHARED, driver: str = DRIVER) -> list[Document]:

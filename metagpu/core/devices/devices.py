@@ -105,7 +105,7 @@ def find_device(snapshot: Snapshot, pool: str, device: str) -> Device:
 
 
 def gpu_of_device(device: str) -> GpuId:
-    """Return the GPU of a device, by the device's name, which never changes its meaning."""
+    """Return the GPU of a device, by its name, which never changes its meaning."""
     return GpuId(device[:_GPU_NAME].replace("gpu-", "GPU-", 1))
 
 

@@ -133,7 +133,7 @@ SliceSpec = Mapping[str, Any]
 
 
 class GpuSlices(msgspec.Struct, frozen=True):
-    """What a node publishes of one GPU.
+    """The slices of one GPU, and its device for monitoring.
 
     Attributes:
         contents: what its slices have in the pool of the node: counters first, then devices.
@@ -158,7 +158,7 @@ def slices_of(
     *,
     plain: bool = False,
 ) -> dict[str, tuple[SliceSpec, ...]]:
-    """Return the wanted slices of a node by the names of their pools; none without DRA.
+    """Return the wanted slices of a node by the names of their pools.
 
     Args:
         snapshot: everything known.

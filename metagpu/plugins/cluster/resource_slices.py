@@ -85,7 +85,7 @@ class OwnSlices(Informer):
 
 
 def named(specs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the slices of a pool by their names, in whose order the scheduler reads them.
+    """Return the slices of a pool by name: in this order the scheduler reads them.
 
     A hash tells pools and nodes apart whose names begin alike.
     """

@@ -96,7 +96,7 @@ log = structlog.get_logger()
 
 
 class _Rendered(msgspec.Struct, frozen=True):
-    """What is published of a GPU, with all that it was computed from."""
+    """The slices of a GPU, with all that they were computed from."""
 
     parts: tuple[object, ...]
     slices: GpuSlices | None
@@ -126,7 +126,7 @@ class _Published(msgspec.Struct, frozen=True):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """What the API server refuses of a GPU, and why."""
+    """The slices of a GPU that the API server refuses, and its answer."""
 
     slices: GpuSlices | None
     error: ClusterError
@@ -134,7 +134,7 @@ class _Refused(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class SlicePublisher:
-    """Compares the slices of the node's pools with the snapshot, and writes what differs.
+    """Compares the slices of the node with the snapshot, and writes what differs.
 
     Attributes:
         node: the Node, which owns the slices.
@@ -214,7 +214,7 @@ class SlicePublisher:
         return min(waits, default=None)
 
     async def _render(self, snapshot: Snapshot) -> None:
-        """Compute what is published of each GPU; the same objects for one without a change."""
+        """Compute the slices of each GPU; the same objects for one without a change."""
         for gpu, state in snapshot.gpus.items():
             if gpu not in self._roots:
                 self._roots[gpu] = await to_thread.run_sync(self.pcie_root, state.gpu)
@@ -280,9 +280,8 @@ class SlicePublisher:
         is_complete = before.keys() == wanted.keys() and len(generations) == 1
         if is_complete and not due:
             return min(waits.values(), default=None)
-        if is_complete and (
-            len(due) == 1 or not any("sharedCounters" in it for it in due.values())
-        ):
+        apart = len(due) == 1 or not any("sharedCounters" in it for it in due.values())
+        if is_complete and apart:
             later = min((wait for wait in waits.values() if wait > 0), default=None)
             return await self._write(due, generation, node) or later
         if (wait := self._bucket.wait(now)) > 0:

@@ -1,4 +1,4 @@
-"""How full cluster-autoscaler takes a node for, by the shape of its ResourceSlices."""
+"""The utilization of a node that cluster-autoscaler reads from its ResourceSlices."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -655,6 +655,26 @@ async def test_a_hundred_claims_get_distinct_shares_at_once(node: DraNode) -> No
         assert not node.registry.snapshot.gpus[gpu(0).id].leases
 
 
+async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
+    """An earlier version had a pool for each GPU: the scheduler counts its claims there."""
+    pool = f"node-1/{gpu(0).id.lower()}"
+    claim = node.allocate("earlier", {**node.fraction(gpu(0), 50), "pool": pool})
+    async with node.running():
+        answer = (await node.prepare(claim))[claim.uid]
+        assert (answer.error, answer.devices[0].pool_name) == ("", pool)
+        leases = node.registry.snapshot.gpus[gpu(0).id].leases
+        assert {it.pool for it in leases.values()} == {f"{DRIVER}/{pool}"}
+    node.write_checkpoint({claim: answer.devices})
+
+    node.registry = Registry()
+    node.offer([gpu(0), gpu(1)])
+    node.dra = node.new_dra()
+    async with node.running():
+        leases = node.registry.snapshot.gpus[gpu(0).id].leases
+        assert len(leases) == 50
+        assert {it.pool for it in leases.values()} == {f"{DRIVER}/{pool}"}
+
+
 async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNode) -> None:
     """A new daemon answers alike, writes what is missing, and ends what the kubelet lacks."""
     kept = node.allocate("kept", node.fraction(gpu(0), 40, "a"), node.fraction(gpu(0), 5, "b"))
