@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 13470, ("sim/*",)),
     Capability(
         "DRA",
-        4460,
+        4590,
         (
             "plugins/dra/*",
             "core/devices/*",
