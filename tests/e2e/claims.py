@@ -267,8 +267,8 @@ class ClaimsNode:
                 for it in found.values()
                 for device in it["spec"].get("devices", ())
             }
-            if wrong or len(gpus) != MIG_GPU + 1:
-                raise RigError(f"{len(gpus)} GPUs, pools that are not complete: {wrong}")
+            if wrong or len(gpus) != MIG_GPU + 1 or len(pools) != 2:
+                raise RigError(f"{len(gpus)} GPUs in {len(pools)} pools; not complete: {wrong}")
             return found
 
         return wait_for("complete pools", complete, within_s=within_s, pause_s=PAUSE_S)
