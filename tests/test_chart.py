@@ -345,7 +345,7 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     assert driver["resourceNames"] == ["gpu.example.com"]
     for policy in ("mine-slices", "mine-claims", "mine-claim-status"):
         assert ("ValidatingAdmissionPolicyBinding", policy) in by_name
-    assert "== 'gpu.example.com' && d.pool" in str(
+    assert "== 'gpu.example.com' && (d.pool" in str(
         by_name["ValidatingAdmissionPolicy", "mine-claim-status"]
     )
 
