@@ -353,6 +353,8 @@ async def test_an_api_server_that_gets_the_features_gets_all_devices(tmp_path: P
         it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
         await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
         await becomes(lambda: "devices[].taints from" in _problem(it))
+        await server.until(lambda: is_complete(server))
+        await anyio.sleep(0.1)
         before = writes(server)
 
         skip(601)
