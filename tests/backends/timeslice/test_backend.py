@@ -3,19 +3,14 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from metagpu.backends.timeslice import backend as timeslice
 from metagpu.backends.timeslice.backend import TimesliceBackend
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.config.errors import ConfigError
-from metagpu.core.contracts.backend import Options, installed_backends
 from metagpu.core.errors import ProgramError, ProgramMissing
-from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.request_errors import TooManyReplicas
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share
@@ -64,11 +59,6 @@ def counted(shares: Sequence[Share]) -> dict[str, int]:
 
 
 # --- replicas -------------------------------------------------------------------------------------
-
-
-def test_timeslice_is_an_entry_point() -> None:
-    """The backend `timeslice` is installed as an entry point under its own name."""
-    assert installed_backends()["timeslice"] is TimesliceBackend
 
 
 def test_a_gpu_is_offered_as_often_as_it_has_replicas() -> None:
@@ -137,12 +127,6 @@ def test_wrong_options_are_refused_with_the_allowed_ones(options: str, problem: 
         config(pool(options))
 
 
-def test_only_its_own_options_make_a_backend() -> None:
-    """Options of another backend are a mistake of ours."""
-    with pytest.raises(TypeError, match="timeslice cannot read Options"):
-        TimesliceBackend.configured(Options(backend="other"), Injection())
-
-
 # --- preference -----------------------------------------------------------------------------------
 
 
@@ -187,50 +171,6 @@ def test_a_gpu_of_another_backend_comes_last() -> None:
 
     chosen = layout.backends[SHARED].prefer(available, [], 3, snapshot)
     assert counted(chosen) == {B.id: 3}
-
-
-@st.composite
-def questions(draw: st.DrawFn) -> tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend]:
-    """Create a node of up to four GPUs, some faulty, and any request for its replicas."""
-    gpus = [gpu(index) for index in range(draw(st.integers(1, 4)))]
-    policy = draw(st.sampled_from(["distributed", "packed"]))
-    backend, snapshot = node(*gpus, options=f"replicas: 5, allocationPolicy: {policy}")
-    for each in gpus:
-        if draw(st.booleans()):
-            snapshot = after(GpuFaulted(each.id, "XID 79", at=1), since=snapshot)
-
-    shares = list(snapshot.offers[SHARED].shares.values())
-    available = draw(st.lists(st.sampled_from(shares), unique_by=lambda share: share.id))
-    required = draw(st.lists(st.sampled_from(shares), unique_by=lambda s: s.id, max_size=3))
-    return available, required, draw(st.integers(0, 24)), snapshot, backend
-
-
-@given(questions())
-def test_exactly_as_many_as_asked_for(
-    question: tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend],
-) -> None:
-    """On any node exactly n replicas are preferred while n are there, all required ones in."""
-    available, required, size, snapshot, backend = question
-    chosen = backend.prefer(available, required, size, snapshot)
-    there = {*available, *required}
-
-    assert len(set(chosen)) == len(chosen) == min(size, len(there))
-    assert set(chosen) <= there
-    assert set(required) <= set(chosen) or set(chosen) <= set(required)
-
-
-@given(questions(), st.randoms())
-def test_the_order_of_the_request_does_not_matter(
-    question: tuple[list[Share], list[Share], int, Snapshot, TimesliceBackend], chance: Random
-) -> None:
-    """The kubelet's order is random; the preference is not."""
-    available, required, size, snapshot, backend = question
-    mixed = chance.sample(available, len(available))
-    must = chance.sample(required, len(required))
-
-    assert backend.prefer(mixed, must, size, snapshot) == backend.prefer(
-        available, required, size, snapshot
-    )
 
 
 # --- refusal --------------------------------------------------------------------------------------

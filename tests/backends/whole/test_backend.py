@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from metagpu.backends.whole.backend import WholeBackend, WholeOptions, best_connected, worth
-from metagpu.core.contracts.backend import Options, installed_backends
 from metagpu.core.grants.injection import CONTROL_NODES, DeviceListStrategy, Injection
 from metagpu.core.model.gpu import (
     MIB,
@@ -79,17 +78,6 @@ def test_a_gpu_in_mig_mode_is_not_given() -> None:
     """CUDA sees only the instances of a GPU in MIG mode, so the whole GPU is not usable."""
     assert not whole().shares(replace(A, mig_enabled=True))
     assert len(whole().shares(replace(A, mig_enabled=False))) == 1
-
-
-def test_only_its_own_options_make_a_backend() -> None:
-    """Options of another backend are a mistake of ours."""
-    with pytest.raises(TypeError, match="whole cannot read Options"):
-        WholeBackend.configured(Options(backend="other"), Injection())
-
-
-def test_whole_is_an_entry_point() -> None:
-    """The backend `whole` is an entry point of the installed package."""
-    assert installed_backends()["whole"] is WholeBackend
 
 
 def test_several_gpus_are_the_best_connected() -> None:

@@ -10,7 +10,6 @@ from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import Lease, ResourceName, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
-    GpuFaulted,
     KubeletStarted,
     LeasesObserved,
     SharesClaimed,
@@ -98,13 +97,6 @@ def test_released_shares_are_free() -> None:
     assert events == (SharesReleased(A_SHARES[:2], at=30),)
 
 
-def test_a_faulty_gpu_has_nothing_free() -> None:
-    """A GPU out of service grants no share, whatever its leases."""
-    broken = after(GpuFaulted(A.id, "XID 79", at=5), since=LEASED)
-
-    assert count_free(broken.gpus[A.id], METAGPU) == 0
-
-
 def test_an_observed_holder_is_written_to_the_lease() -> None:
     """The kubelet names the holder of a lease; the lease goes on, without an event."""
     snapshot, events = reduce(LEASED, LeasesObserved({s.id: ALICE for s in A_SHARES[:2]}, at=20))
@@ -124,15 +116,6 @@ def test_a_holder_seen_first_is_a_grant() -> None:
     assert events == (SharesClaimed((A_SHARES[2], B_SHARES[0]), at=9),)
 
 
-def test_a_holder_that_is_gone_is_a_release() -> None:
-    """A lease whose holder the kubelet no longer names ends at once."""
-    held = after(LeasesObserved({s.id: ALICE for s in A_SHARES[:2]}, at=20), since=LEASED)
-    snapshot, events = reduce(held, LeasesObserved({A_SHARES[0].id: ALICE}, at=21))
-
-    assert list(leases(snapshot)) == [A_SHARES[0].id]
-    assert events == (SharesReleased(A_SHARES[1:2], at=21),)
-
-
 def test_a_new_holder_takes_over_the_lease() -> None:
     """A share handed from one container to the next is never free in between."""
     held = after(LeasesObserved({A_SHARES[0].id: ALICE}, at=20), since=LEASED)
@@ -140,14 +123,6 @@ def test_a_new_holder_takes_over_the_lease() -> None:
 
     assert leases(snapshot)[A_SHARES[0].id] == Lease(A_SHARES[0], 10, BOB)
     assert events == ()
-
-
-def test_a_grant_that_never_shows_up_expires() -> None:
-    """A claim that the kubelet does not list until its timeout ends."""
-    snapshot, events = reduce(LEASED, LeasesObserved({}, at=30))
-
-    assert leases(snapshot) == {}
-    assert events == (SharesReleased(A_SHARES[:2], at=30),)
 
 
 def test_an_old_answer_says_nothing_of_a_young_lease() -> None:
@@ -179,16 +154,6 @@ def test_a_list_from_before_a_claim_does_not_name_its_holder(at: float) -> None:
     assert leases(earlier) == leases(claimed)
     later = after(LeasesObserved({A_SHARES[0].id: BOB}, at=31), since=claimed)
     assert leases(later)[A_SHARES[0].id].holder == BOB
-
-
-@pytest.mark.parametrize(("at", "held"), [(29.5, True), (30, False)])
-def test_an_unconfirmed_claim_ends_at_its_timeout(at: float, *, held: bool) -> None:
-    """A claim without a holder stays until `admission_timeout` seconds are over, and not longer."""
-    claimed = after(SharesClaimed(A_SHARES[:1], at=10), since=NODE)
-
-    assert (
-        bool(leases(after(LeasesObserved({}, at=at, admission_timeout=20), since=claimed))) == held
-    )
 
 
 def test_the_timeout_is_the_facts_own() -> None:
@@ -256,16 +221,6 @@ def test_leases_reported_before_the_offer_belong_to_it(resource: ResourceName | 
 
     assert early.gpus == late.gpus
     assert not conflicting_shares(early.gpus[A.id])
-
-
-def test_leases_reported_under_another_name_do_not_belong_to_the_offer() -> None:
-    """An id that is held under a name without that offer makes its GPU unavailable."""
-    held = A_SHARES[0].id
-    account = LeasesObserved({held: ALICE}, at=20, resources={held: ResourceName("other.io/gpu")})
-
-    state = after(FOUND, account, OFFERED).gpus[A.id]
-
-    assert conflicting_shares(state) == {share.id for share in A_SHARES}
 
 
 NAME = {A_SHARES[0].id: METAGPU}
