@@ -102,9 +102,10 @@ def install(packages: Path, architecture: str) -> None:
         (packages / "metagpu" / "programs" / f"mgctl-{it}").exists() for it in MACHINES.values()
     ):
         raise SystemExit("the mgctl of containers is not built: run `make mgctl`")
-    # Programs of libraries, pages for `man`, which the image lacks, modules of cel-expr-python that
-    # nothing imports (38 MB), and files that kubernetes-asyncio drops beside all packages.
-    for folder in ("bin", "share", "cel_expr_python/ext"):
+    # Programs of libraries, pages for `man`, which the image lacks, stubs and modules of
+    # cel-expr-python that nothing imports (38 MB), and files that kubernetes-asyncio drops beside
+    # all packages.
+    for folder in ("bin", "share", "bazel-project", "cel_expr_python/ext"):
         shutil.rmtree(packages / folder, ignore_errors=True)
     for stray in packages.glob("*.md"):
         stray.unlink()
