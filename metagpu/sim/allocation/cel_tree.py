@@ -2,7 +2,9 @@
 
 Where the library evaluates otherwise than Kubernetes, its checked tree is rewritten:
 
-- A domain without attributes is an empty map: a look-up in all attributes becomes `@domain`.
+- A domain without attributes is an empty map.
+- Functions of versions and quantities get the text in their map: the library would crash on a map
+  of the user's with an optional value.
 - A version or quantity equals no other type, comparing them fails: `@comparable` is asked first.
 """
 
@@ -19,14 +21,21 @@ from metagpu.plugins.kubelet.pb.cel.expr import (
     ParsedExpr,
     Type,
 )
+from metagpu.sim.allocation.cel_values import VALUE
 
-DOMAIN: Final = "@domain"
-"""A function of all attributes or capacities, and a domain."""
 COMPARABLE: Final = "@comparable"
 """A function of two conditions, whether a value is a map: true, or an error for the first alone."""
 
 _ANY: Final = 1
 _INDEX: Final = "_[_]"
+_OF_VALUES: Final = frozenset(
+    {
+        *("add", "asApproximateFloat", "asInteger", "compareTo", "isGreaterThan", "isInteger"),
+        *("isLessThan", "major", "minor", "patch", "sign", "sub"),
+    }
+)
+"""The functions of versions and quantities: the library gives them texts alone."""
+_SUMS: Final = frozenset({"add", "sub"})
 _COMPARING: Final = frozenset({"_==_", "@in"})
 _LOOKUPS: Final = frozenset({_INDEX, "_?._", "_[?_]"})
 _PARSED: Final = "type.googleapis.com/cel.expr.ParsedExpr"
@@ -111,16 +120,37 @@ def _rewritten(node: Expr, tree: CheckedExpr) -> ExprCall | None:
     """Return what takes the place of a node, `None` if it stays."""
     call, select = node.call_expr, node.select_expr
     if select is not None and _is_outer(select.operand, tree):
-        return _call(DOMAIN, select.operand, Expr(const_expr=Constant(string_value=select.field)))
+        return _domain(select.operand, Expr(const_expr=Constant(string_value=select.field)))
     if call is None:
         return None
     if call.function in _LOOKUPS and _is_outer(call.args[0], tree):
-        found = _call(DOMAIN, *call.args)
+        found = _domain(*call.args)
         return found if call.function == _INDEX else _call("optional.of", Expr(call_expr=found))
+    if call.function in _OF_VALUES:
+        numbers = call.function in _SUMS  # an attribute in a sum is a number
+        arguments = [_text(each, tree, is_known=numbers) for each in call.args]
+        target = None if call.target is None else _text(call.target, tree)
+        return ExprCall(target=target, function=call.function, args=arguments)
     if _may_mismatch(call, [tree.type_map.get(each.id) for each in call.args]):
         checked = Expr(call_expr=_call(COMPARABLE, *map(_is_map, call.args)))
         return _call("_?_:_", checked, Expr(call_expr=call), checked)
     return None
+
+
+def _domain(found: Expr | None, key: Expr) -> ExprCall:
+    """Return a look-up that finds an empty map where the key is missing."""
+    known, value = _call("@in", key, found), _call(_INDEX, found, key)
+    empty = Expr(struct_expr=ExprCreateStruct())
+    return _call("_?_:_", Expr(call_expr=known), Expr(call_expr=value), empty)
+
+
+def _text(node: Expr, tree: CheckedExpr, *, is_known: bool = False) -> Expr:
+    """Return the text of a version or quantity, other values as they are."""
+    found = tree.type_map.get(node.id)
+    own = found is not None and found.abstract_type is not None
+    if not own and (is_known or not _is_open(found)):
+        return node
+    return Expr(call_expr=_call(_INDEX, node, Expr(const_expr=Constant(string_value=VALUE))))
 
 
 def _may_mismatch(call: ExprCall, types: Sequence[Type | None]) -> bool:

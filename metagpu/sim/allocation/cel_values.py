@@ -13,6 +13,8 @@ from metagpu.core.model.quantities import quantity_value
 
 QUANTITY: Final = "kubernetes.Quantity"
 SEMVER: Final = "kubernetes.Semver"
+VALUE: Final = "kubernetes"
+"""The key of the map: its text is the kind, and what is the same for equal ones."""
 MISMATCH: Final = "no such overload: the values have different types"
 
 _NANO: Final = 10**9
@@ -26,7 +28,7 @@ _SEMVER: Final = re.compile(
 _IDENTIFIER: Final = re.compile(rf"{_NUMBER}|[0-9A-Za-z-]*[A-Za-z-][0-9A-Za-z-]*")
 
 Value = Mapping[str, str]
-"""A quantity or a version, as a text that is the same for equal ones."""
+"""A quantity or a version."""
 
 
 def quantity(text: str) -> Value:
@@ -54,7 +56,7 @@ def semver(text: str, normalize: bool = False) -> Value:  # noqa: FBT001, FBT002
         raise ValueError(
             f"{text!r} is not a version: it needs three numbers without leading zeros; write {hint}"
         )
-    return {SEMVER: found[0].partition("+")[0]}
+    return {VALUE: f"{SEMVER} {found[0].partition('+')[0]}"}
 
 
 def _normalized(text: str) -> str:
@@ -73,70 +75,76 @@ def is_valid(read: Callable[..., Value], *arguments: Any) -> bool:  # noqa: ANN4
     return True
 
 
-def compare(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> int:
+def compare(one: str, other: str) -> int:
     """Return -1, 0 or 1."""
-    if set(one) != set(other):
+    if _kind(one) != _kind(other):
         raise ValueError(MISMATCH)
-    key: Callable[[Mapping[Any, Any]], Any] = _number if QUANTITY in one else _precedence
+    key: Callable[[str], Any] = _number if _kind(one) == QUANTITY else _precedence
     before, after = key(one), key(other)
     return int(before > after) - int(before < after)
 
 
-def number_of(place: int) -> Callable[[Mapping[Any, Any]], int]:
+def number_of(place: int) -> Callable[[str], int]:
     """Return the function of one number of a version."""
-    return lambda value: int(_precedence(value)[place])
+    return lambda text: int(_precedence(text)[place])
 
 
-def _precedence(value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Return a version such that versions compare as semver.org orders them."""
-    if SEMVER not in value:
+def _kind(text: str) -> str:
+    return text.partition(" ")[0]
+
+
+def _content(text: str, kind: str) -> str:
+    own, _, content = text.partition(" ")
+    if own != kind:
         raise ValueError(MISMATCH)
-    numbers, dash, before = str(value[SEMVER]).partition("-")
-    identifiers = [
-        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in before.split(".")
-    ]
+    return content
+
+
+def _precedence(text: str) -> tuple[Any, ...]:
+    """Return a version such that versions compare as semver.org orders them."""
+    numbers, dash, before = _content(text, SEMVER).partition("-")
+    parts = before.split(".")
+    identifiers = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
     return (*map(int, numbers.split(".")), not dash, identifiers)
 
 
-def _number(value: Mapping[Any, Any]) -> Fraction:
-    if QUANTITY not in value:
-        raise ValueError(MISMATCH)
-    return Fraction(str(value[QUANTITY]))
+def _number(text: str) -> Fraction:
+    return Fraction(_content(text, QUANTITY))
 
 
 def _quantity(number: Fraction) -> Value:
-    return {QUANTITY: str(number)}
+    return {VALUE: f"{QUANTITY} {number}"}
 
 
-def add(one: Mapping[Any, Any], other: Mapping[Any, Any] | int) -> Value:
+def add(one: str, other: str | int) -> Value:
     """Return a sum of quantities."""
     return _quantity(_number(one) + (other if isinstance(other, int) else _number(other)))
 
 
-def subtract(one: Mapping[Any, Any], other: Mapping[Any, Any] | int) -> Value:
+def subtract(one: str, other: str | int) -> Value:
     """Return a difference of quantities."""
     return _quantity(_number(one) - (other if isinstance(other, int) else _number(other)))
 
 
-def sign(value: Mapping[Any, Any]) -> int:
+def sign(text: str) -> int:
     """Return -1, 0 or 1."""
-    number = _number(value)
+    number = _number(text)
     return int(number > 0) - int(number < 0)
 
 
-def is_integer(value: Mapping[Any, Any]) -> bool:
+def is_integer(text: str) -> bool:
     """Return whether a quantity is a whole number of 64 bits."""
-    number = _number(value)
+    number = _number(text)
     return number.denominator == 1 and -_MOST <= number < _MOST
 
 
-def as_integer(value: Mapping[Any, Any]) -> int:
+def as_integer(text: str) -> int:
     """Return a whole quantity."""
-    if not is_integer(value):
+    if not is_integer(text):
         raise ValueError("the quantity is not a whole number of 64 bits")
-    return int(_number(value))
+    return int(_number(text))
 
 
-def as_float(value: Mapping[Any, Any]) -> float:
+def as_float(text: str) -> float:
     """Return a quantity as a number."""
-    return float(_number(value))
+    return float(_number(text))

@@ -192,11 +192,6 @@ def _capacity(value: Mapping[str, Any]) -> cel_values.Value:
     return cel_values.quantity(str(value["value"]))
 
 
-def _domain(found: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """Return the values of a domain; one that a device lacks has none."""
-    return found.get(name) or {}
-
-
 def _comparable(one: bool, other: bool) -> bool:  # noqa: FBT001 - CEL's order
     """Return true unless the first value alone is a version or quantity."""
     if one and not other:
@@ -208,7 +203,7 @@ class _Functions:
     """Overloads of functions, for two environments.
 
     The one that checks has Kubernetes' types. In the one that evaluates, quantities and versions
-    are maps.
+    are maps, and functions get their texts (`cel_tree`).
     """
 
     def __init__(self) -> None:
@@ -222,8 +217,10 @@ class _Functions:
         kinds = (*takes, gives)
         self._declare(self._checks, name, kinds, None)
         if run is not None:
-            plain = [cel.Type.MAP if kind in (_QUANTITY, _SEMVER) else kind for kind in kinds]
-            self._declare(self._values, name, plain, run)
+            opaque = (_QUANTITY, _SEMVER)
+            plain = [_STRING if kind in opaque else kind for kind in takes]
+            made = cel.Type.MAP if gives in opaque else gives
+            self._declare(self._values, name, (*plain, made), run)
 
     def environments(self) -> tuple[cel.Env, cel.Env]:
         """Return the environment that checks, and the one that evaluates."""
@@ -293,7 +290,6 @@ def _environments() -> tuple[cel.Env, cel.Env]:
         known.add(".sub", (_QUANTITY, other), _QUANTITY, cel_values.subtract)
     for place, name in enumerate((".major", ".minor", ".patch")):
         known.add(name, (_SEMVER,), _INT, cel_values.number_of(place))
-    known.add(cel_tree.DOMAIN, (cel.Type.MAP, _STRING), cel.Type.MAP, _domain)
     known.add(cel_tree.COMPARABLE, (_BOOL, _BOOL), _BOOL, _comparable)
     return known.environments()
 
