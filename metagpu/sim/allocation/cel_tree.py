@@ -8,6 +8,7 @@ Where the library evaluates otherwise than Kubernetes, its checked tree is rewri
 - A version or quantity equals no other type, comparing them fails: `@comparable` is asked first.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -66,11 +67,10 @@ def is_any(tree: CheckedExpr) -> bool:
     return found is not None and found.well_known == _ANY
 
 
-def called(tree: CheckedExpr) -> frozenset[str]:
-    """Return the names of the functions and operators of a tree."""
-    return frozenset(
-        each.call_expr.function for each in walk(tree.expr) if each.call_expr is not None
-    )
+def called(tree: CheckedExpr) -> Counter[str]:
+    """Count the functions and operators of a tree by their names."""
+    calls = (each.call_expr for each in walk(tree.expr))
+    return Counter(call.function for call in calls if call is not None)
 
 
 def fields_of(tree: CheckedExpr, variable: str) -> frozenset[str]:

@@ -30,13 +30,16 @@ _UNSERVED: Final = frozenset(
     }
 )
 """Functions that Kubernetes has and the library has not, or not for lists."""
-_DIFFERENT: Final = frozenset({"format", "cel.@mapInsert"})
+_DIFFERENT: Final = frozenset({"format", "cel.@mapInsert", "lists.range"})
 """Functions that the library evaluates in another way."""
 _UNDECLARED: Final = re.compile(
     r"(?:undeclared reference to|found no matching overload for) '([^']+)'"
 )
 _AROUND: Final = re.compile(r"^(?:[A-Z_]+: )+(?:<input>:[0-9:]+ )?| \[[A-Z_]+\]$")
 """What the library puts around a text: its status, and a place."""
+_GROWTH: Final = {"_+_": 1, "join": 6, "replace": 6}
+"""How often each function may double a text or list, roughly: Kubernetes counts costs instead."""
+_MOST_GROWTH: Final = 16
 _TOO_DEEP: Final = "it is nested too deep"
 _ORDERS: Final = ("_<_", "_<=_", "_>_", "_>=_")
 _LIBRARIES: Final = """
@@ -82,7 +85,7 @@ def selects(expression: str, driver: str, device: Device) -> bool:
     compiled = _compile(expression)
     try:
         found = compiled.eval(data=_variables(driver, device))
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise _unknown(expression, _plain(error)) from error
     except ValueError as error:  # of a version or a quantity of the device
         raise _failed(expression, error) from error
@@ -120,8 +123,11 @@ def _compile(expression: str) -> cel.Expression:
 
 def _unserved(tree: CheckedExpr) -> str:
     """Return what is evaluated otherwise here than by Kubernetes."""
-    if unserved := _DIFFERENT.intersection(cel_tree.called(tree)):
+    called = cel_tree.called(tree)
+    if unserved := _DIFFERENT & called.keys():
         return f"{min(unserved)}() is not evaluated"
+    if sum(_GROWTH[name] * called[name] for name in _GROWTH) > _MOST_GROWTH:
+        return "its values may get too large"
     if "" in cel_tree.fields_of(tree, "device"):
         return "device as a whole is not evaluated"
     return "has() of a domain is not evaluated" if cel_tree.asks_for_a_domain(tree) else ""
