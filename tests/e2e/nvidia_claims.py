@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import yaml
+
 from tests.e2e.rig.kubectl import Document, Kubectl
+from tests.e2e.rig.tools import REPOSITORY
 
 NVIDIA = "gpu.nvidia.com"
 """NVIDIA's name of its driver, and of its class of whole GPUs."""
@@ -126,12 +129,20 @@ spec:
 
 @contextmanager
 def nvidia_classes(kubectl: Kubectl) -> Iterator[None]:
-    """Create NVIDIA's DeviceClasses until the block ends."""
-    kubectl.apply(*map(_device_class, CLASSES))
+    """Create NVIDIA's DeviceClasses, and policies for its driver's name, until the block ends."""
+    kubectl.apply(*map(_device_class, CLASSES), *_policies(NVIDIA))
     try:
         yield
     finally:
         kubectl("delete", "deviceclass", *CLASSES)
+        kubectl.apply(*_policies("gpu.metagpu.io"))
+
+
+def _policies(driver: str) -> list[Document]:
+    """Return the policies of deploy/dra.yaml for a driver's name."""
+    text = (REPOSITORY / "deploy" / "dra.yaml").read_text()
+    documents = yaml.safe_load_all(text.replace("'gpu.metagpu.io'", f"'{driver}'"))
+    return [it for it in documents if it["kind"] == "ValidatingAdmissionPolicy"]
 
 
 def _device_class(name: str) -> Document:
