@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
+from msgspec.structs import replace
 
 from metagpu import __version__
 from metagpu.agent.commands import AgentCommands, PrivilegeCheck
@@ -113,7 +114,8 @@ class Agent:
         settings = self.cluster_settings
         follows = settings is not None and Feature.CONFIG in settings.features
         reports_errors = follows or self.take_over
-        initial = read_initial(self.source, backends, reports_errors=reports_errors)
+        source = replace(self.source, awaits_cluster=follows)
+        initial = read_initial(source, backends, reports_errors=reports_errors)
         own = HostPrograms(program_roots(paths.roots), links=paths.run_dir / "lib")
         self.context = context = NodeContext(
             node=self.source.context.node or socket.gethostname(),
@@ -140,7 +142,7 @@ class Agent:
         self.layout_manager = LayoutManager(
             context, self.backend_runner, self.cdi_file, self.pod_folder
         )
-        self.config_loader = ConfigLoader(context, self.source, initial, self.layout_manager)
+        self.config_loader = ConfigLoader(context, source, initial, self.layout_manager)
 
     def _build_services(self) -> None:
         """Build what serves the layout to the kubelet, the cluster and containers."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from metagpu.compat import formats, variables
 from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig
-from metagpu.compat.layout_choice import LayoutChoice, choose_layout
+from metagpu.compat.layout_choice import LayoutChoice, check_no_layouts, choose_layout
 from metagpu.core.config import profiles
 from metagpu.core.config.config import DEFAULT, Config
 from metagpu.core.config.document import MAX_TEXT, Document
@@ -103,6 +103,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
         context: facts that foreign formats need beside their files.
         cluster: the cluster's profiles; the paths are read if none of them is chosen.
         last_layout: the MIG layout that stays if a label names an unknown one.
+        awaits_cluster: whether the node's labels will be known, and are not yet.
     """
 
     paths: tuple[Path, ...] = ()
@@ -110,6 +111,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
     context: ConversionContext = msgspec.field(default_factory=ConversionContext)
     cluster: profiles.ClusterChoice = msgspec.field(default_factory=profiles.ClusterChoice)
     last_layout: str | None = None
+    awaits_cluster: bool = False
 
     def with_cluster(self, cluster: profiles.ClusterChoice) -> "ConfigSource":
         """Return this source with the cluster's choice; settings of this node come first.
@@ -117,7 +119,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
         A flag and the environment come before the node's label, and the label before the default
         profile and the file.
         """
-        return replace(self, cluster=cluster)
+        return replace(self, cluster=cluster, awaits_cluster=False)
 
     @property
     def profile_choice(self) -> profiles.ProfileChoice:
@@ -281,6 +283,8 @@ class ConfigSource(msgspec.Struct, frozen=True):
     def _choose_layout(
         self, files: formats.RecognizedFiles
     ) -> tuple[formats.RecognizedFiles, LayoutChoice]:
+        if self.awaits_cluster and self.context.mig_config is None:
+            check_no_layouts(files)
         return choose_layout(files, self.context, self.cluster, self.last_layout)
 
     def convert(self, texts: tuple[ConfigText, ...]) -> tuple[str, tuple[CompatNote, ...]]:

@@ -51,6 +51,20 @@ class LayoutChoice(msgspec.Struct, frozen=True):
             raise ConfigError(problem, ConfigReason.NO_CHOICE, file="--mig-config")
 
 
+def check_no_layouts(files: RecognizedFiles) -> None:
+    """Check that the label that chooses a layout is not needed.
+
+    Without it the GPUs would be offered whole, to pods that keep the layout away.
+
+    Raises:
+        ConfigError: a file has layouts.
+    """
+    for document, form in zip(files.documents, files.formats, strict=True):
+        if form is ConfigFormat.MIG_PARTED:
+            problem = f"the API server has not said yet which layout the label {_LABEL} chooses"
+            raise document.error("mig-configs", problem, ConfigReason.NO_CHOICE)
+
+
 def choose_layout(
     files: RecognizedFiles, context: ConversionContext, cluster: ClusterChoice, last: str | None
 ) -> tuple[RecognizedFiles, LayoutChoice]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.agent.config_source import ConfigSource
 from metagpu.compat.contract import ConversionContext
@@ -187,6 +188,28 @@ async def test_a_node_without_the_label_stays_as_it_is(
         async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings()) as it:
             await it.until(2, 2, mig("3g.40gb"))
             await it.until(4, 4, ResourceName("nvidia.com/gpu"))
+
+
+async def test_a_label_that_is_not_read_yet_is_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the API server is away, GPUs are not offered whole that a label may divide."""
+    hurry(monkeypatch)
+    cluster = Cluster(tmp_path, mig__config="halves")
+    node = await a_node(tmp_path, "{model: h100-80gb}")
+    source = await source_of(tmp_path, SLICES, HALVES)
+    async with cluster.server.running():
+        settings = replace(cluster.settings(), choice_timeout=0.05)
+
+    async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings) as it:
+        await it.wait_snapshot(lambda now: bool(now.gpus))
+        await anyio.sleep(0.5)
+        assert not it.agent.registry.snapshot.offers
+        error = (await configuration(it))["error"]
+        assert error.endswith("which layout the label nvidia.com/mig.config chooses")
+        async with cluster.server.running():
+            await it.until(2, 2, mig("3g.40gb"))
+            await cluster.answers("success")
 
 
 async def test_the_option_chooses_among_the_layouts_of_the_gpus(
