@@ -160,8 +160,10 @@ class Cluster:
             self.now = at
             event()
         self._add_use(ends)
-        late = [it for those in self._waiting.values() for it in those if it.arrives >= begins]
-        waits = [*self._waits, *(ends - it.arrives for it in late)]
+        late = [
+            other for those in self._waiting.values() for other in those if other.arrives >= begins
+        ]
+        waits = [*self._waits, *(ends - other.arrives for other in late)]
         placed = max(1, len(self._waits))
         use = self._use / (ends - begins)
         return Outcome(self.refusals / placed, use, fmean(waits), quantiles(waits, n=20)[-1])

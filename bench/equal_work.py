@@ -107,10 +107,10 @@ def _compare(
     first: Sequence[float] = ()
     for name, make in rules.items():
         outcomes = [run(make(), seed) for seed in range(hours)]
-        uses = [100 * it.use for it in outcomes]
+        uses = [100 * outcome.use for outcome in outcomes]
         first = first or uses
         more = [use - other for use, other in zip(uses, first, strict=True)]
-        refused = fmean(it.refusals for it in outcomes)
+        refused = fmean(outcome.refusals for outcome in outcomes)
         compared = f"{fmean(more):>+12.2f}{stdev(more):>11.2f}" if uses is not first else ""
         print(f"{name:22}{refused:>16.3f}{fmean(uses):>8.1f}{compared}", flush=True)
 

@@ -37,7 +37,7 @@ def main() -> int:
     found = {
         (
             process.orders_by(rule) / orders,
-            min(it.by_choices(rule) / most for it, most in zip(processes, best, strict=True)),
+            min(other.by_choices(rule) / most for other, most in zip(processes, best, strict=True)),
         )
         for rule in process.rules()
     }

@@ -97,18 +97,26 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     for name, geometry in boards().items():
         chosen = list(profile_sets(geometry))[::every]
-        _report(name, len(chosen), "orders", [orders(it) for it in chosen])
-        _report(name, len(chosen), "churn", [found for it in chosen for found in churn(it)])
+        _report(name, len(chosen), "orders", [orders(mig_geometry) for mig_geometry in chosen])
+        _report(
+            name,
+            len(chosen),
+            "churn",
+            [found for mig_geometry in chosen for found in churn(mig_geometry)],
+        )
     return 0
 
 
 def _report(name: str, count: int, what: str, found: Sequence[Comparison]) -> None:
-    below = [it for it in found if it.planner < it.first_fit - TOLERANCE]
-    planner = _row([it.planner for it in found])
-    first_fit = _row([it.first_fit for it in found])
+    below = [other for other in found if other.planner < other.first_fit - TOLERANCE]
+    planner = _row([other.planner for other in found])
+    first_fit = _row([other.first_fit for other in found])
     print(f"| {name} | {count} | {what} | {planner} | {first_fit} | {len(below)} |", flush=True)
-    for it in sorted(found, key=lambda one: one.planner)[:3] + below:
-        print(f"  {it.case}: {it.planner:.4f}, first fit {it.first_fit:.4f}", file=sys.stderr)
+    for comparison in sorted(found, key=lambda one: one.planner)[:3] + below:
+        print(
+            f"  {comparison.case}: {comparison.planner:.4f}, first fit {comparison.first_fit:.4f}",
+            file=sys.stderr,
+        )
 
 
 def _row(parts: Sequence[float]) -> str:

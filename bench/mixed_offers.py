@@ -84,15 +84,15 @@ class Mixed:
         """Place a pod: on the owner's fullest GPU, else on an idle one that is listed."""
         name, listed = pod.resource, self.offers.listed
         if name == "whole":
-            chosen = [it for it in self.gpus if it.owner == name and it.free]
-            chosen += [it for it in self.idle if name in listed[it.index]]
+            chosen = [other for other in self.gpus if other.owner == name and other.free]
+            chosen += [other for other in self.idle if name in listed[other.index]]
             chosen, size = chosen[: pod.size], 1
             if len(chosen) < pod.size:
                 return False
         else:
-            own = [it for it in self.gpus if it.owner == name and it.free >= pod.size]
-            new = [it for it in self.idle if name in listed[it.index]]
-            chosen, size = [*sorted(own, key=lambda it: it.free), *new][:1], pod.size
+            own = [other for other in self.gpus if other.owner == name and other.free >= pod.size]
+            new = [other for other in self.idle if name in listed[other.index]]
+            chosen, size = [*sorted(own, key=lambda own_gpu: own_gpu.free), *new][:1], pod.size
             if not chosen:
                 return False
         for gpu in chosen:
@@ -113,16 +113,22 @@ class Mixed:
 
     def advance(self, now: float) -> float:
         """End owners of idle GPUs, and apply the rule."""
-        leaving = [it for it in self.gpus if it.owner is not None and it.free == EACH[it.owner]]
+        leaving = [
+            other
+            for other in self.gpus
+            if other.owner is not None and other.free == EACH[other.owner]
+        ]
         for gpu in leaving:
             if now >= gpu.idle_at - 1e-9:
                 gpu.last, gpu.owner, gpu.idle_at = gpu.owner, None, now
         self.offers = self.rule(self, now)
-        return min([self.offers.next_at, *(it.idle_at for it in leaving if it.owner is not None)])
+        return min(
+            [self.offers.next_at, *(other.idle_at for other in leaving if other.owner is not None)]
+        )
 
     def use(self) -> float:
         """Return the held part of all GPUs."""
-        held = (1 - it.free / EACH[it.owner] for it in self.gpus if it.owner is not None)
+        held = (1 - gpu.free / EACH[gpu.owner] for gpu in self.gpus if gpu.owner is not None)
         return sum(held) / len(self.gpus)
 
 
@@ -151,7 +157,7 @@ def in_turns(timing: TurnTiming) -> Rule:
     def rule(node: Mixed, now: float) -> Offers:
         names = tuple(EACH)
         turns = schedule.apply(
-            [TurnCandidate(GpuId(str(it.index)), names, it.owner) for it in node.gpus], now
+            [TurnCandidate(GpuId(str(gpu.index)), names, gpu.owner) for gpu in node.gpus], now
         )
         of_idle = {gpu.index: turns[GpuId(str(gpu.index))] for gpu in node.idle}
         listed = {index: frozenset({turn.backend}) for index, turn in of_idle.items()}

@@ -25,7 +25,7 @@ def add_costs() -> None:
 
     def of_fields(_device: object, count: Any, values: Any) -> float:  # noqa: ANN401 - of ctypes
         asked = values._obj[: getattr(count, "value", count)]  # noqa: SLF001 - of a byref
-        return sum(FIELDS.get(it.fieldId, 0) for it in asked)
+        return sum(FIELDS.get(value.fieldId, 0) for value in asked)
 
     # pynvml asks for the number of samples first; the two calls together were measured.
     def of_samples(_device: object, samples: object, *_: object) -> float:

@@ -119,8 +119,11 @@ def _delay_text(delay: float | None) -> str:
     return "by the kubelet" if delay is None else f"{delay:g} s late"
 
 
-def _row(name: str, it: Outcome) -> str:
-    return f"{name:22}{it.refusals:>16.3f}{100 * it.use:>8.1f}{it.wait:>8.1f}{it.late:>8.1f}"
+def _row(name: str, outcome: Outcome) -> str:
+    return (
+        f"{name:22}{outcome.refusals:>16.3f}{100 * outcome.use:>8.1f}{outcome.wait:>8.1f}"
+        f"{outcome.late:>8.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ class Process:
         return count(self._number[frozenset()])
 
     def _decisions(self) -> list[tuple[int, list[int]]]:
-        return [(number, it) for number, each in enumerate(self._next) for it in each if it]
+        return [
+            (number, group) for number, each in enumerate(self._next) for group in each if group
+        ]
 
     def _free(self, state: frozenset[PlacedProfile], profile: str) -> list[PlacedProfile]:
         return self._geometry.free_placements(

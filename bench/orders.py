@@ -77,7 +77,9 @@ def placed_orders(geometry: MigGeometry, rule: Rule) -> int:
     def count(occupied: frozenset[str]) -> int:
         if occupied not in known:
             places = [gpu.place(occupied, profile.name) for profile in geometry.profiles]
-            known[occupied] = sum(1 + count(occupied | it.footprint) for it in places if it)
+            known[occupied] = sum(
+                1 + count(occupied | place.footprint) for place in places if place
+            )
         return known[occupied]
 
     return count(frozenset())

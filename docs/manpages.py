@@ -142,8 +142,13 @@ def render(page: Page, all_names: Iterable[str]) -> str:
     version = f"metagpu {__version__}"
     found = list(commands(page.parser))
     summary = (page.parser.description or "").rstrip(".")
-    counts = Counter(entry for it in found for entry in set(_options(it.parser)))
-    shared = {it: None for each in found for it in _options(each.parser) if counts[it] >= SHARED}
+    counts = Counter(entry for other in found for entry in set(_options(other.parser)))
+    shared = {
+        option: None
+        for each in found
+        for option in _options(each.parser)
+        if counts[option] >= SHARED
+    }
     lines = [
         f'.TH {page.name.upper()} 1 {at:%Y-%m-%d} "{version}" "metagpu"',
         *(".nh", ".ad l"),  # options are not hyphenated
@@ -156,18 +161,23 @@ def render(page: Page, all_names: Iterable[str]) -> str:
         *(line for title, text in page.sections.items() for line in _section(title, text)),
         ".SH COMMANDS",
     ]
-    for it in found:
-        lines += _command(it, shared)
+    for command in found:
+        lines += _command(command, shared)
     lines += [".SH OPTIONS OF SEVERAL COMMANDS", *_entries(shared)]
     lines += [".SH ENVIRONMENT", *_text(_OPTIONS_FIRST)]
     lines += [*_entries([*_variables(found).items(), *page.variables.items()])]
     lines += [".SH FILES", *_entries(page.files.items())]
-    lines += [".SH EXIT STATUS", *_entries((str(it), text) for it, text in page.statuses.items())]
+    lines += [
+        ".SH EXIT STATUS",
+        *_entries((str(number), text) for number, text in page.statuses.items()),
+    ]
     examples = [
-        line for it in (page.parser, *(it.parser for it in found)) for line in _examples(it)
+        line
+        for other in (page.parser, *(other.parser for other in found))
+        for line in _examples(other)
     ]
     lines += [".SH EXAMPLES", ".nf", *map(_escape, dict.fromkeys(examples)), ".fi"]
-    others = [rf"\fB{_escape(it)}\fR(1)" for it in sorted(all_names) if it != page.name]
+    others = [rf"\fB{_escape(name)}\fR(1)" for name in sorted(all_names) if name != page.name]
     return "\n".join([*lines, ".SH SEE ALSO", ", ".join([*others, r"\fBkubectl\fR(1)"]), ""])
 
 
@@ -176,7 +186,7 @@ def write(folder: Path = FOLDER) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = pages()
     for page in found:
-        text = render(page, [it.name for it in found])
+        text = render(page, [other.name for other in found])
         (folder / f"{page.name}.1").write_text(text, encoding="utf-8")
 
 
@@ -188,7 +198,7 @@ def _command(command: Command, shared: Iterable[tuple[str, str]]) -> Iterator[st
     if command.aliases:
         yield from _text(f"Also: {', '.join(command.aliases)}.")
     listed = frozenset(shared)
-    yield from _entries(it for it in _options(command.parser) if it not in listed)
+    yield from _entries(option for option in _options(command.parser) if option not in listed)
 
 
 def _synopsis(command: Command) -> Iterator[str]:
@@ -256,7 +266,7 @@ def _entries(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def _text(text: str) -> list[str]:
     plain = " ".join(text.replace("`", "").split())
-    return [_escape(it) for it in textwrap.wrap(plain, _WIDTH, break_on_hyphens=False)]
+    return [_escape(name) for name in textwrap.wrap(plain, _WIDTH, break_on_hyphens=False)]
 
 
 def _escape(text: str) -> str:

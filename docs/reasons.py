@@ -76,19 +76,22 @@ def events() -> Sequence[Cells]:
     """
     types: dict[str, set[str]] = defaultdict(set)
     for function in _functions(CLUSTER):
-        calls = [it for it in ast.walk(function) if isinstance(it, ast.Call)]
+        calls = [other for other in ast.walk(function) if isinstance(other, ast.Call)]
         for call in calls:
             for argument in call.args:
                 for reason in () if isinstance(argument, ast.Call) else _reasons(argument):
                     types[reason] |= _types(call)
-        for it in ast.walk(function):  # a reason with a name has the types of the calls with that
-            if isinstance(it, ast.Assign):
-                taking = [call for call in calls if _names(it.targets[0]) & _names(*call.args)]
-                for reason in _reasons(it.value):
+        for node in ast.walk(function):  # a reason with a name has the types of the calls with that
+            if isinstance(node, ast.Assign):
+                taking = [call for call in calls if _names(node.targets[0]) & _names(*call.args)]
+                for reason in _reasons(node.value):
                     types[reason].update(*map(_types, taking))
-    if silent := [it for it in EventReason if it.name not in types]:
+    if silent := [event_reason for event_reason in EventReason if event_reason.name not in types]:
         raise UnknownReasonError(f"no Event has the reason {', '.join(silent)}")
-    return sorted((f"`{it}`", " or ".join(sorted(types[it.name]))) for it in EventReason)
+    return sorted(
+        (f"`{event_reason}`", " or ".join(sorted(types[event_reason.name])))
+        for event_reason in EventReason
+    )
 
 
 def conditions() -> Sequence[Cells]:
@@ -96,7 +99,7 @@ def conditions() -> Sequence[Cells]:
     found = []
     for call in _calls((CLUSTER / "node_object.py").read_text(encoding="utf-8")):
         if ast.unparse(call.func) == "_condition":
-            status, reason = (ast.literal_eval(it) for it in call.args[:2])
+            status, reason = (ast.literal_eval(node) for node in call.args[:2])
             kind = ast.unparse(call.args[4]) if len(call.args) > 4 else "PROBLEM_CONDITION"  # noqa: PLR2004 - its place
             found.append((f"`{reason}`", f"`{getattr(node_object, kind)}`", f"`{status}`"))
     return sorted(found)
@@ -144,7 +147,7 @@ def _logged() -> Mapping[str, set[str]]:
 def _members(kinds: type[StrEnum]) -> Sequence[Cells]:
     """Return each member of an enum, with the meaning that its docstring has."""
     said = dict(re.findall(r"- (\w+): (.*)", kinds.__doc__ or ""))
-    return [(f"`{it}`", said[it]) for it in kinds]
+    return [(f"`{kind}`", said[kind]) for kind in kinds]
 
 
 def faults() -> Sequence[Cells]:
@@ -189,7 +192,7 @@ def command_errors() -> Sequence[Cells]:
 def _classes(base: type, without: Sequence[str] = ()) -> Sequence[Cells]:
     """Return the reasons of the classes below a class of errors, with their meanings."""
     texts = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")]
-    found = [it for text in texts for it in _CLASS.findall(text)]
+    found = [word for text in texts for word in _CLASS.findall(text)]
     bases, rows = [base.__name__], []
     for parent in bases:
         for name, below, meaning in found:
@@ -209,11 +212,11 @@ def translation_warnings() -> Sequence[Cells]:
     found = []
     for function in ast.walk(ast.parse(WARNINGS.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef):
-            for it in ast.walk(function):
-                if isinstance(it, ast.Yield) and it.value is not None:
-                    sentence = _template(it.value, function).removeprefix("container …: ")
+            for node in ast.walk(function):
+                if isinstance(node, ast.Yield) and node.value is not None:
+                    sentence = _template(node.value, function).removeprefix("container …: ")
                     found.append((sentence,))
-    return [it for it in found if it != ("…",)]  # a sentence of another function, with its place
+    return [row for row in found if row != ("…",)]  # a sentence of another function, with its place
 
 
 def _template(text: ast.expr, function: ast.FunctionDef) -> str:
@@ -221,8 +224,8 @@ def _template(text: ast.expr, function: ast.FunctionDef) -> str:
     if not isinstance(text, ast.JoinedStr):
         raise UnknownReasonError(f"{ast.unparse(text)} is no sentence with constant parts")
     return "".join(
-        str(it.value) if isinstance(it, ast.Constant) else _by_default(it, function)
-        for it in text.values
+        str(node.value) if isinstance(node, ast.Constant) else _by_default(node, function)
+        for node in text.values
     )
 
 
@@ -233,9 +236,9 @@ def _by_default(hole: ast.expr, function: ast.FunctionDef) -> str:
             return str(getattr(TranslationSettings(), name))
         case ast.Name(name):
             assigned = [
-                it.value
-                for it in ast.walk(function)
-                if isinstance(it, ast.Assign) and _names(it.targets[0]) == {name}
+                node.value
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and _names(node.targets[0]) == {name}
             ]
             if len(assigned) == 1 and isinstance(assigned[0], ast.Constant):
                 return str(assigned[0].value)
@@ -268,8 +271,8 @@ def render(page: str) -> str:
         head, rule, *rows = page[start:end].rstrip("\n").split("\n")
         written = _sentences(rows, table.sentences)
         lines = [
-            "| " + " | ".join((*it, *written.get(it[0], ("",) * table.sentences))) + " |"
-            for it in table.rows()
+            "| " + " | ".join((*row, *written.get(row[0], ("",) * table.sentences))) + " |"
+            for row in table.rows()
         ]
         page = page[:start] + "\n".join([head, rule, *lines]) + (page[end:] or "\n")
     return page
@@ -281,8 +284,8 @@ def missing(page: str) -> Sequence[str]:
 
 
 def _sentences(rows: Sequence[str], count: int) -> Mapping[str, Cells]:
-    cells = [tuple(it.strip() for it in row.strip("|").split(" | ")) for row in rows]
-    return {it[0]: it[len(it) - count :] for it in cells}
+    cells = [tuple(part.strip() for part in row.strip("|").split(" | ")) for row in rows]
+    return {cell[0]: cell[len(cell) - count :] for cell in cells}
 
 
 def _functions(folder: Path) -> Iterator[ast.AST]:
@@ -294,18 +297,18 @@ def _functions(folder: Path) -> Iterator[ast.AST]:
 
 
 def _calls(text: str) -> Iterator[ast.Call]:
-    return (it for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Call))
+    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
 
 
 def _reasons(node: ast.AST) -> Iterator[str]:
     """Yield the members of `EventReason` that stand in an expression."""
-    for it in ast.walk(node):
-        if isinstance(it, ast.Attribute) and ast.unparse(it.value) == EventReason.__name__:
-            yield it.attr
+    for other in ast.walk(node):
+        if isinstance(other, ast.Attribute) and ast.unparse(other.value) == EventReason.__name__:
+            yield other.attr
 
 
 def _names(*expressions: ast.AST) -> set[str]:
-    return {it.id for at in expressions for it in ast.walk(at) if isinstance(it, ast.Name)}
+    return {node.id for at in expressions for node in ast.walk(at) if isinstance(node, ast.Name)}
 
 
 def _types(call: ast.Call) -> set[str]:
@@ -323,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
     rendered = render(page)
     if "--check" not in arguments:
         PAGE.write_text(rendered, encoding="utf-8")
-    problems = [f"{it}: write its sentences in docs/events.md" for it in missing(rendered)]
+    problems = [f"{name}: write its sentences in docs/events.md" for name in missing(rendered)]
     if "--check" in arguments and rendered != page:
         problems.append("docs/events.md is not what the code says: run `python docs/reasons.py`")
     print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)  # noqa: T201 - a script

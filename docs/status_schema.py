@@ -62,25 +62,25 @@ def _section(kind: type[ReportPart]) -> Iterator[str]:
     yield from (f"## {kind.__name__}", "")
     if kind in (StatusReport, UsageReport):
         yield from (inspect.cleandoc(kind.__doc__ or "").split("\n")[0], "")
-    for it in msgspec.structs.fields(kind):
-        meaning = meanings[it.name]
-        shown = _shown(it.type)
+    for field in msgspec.structs.fields(kind):
+        meaning = meanings[field.name]
+        shown = _shown(field.type)
         if "`null`" in meaning:  # it says when, so that the type need not name it
             shown = shown.removesuffix(" or `null`")
-        may_be_absent = it.default is UNSET or (
-            it.default is not NODEFAULT and kind.__struct_config__.omit_defaults
+        may_be_absent = field.default is UNSET or (
+            field.default is not NODEFAULT and kind.__struct_config__.omit_defaults
         )
-        if may_be_absent or it.default_factory is list:
+        if may_be_absent or field.default_factory is list:
             shown += ", may be absent"
         kind_shown = f" ({shown})" if shown != "text" else ""
-        yield f"- `{it.encode_name}`{kind_shown}: {meaning}"
+        yield f"- `{field.encode_name}`{kind_shown}: {meaning}"
     yield ""
 
 
 def _meanings(kind: type) -> Iterator[tuple[str, str]]:
     """Yield the meaning of each field, those of a base class first."""
-    for it in reversed(kind.__mro__):
-        if issubclass(it, ReportPart) and (text := it.__dict__.get("__doc__")):
+    for other in reversed(kind.__mro__):
+        if issubclass(other, ReportPart) and (text := other.__dict__.get("__doc__")):
             entries = inspect.cleandoc(inspect.cleandoc(text).partition("Attributes:\n")[2])
             for name, meaning in _ENTRY.findall(entries):
                 yield name, " ".join(meaning.split()).removesuffix(".")
@@ -89,7 +89,7 @@ def _meanings(kind: type) -> Iterator[tuple[str, str]]:
 def _shown(kind: Any) -> str:  # noqa: ANN401 - any field of a report
     arguments = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_shown(it) for it in arguments if it is not UnsetType)
+        return " or ".join(_shown(argument) for argument in arguments if argument is not UnsetType)
     if get_origin(kind) is list:
         return f"list of {_shown(arguments[0])}"
     if get_origin(kind) is dict:

@@ -120,7 +120,9 @@ def measure_capabilities(
     homeless = []
     for file, text in product_files(tree).items():
         inside = file.removeprefix("metagpu/")
-        names = (row.name for row in capabilities if any(fnmatch(inside, it) for it in row.files))
+        names = (
+            row.name for row in capabilities if any(fnmatch(inside, other) for other in row.files)
+        )
         if (name := next(names, None)) is None:
             homeless.append(file)
         else:
@@ -143,7 +145,7 @@ def measure_house(tree: Path, limits: Sequence[Limit] = LIMITS) -> Iterator[Row]
 
 def product_files(tree: Path) -> Mapping[str, str]:
     """Return the text of all modules that are not generated, by path."""
-    files = {str(it.relative_to(tree)): it for it in sorted((tree / "metagpu").rglob("*.py"))}
+    files = {str(file.relative_to(tree)): file for file in sorted((tree / "metagpu").rglob("*.py"))}
     return {
         path: file.read_text(encoding="utf-8")
         for path, file in files.items()
@@ -174,15 +176,15 @@ def _figures(tree: Path) -> Mapping[str, float]:
         sum(_has_one_importer_beside_it(trees)),
         sum(lines > 450 for lines in modules),
         sum(text.count("\n") for text in product.values()),
-        sum(it.read_text("utf-8").count("\n") for it in (tree / "tests").rglob("*.py")),
-        sum(isinstance(it, ast.AnnAssign) for it in state),
-        sum(isinstance(it, ast.FunctionDef) for it in state),
-        sum(isinstance(it, ast.ClassDef) for it in facts.body),
+        sum(file.read_text("utf-8").count("\n") for file in (tree / "tests").rglob("*.py")),
+        sum(isinstance(node, ast.AnnAssign) for node in state),
+        sum(isinstance(node, ast.FunctionDef) for node in state),
+        sum(isinstance(node, ast.ClassDef) for node in facts.body),
         sum(name.endswith("Timing") for name in classes),
         len(list((tree / "docs/decisions").glob("[0-9]*.md"))),
-        sum(len(it.read_text("utf-8").split()) for it in pages),
+        sum(len(page.read_text("utf-8").split()) for page in pages),
     )
-    return dict(zip((it.name for it in LIMITS), values, strict=True))
+    return dict(zip((limit.name for limit in LIMITS), values, strict=True))
 
 
 def _has_one_importer_beside_it(trees: Mapping[str, ast.Module]) -> Iterator[bool]:
@@ -196,16 +198,16 @@ def _has_one_importer_beside_it(trees: Mapping[str, ast.Module]) -> Iterator[boo
             importers[found].add(names[path])
     for name in names.values():
         if not name.endswith(".__init__"):
-            folders = [it.rpartition(".")[0] for it in importers[name]]
+            folders = [importer.rpartition(".")[0] for importer in importers[name]]
             yield folders == [name.rpartition(".")[0]]
 
 
 def _imports(module: ast.Module) -> Iterator[str]:
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            yield from (it.name for it in node.names)
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{it.name}" for it in node.names)
+            yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
 def main(arguments: Sequence[str]) -> int:

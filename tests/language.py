@@ -127,14 +127,14 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         inner = getattr(node, field, ())
-        for it in inner if isinstance(inner, list) else ():
-            yield from _statements(it)
+        for value in inner if isinstance(inner, list) else ():
+            yield from _statements(value)
 
 
 def main() -> int:
     """Print what breaks a rule; return 1 if anything does."""
     found = [f"{place} ({rule})" for rule, find in RULES.items() for place in find(ROOT)]
-    sys.stderr.writelines(f"{it}\n" for it in found)
+    sys.stderr.writelines(f"{name}\n" for name in found)
     return 1 if found else 0
 
 

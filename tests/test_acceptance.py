@@ -27,7 +27,7 @@ def functions_in(file: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", [ACCEPTANCE, THREATS, LAWS], ids=lambda it: it.stem)
+@pytest.mark.parametrize("page", [ACCEPTANCE, THREATS, LAWS], ids=lambda value: value.stem)
 def test_every_named_test_exists(page: Path) -> None:
     """Every test that a page names exists under that name."""
     named = re.findall(r"`(tests/[^`:]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))

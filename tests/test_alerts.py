@@ -13,7 +13,7 @@ from tests.test_docs import anchors
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "deploy" / "monitoring" / "alerts.yaml"
 ALERTS: Mapping[str, Mapping[str, Any]] = {
-    it["alert"]: it for it in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    rule["alert"]: rule for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
 }
 GPU = 'gpu="0",uuid="GPU-a",instance="gpu-1"'
 NODE = 'instance="gpu-1"'
@@ -117,7 +117,7 @@ def test_every_rule_has_its_case() -> None:
     assert CASES.keys() == ALERTS.keys()
     for name, cases in CASES.items():
         in_rule = set(re.findall(r"\bmetagpu_\w+|\bup\b", ALERTS[name]["expr"]))
-        assert {re.split(r"\W", it.series)[0] for it in cases} == in_rule, name
+        assert {re.split(r"\W", other.series)[0] for other in cases} == in_rule, name
 
 
 def test_the_page_says_how_many_rules_there_are() -> None:
@@ -127,8 +127,10 @@ def test_the_page_says_how_many_rules_there_are() -> None:
 
 def test_a_blip_is_shorter_than_the_pause_of_its_rule() -> None:
     """Rules of a state wait, so that a restart of the daemon wakes nobody."""
-    counters = {name for name, cases in CASES.items() if all("_total" in it.series for it in cases)}
-    assert {name for name, it in ALERTS.items() if "for" not in it} <= counters
+    counters = {
+        name for name, cases in CASES.items() if all("_total" in other.series for other in cases)
+    }
+    assert {name for name, document in ALERTS.items() if "for" not in document} <= counters
 
 
 @pytest.mark.parametrize("alert", ALERTS.values(), ids=ALERTS)

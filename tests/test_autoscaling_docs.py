@@ -55,7 +55,7 @@ def tags() -> Mapping[str, str]:
 def tagged(what: str) -> Mapping[str, str]:
     """Return the Auto Scaling group's tags for resources, labels or taints."""
     prefix = f"{TEMPLATE}{what}/"
-    return {it.removeprefix(prefix): v for it, v in tags().items() if it.startswith(prefix)}
+    return {name.removeprefix(prefix): v for name, v in tags().items() if name.startswith(prefix)}
 
 
 async def test_the_numbers_are_those_that_the_node_reports() -> None:
@@ -93,7 +93,7 @@ def test_taints_are_those_that_are_lifted() -> None:
     assert {taint["effect"] for taint in taints()} == {"NoSchedule"}
     assert not tagged("taint")
     [container] = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
-    flags = [it for it in container["command"] if it.startswith("--startup-taint=")]
+    flags = [value for value in container["command"] if value.startswith("--startup-taint=")]
     assert [flag.partition("=")[2] for flag in flags] == ["metagpu.io/starting"]
     for key in re.findall(
         r"(?:[a-z.-]*startup-taint[a-z.-]*/|metagpu\.io/)(?:metagpu|starting)", DOC
@@ -104,11 +104,11 @@ def test_taints_are_those_that_are_lifted() -> None:
 @pytest.mark.parametrize("kind", ["ClusterConfig", "NodePool"])
 def test_the_profile_of_the_nodes_is_chosen_by_a_label(kind: str) -> None:
     """New nodes have the label that chooses their configuration."""
-    it = manifest(kind)
+    document = manifest(kind)
     own = (
-        it["nodeGroups"][0]["labels"]
+        document["nodeGroups"][0]["labels"]
         if kind == "ClusterConfig"
-        else it["spec"]["template"]["metadata"]["labels"]
+        else document["spec"]["template"]["metadata"]["labels"]
     )
     assert own == {CONFIG_LABEL: "default"}
 

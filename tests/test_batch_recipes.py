@@ -124,12 +124,12 @@ def objects() -> list[dict[str, Any]]:
     """Return the objects of all recipes."""
     blocks = re.findall(r"^```yaml\n(.*?)^```$", RECIPES, re.MULTILINE | re.DOTALL)
     blocks += FILES
-    return [it for block in blocks for it in yaml.safe_load_all(block)]
+    return [document for block in blocks for document in yaml.safe_load_all(block)]
 
 
 def of(kind: str) -> list[dict[str, Any]]:
     """Return the recipes' objects of an API version and kind."""
-    return [it for it in objects() if f"{it['apiVersion']} {it['kind']}" == kind]
+    return [entry for entry in objects() if f"{entry['apiVersion']} {entry['kind']}" == kind]
 
 
 def unknown(value: object, schema: Schema, path: str) -> Iterator[str]:
@@ -159,20 +159,20 @@ def test_a_recipes_fields_are_published(kind: str) -> None:
     """Each kind of the tables is in a recipe, with fields of its schema alone."""
     found = of(kind)
     assert found
-    for it in found:
-        assert it.keys() == {"apiVersion", "kind", "metadata", "spec"}
-        assert list(unknown(it["spec"], SCHEMAS[kind], kind)) == []
+    for document in found:
+        assert document.keys() == {"apiVersion", "kind", "metadata", "spec"}
+        assert list(unknown(document["spec"], SCHEMAS[kind], kind)) == []
 
 
 def test_every_object_of_the_recipes_is_checked() -> None:
     """No recipe has a kind without a table; the section says for which releases, and not run."""
-    [configuration] = [it for it in objects() if it["kind"] == "Configuration"]
+    [configuration] = [entry for entry in objects() if entry["kind"] == "Configuration"]
     assert configuration["apiVersion"] == "config.kueue.x-k8s.io/v1beta2"
     assert list(unknown(configuration, CONFIGURATION, "configuration")) == []
-    rest = [it for it in objects() if it != configuration]
-    assert {f"{it['apiVersion']} {it['kind']}" for it in rest} == SCHEMAS.keys()
+    rest = [entry for entry in objects() if entry != configuration]
+    assert {f"{document['apiVersion']} {document['kind']}" for document in rest} == SCHEMAS.keys()
     assert RECIPES.lstrip().startswith("**Not run here.**")
-    assert all(it in RECIPES for it in RELEASES)
+    assert all(release in RECIPES for release in RELEASES)
 
 
 def test_a_field_that_is_not_published_is_found() -> None:
@@ -189,20 +189,24 @@ def test_a_field_that_is_not_published_is_found() -> None:
 
 def test_queues_of_kueue_are_consistent() -> None:
     """Flavors exist, cover the resources of their group in order, and borrow within a cohort."""
-    flavors = {it["metadata"]["name"] for it in of("kueue.x-k8s.io/v1beta2 ResourceFlavor")}
+    flavors = {
+        document["metadata"]["name"] for document in of("kueue.x-k8s.io/v1beta2 ResourceFlavor")
+    }
     [queue] = of("kueue.x-k8s.io/v1beta2 ClusterQueue")
     [local] = of("kueue.x-k8s.io/v1beta2 LocalQueue")
-    [mapping] = next(it for it in objects() if it["kind"] == "Configuration")["resources"][
+    [mapping] = next(entry for entry in objects() if entry["kind"] == "Configuration")["resources"][
         "deviceClassMappings"
     ]
     groups = queue["spec"]["resourceGroups"]
-    named = [it["name"] for group in groups for it in group["flavors"]]
+    named = [other["name"] for group in groups for other in group["flavors"]]
 
     assert set(named) == flavors
     assert len(named) == len(set(named)), "a flavor is part of one group alone"
     for group in groups:
         for flavor in group["flavors"]:
-            assert [it["name"] for it in flavor["resources"]] == group["coveredResources"]
+            assert [resource["name"] for resource in flavor["resources"]] == group[
+                "coveredResources"
+            ]
     assert queue["spec"]["cohortName"]
     for field, values in ACTIONS.items():
         assert queue["spec"]["preemption"][field] in values
@@ -212,18 +216,20 @@ def test_queues_of_kueue_are_consistent() -> None:
 
 def test_recipes_name_what_metagpu_offers() -> None:
     """Resources of the recipes are default names of backends, classes those of deploy/dra.yaml."""
-    [shares] = [it.default for it in fields(FractionOptions) if it.name == "resource"]
+    [shares] = [field.default for field in fields(FractionOptions) if field.name == "resource"]
     offered = {shares, *(profile_resource(name) for name in _profiles())}
     manifest = yaml.safe_load_all((ROOT / "deploy" / "dra.yaml").read_text(encoding="utf-8"))
-    classes = {it["metadata"]["name"] for it in manifest if it["kind"] == "DeviceClass"}
+    classes = {
+        document["metadata"]["name"] for document in manifest if document["kind"] == "DeviceClass"
+    }
     recipes = "\n".join((RECIPES, *FILES))
     text = re.findall(r"(?:cnvrg\.io|nvidia\.com)/(?:metagpu|mig-[\w.]+)", recipes)
-    named = {it for it in text if "…" not in it and not it.endswith(".")}
+    named = {document for document in text if "…" not in document and not document.endswith(".")}
 
     assert named == {shares, "nvidia.com/mig-3g.20gb"}
     assert named <= offered
-    for it in re.findall(r"[a-z]+\.metagpu\.io", recipes):
-        assert it in classes
+    for word in re.findall(r"[a-z]+\.metagpu\.io", recipes):
+        assert word in classes
 
 
 def _profiles() -> set[str]:

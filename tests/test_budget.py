@@ -32,7 +32,7 @@ def test_an_excess_is_refused(tree: Path) -> None:
         for ceiling in (11, 12)
     }
 
-    assert [[(it.now, it.exceeded) for it in rows[n]] for n in rows] == [
+    assert [[(row.now, row.exceeded) for row in rows[n]] for n in rows] == [
         [(12, True)],
         [(12, False)],
     ]
@@ -46,10 +46,12 @@ def test_a_file_without_a_capability_is_refused(tree: Path) -> None:
 
 def test_the_house_is_measured(tree: Path) -> None:
     """Modules, importers, GpuState, decisions and words are counted; the median may not fall."""
-    figures = {it.name: it for it in budget.measure_house(tree)}
+    figures = {row.name: row for row in budget.measure_house(tree)}
 
-    assert [it.name for it in figures.values() if it.exceeded] == ["lines of a module, the median"]
-    assert {name: it.now for name, it in figures.items() if it.now} == {
+    assert [figure.name for figure in figures.values() if figure.exceeded] == [
+        "lines of a module, the median"
+    ]
+    assert {name: row.now for name, row in figures.items() if row.now} == {
         "modules without the simulator": 2,
         "lines of a module, the median": 6,
         "modules with one importer, in their own folder": 1,

@@ -73,7 +73,7 @@ def test_the_table_of_values_is_that_of_the_comments() -> None:
 
 def test_features_are_those_of_the_option() -> None:
     """Each feature of --cluster is a value, on by default where `all` includes it."""
-    assert VALUES["features"] == {str(it): it in ALL_FEATURES for it in Feature}
+    assert VALUES["features"] == {str(feature): feature in ALL_FEATURES for feature in Feature}
 
 
 def test_versions_are_those_of_the_package() -> None:
@@ -141,7 +141,9 @@ def test_mps_is_not_confined_by_apparmor(helm: str) -> None:
 
     older = script.render(helm, "--set=privileges.mps=true", "--kube-version=1.29.0")
     [template] = [
-        it["spec"]["template"] for it in yaml.safe_load_all(older) if it["kind"] == "DaemonSet"
+        document["spec"]["template"]
+        for document in yaml.safe_load_all(older)
+        if document["kind"] == "DaemonSet"
     ]
     name = "container.apparmor.security.beta.kubernetes.io/metagpu"
     assert template["metadata"]["annotations"][name] == "unconfined"
@@ -177,24 +179,33 @@ def test_only_folders_without_the_hosts_sockets_are_mounted(
 ) -> None:
     """The pod sees the host's programs, libraries and devices, and never the host's root."""
     spec = _pod(helm, values)
-    paths = {it["name"]: it["hostPath"]["path"] for it in spec["volumes"] if "hostPath" in it}
+    paths = {
+        volume["name"]: volume["hostPath"]["path"]
+        for volume in spec["volumes"]
+        if "hostPath" in volume
+    }
     assert not {"/", "/run", "/var", "/var/run", "/etc"} & set(paths.values())
-    mounts = {it["mountPath"]: it for it in spec["containers"][0]["volumeMounts"]}
-    below = {path: it for path, it in mounts.items() if path.startswith("/host/")}
-    assert sorted(below) == sorted([*(f"/host/{it}" for it in HOST_FOLDERS), *more])
+    mounts = {
+        volume_mount["mountPath"]: volume_mount
+        for volume_mount in spec["containers"][0]["volumeMounts"]
+    }
+    below = {path: document for path, document in mounts.items() if path.startswith("/host/")}
+    assert sorted(below) == sorted([*(f"/host/{folder}" for folder in HOST_FOLDERS), *more])
     for path, mount in below.items():
         assert paths[mount["name"]].removeprefix("/var") == path.removeprefix("/host")
         assert mount.get("readOnly", False) is (path != "/host/dev/char")
     # A recursive mount sees no later mounts: the driver container's come when they come.
-    assert {path for path, it in below.items() if it.get("recursiveReadOnly")} == {
-        f"/host/{it}" for it in ("usr", "lib", "dev")
+    assert {path for path, value in below.items() if value.get("recursiveReadOnly")} == {
+        f"/host/{name}" for name in ("usr", "lib", "dev")
     }
 
 
 def test_without_a_reason_nothing_of_the_host_is_mounted(helm: str) -> None:
     """NVIDIA's runtime brings driver and devices: the pod needs no folder for them."""
-    mounts = {it["mountPath"] for it in _pod(helm, "simulate=")["containers"][0]["volumeMounts"]}
-    assert not [it for it in mounts if it.startswith(("/host", "/driver-root"))]
+    mounts = {
+        mount["mountPath"] for mount in _pod(helm, "simulate=")["containers"][0]["volumeMounts"]
+    }
+    assert not [mount for mount in mounts if mount.startswith(("/host", "/driver-root"))]
 
 
 @pytest.mark.parametrize("page", ["deploy/chart/README.md", "docs/upgrade.md"])
@@ -212,7 +223,7 @@ def test_the_notes_name_the_quota_of_gke() -> None:
     [quota] = re.findall(r"```yaml\n(apiVersion: v1\nkind: ResourceQuota\n.*?)```", page, re.DOTALL)
     [scope] = yaml.safe_load(quota)["spec"]["scopeSelector"]["matchExpressions"]
     assert scope["scopeName"] == "PriorityClass"
-    priorities = [it["priorityClassName"] for it in (VALUES, VALUES["webhook"])]
+    priorities = [document["priorityClassName"] for document in (VALUES, VALUES["webhook"])]
     assert scope["values"] == priorities
 
 
@@ -227,7 +238,7 @@ def test_every_folder_of_the_host_has_its_reason(helm: str) -> None:
     """The page about permissions lists each host path of a pod with all privileges."""
     on = "cdi.enabled=true,devCharLinks=true,privileges.devices=true,privileges.mps=true"
     volumes = _pod(helm, on, "config.map.default=a", "config.default=default")["volumes"]
-    mounted = {it["hostPath"]["path"] for it in volumes if "hostPath" in it}
+    mounted = {volume["hostPath"]["path"] for volume in volumes if "hostPath" in volume}
     page = (ROOT / "docs" / "permissions.md").read_text()
     files = page.partition("### Files")[2].partition("### Programs")[0]
     assert len(mounted) > 10
@@ -261,7 +272,7 @@ def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> No
         Feature.FREE_LABELS: {Feature.LABELS},
     }
     on = {feature, *needed.get(feature, ())}
-    values = ",".join(f"features.{it}={str(it in on).lower()}" for it in Feature)
+    values = ",".join(f"features.{other}={str(other in on).lower()}" for other in Feature)
     values += ",statusApi.port=0"
     rights = {
         (resource, verb)
@@ -272,19 +283,25 @@ def test_a_feature_alone_has_its_rights_alone(helm: str, feature: Feature) -> No
         for verb in rule["verbs"]
     }
     expected = {("nodes", "list"), ("nodes", "watch")}
-    for it in on:
-        expected |= _RIGHTS[it]
+    for value in on:
+        expected |= _RIGHTS[value]
     assert rights == expected
 
 
 def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) -> None:
     """The account reviews viewers, who are bound by nobody; the metrics stay closed."""
     documents = _render(helm, "fullnameOverride=mine")
-    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
+    by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     account = by_name["ClusterRole", "mine"]["rules"]
     for review in REVIEWS:
-        assert [it["verbs"] for it in account if review in it["resources"]] == [["create"]]
-    roles = [it["roleRef"]["name"] for it in documents if it["kind"].endswith("RoleBinding")]
+        assert [document["verbs"] for document in account if review in document["resources"]] == [
+            ["create"]
+        ]
+    roles = [
+        document["roleRef"]["name"]
+        for document in documents
+        if document["kind"].endswith("RoleBinding")
+    ]
     assert "mine-viewer" not in roles
     viewer = {rule["resources"][0]: rule for rule in by_name["Role", "mine-viewer"]["rules"]}
     assert viewer.keys() == {"pods", "pods/proxy", "serviceaccounts/token"}
@@ -295,14 +312,14 @@ def test_the_status_api_brings_its_rights_and_opens_its_port_alone(helm: str) ->
 
     readers = by_name["ClusterRoleBinding", "mine-node-status"]
     assert readers["roleRef"]["name"] == f"mine{STATUS_ROLE.removeprefix('metagpu')}"
-    assert [it["name"] for it in readers["subjects"]] == [VIEWER]
+    assert [subject["name"] for subject in readers["subjects"]] == [VIEWER]
     assert by_name["ClusterRole", "mine-node-status"]["rules"] == [
         {"apiGroups": ["metagpu.io"], "resources": ["nodestatuses"], "verbs": ["get"]}
     ]
 
     without = _render(helm, "statusApi.port=0")
-    assert not [it for it in REVIEWS if it in str(without)]
-    assert not [it for it in without if VIEWER in it["metadata"]["name"]]
+    assert not [other for other in REVIEWS if other in str(without)]
+    assert not [document for document in without if VIEWER in document["metadata"]["name"]]
     assert "METAGPU_STATUS_API" not in _variables(_container(helm, "statusApi.port=0"))
 
 
@@ -314,10 +331,12 @@ def test_the_page_is_off_and_for_viewers_alone(helm: str) -> None:
     assert _variables(container)["METAGPU_WEB"] == ":9450"
     assert {"name": "web", "containerPort": 9450} in container["ports"]
     documents = _render(helm, values)
-    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
+    by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     account = by_name["ClusterRole", "mine"]["rules"]
     for review in REVIEWS:
-        assert [it["verbs"] for it in account if review in it["resources"]] == [["create"]]
+        assert [document["verbs"] for document in account if review in document["resources"]] == [
+            ["create"]
+        ]
     [rule] = by_name["NetworkPolicy", "mine"]["spec"]["ingress"]
     assert rule == {"ports": [{"protocol": "TCP", "port": "web"}]}
     assert by_name["ServiceAccount", VIEWER]["automountServiceAccountToken"] is False
@@ -327,21 +346,25 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     """Without it there is none of them; a driver of another name is in classes and rights."""
     values = "fullnameOverride=mine,dra.enabled=true,dra.driver=gpu.example.com"
     documents = _render(helm, f"{values},kubeletRoot=/data/kubelet")
-    by_name = {(it["kind"], it["metadata"]["name"]): it for it in documents}
-    classes = [it for it in documents if it["kind"] == "DeviceClass"]
-    assert {it["metadata"]["name"].partition(".")[0] for it in classes} == {
+    by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    classes = [document for document in documents if document["kind"] == "DeviceClass"]
+    assert {device_class["metadata"]["name"].partition(".")[0] for device_class in classes} == {
         *("gpu", "fraction", "timeslice", "mps", "mig", "monitor")
     }
     [selector] = by_name["DeviceClass", "mps.metagpu.io"]["spec"]["selectors"]
     assert selector["cel"]["expression"] == (
         "device.driver == 'gpu.example.com' && device.attributes['gpu.example.com'].type == 'mps'"
     )
-    rules = {it["resources"][0]: it["verbs"] for it in by_name["ClusterRole", "mine-dra"]["rules"]}
+    rules = {
+        rule["resources"][0]: rule["verbs"] for rule in by_name["ClusterRole", "mine-dra"]["rules"]
+    }
     assert rules["resourceslices"] == ["list", "watch", "create", "update", "delete"]
     assert (rules["resourceclaims"], rules["pods"]) == (["get"], ["list", "patch"])
     assert rules["resourceclaims/status"] == ["patch"]
     assert rules["resourceclaims/driver"] == ["associated-node:patch"]
-    [driver] = [it for it in by_name["ClusterRole", "mine-dra"]["rules"] if "resourceNames" in it]
+    [driver] = [
+        rule for rule in by_name["ClusterRole", "mine-dra"]["rules"] if "resourceNames" in rule
+    ]
     assert driver["resourceNames"] == ["gpu.example.com"]
     for policy in ("mine-slices", "mine-claims", "mine-claim-status"):
         assert ("ValidatingAdmissionPolicyBinding", policy) in by_name
@@ -350,18 +373,26 @@ def test_dra_brings_its_classes_rights_and_folders(helm: str) -> None:
     )
 
     container = _container(helm, f"{values},kubeletRoot=/data/kubelet")
-    writable = {it["mountPath"] for it in container["volumeMounts"] if not it.get("readOnly")}
+    writable = {
+        mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")
+    }
     assert {"/data/kubelet/plugins", "/data/kubelet/plugins_registry", "/var/run/cdi"} <= writable
     assert _variables(container)["METAGPU_KUBELET_ROOT"] == "/data/kubelet"
     without = _render(helm, "fullnameOverride=mine")
-    viewer = [it for it in without if it["metadata"]["name"].endswith("-viewer")]
-    assert "resource.k8s.io" not in str([it for it in without if it not in viewer])
+    viewer = [document for document in without if document["metadata"]["name"].endswith("-viewer")]
+    assert "resource.k8s.io" not in str(
+        [document for document in without if document not in viewer]
+    )
 
 
 def test_nvidias_driver_name_brings_nvidias_classes(helm: str) -> None:
     """Claims that name NVIDIA's DeviceClasses work where its own chart is not installed."""
     documents = _render(helm, "dra.enabled=true,dra.driver=gpu.nvidia.com")
-    classes = {it["metadata"]["name"]: it for it in documents if it["kind"] == "DeviceClass"}
+    classes = {
+        document["metadata"]["name"]: document
+        for document in documents
+        if document["kind"] == "DeviceClass"
+    }
     for kind in ("gpu", "mig"):
         [selector] = classes[f"{kind}.nvidia.com"]["spec"]["selectors"]
         assert selector == classes[f"{kind}.metagpu.io"]["spec"]["selectors"][0]
@@ -370,7 +401,9 @@ def test_nvidias_driver_name_brings_nvidias_classes(helm: str) -> None:
 def test_nvidias_class_may_have_shares(helm: str) -> None:
     """For manifests of NVIDIA's consumable shares, the class selects fractions."""
     values = "dra.enabled=true,dra.driver=gpu.nvidia.com,dra.nvidiaGpuType=fraction"
-    classes = {it["metadata"]["name"]: it.get("spec") for it in _render(helm, values)}
+    classes = {
+        document["metadata"]["name"]: document.get("spec") for document in _render(helm, values)
+    }
     assert classes["gpu.nvidia.com"] == classes["fraction.metagpu.io"]
     assert classes["gpu.metagpu.io"] != classes["fraction.metagpu.io"]
 
@@ -380,11 +413,11 @@ def test_each_extended_resource_has_a_class(helm: str) -> None:
     names = "{nvidia.com/gpu,nvidia.com/mig-1g.5gb,example.com/My_GPU}"
     documents = _render(helm, f"dra.enabled=true,dra.extendedResources={names}")
     classes = {
-        it["spec"]["extendedResourceName"]: it
-        for it in documents
-        if it["kind"] == "DeviceClass" and "extendedResourceName" in it["spec"]
+        document["spec"]["extendedResourceName"]: document
+        for document in documents
+        if document["kind"] == "DeviceClass" and "extendedResourceName" in document["spec"]
     }
-    assert {name: it["metadata"]["name"] for name, it in classes.items()} == {
+    assert {name: document["metadata"]["name"] for name, document in classes.items()} == {
         "nvidia.com/gpu": "gpu.nvidia.com.metagpu.io",
         "nvidia.com/mig-1g.5gb": "mig-1g.5gb.nvidia.com.metagpu.io",
         "example.com/My_GPU": "my-gpu.example.com.metagpu.io",
@@ -419,10 +452,14 @@ _RIGHTS: Mapping[Feature, set[tuple[str, str]]] = {
 
 def test_without_features_there_is_no_token(helm: str) -> None:
     """A daemon that uses no API server has no right and no token."""
-    off = ",".join(f"features.{it}=false" for it in Feature)
+    off = ",".join(f"features.{feature}=false" for feature in Feature)
     documents = _render(helm, off)
-    assert not [it for it in documents if it["kind"].endswith(("Role", "RoleBinding"))]
-    spec = next(it for it in documents if it["kind"] == "DaemonSet")["spec"]["template"]["spec"]
+    assert not [
+        document for document in documents if document["kind"].endswith(("Role", "RoleBinding"))
+    ]
+    spec = next(document for document in documents if document["kind"] == "DaemonSet")["spec"][
+        "template"
+    ]["spec"]
     assert spec["automountServiceAccountToken"] is False
     assert _variables(spec["containers"][0])["METAGPU_CLUSTER"] == "none"
 
@@ -450,7 +487,9 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("features.janitor=true,admissionPolicies=false", "the janitor needs pods"),
         ("features.janitor=true,features.janitor-dry-run=true", "set one of them"),
         (
-            ",".join(["drainOnDriverUpgrade=true", *(f"features.{it}=false" for it in Feature)]),
+            ",".join(
+                ["drainOnDriverUpgrade=true", *(f"features.{feature}=false" for feature in Feature)]
+            ),
             "labels are read from the API server",
         ),
         ("seLinuxOptions.typ=spc_t", "/seLinuxOptions"),
@@ -458,11 +497,11 @@ def test_a_surge_takes_over(helm: str) -> None:
         ("metrics.port=9440", "statusApi.port: the metrics have this port"),
         ("web.port=9440", "web.port: the metrics or the status have this port"),
         (
-            ",".join(["web.port=9450", *(f"features.{it}=false" for it in Feature)]),
+            ",".join(["web.port=9450", *(f"features.{feature}=false" for feature in Feature)]),
             "web.port: the API server reviews the tokens",
         ),
         (
-            ",".join(["dra.enabled=true", *(f"features.{it}=false" for it in Feature)]),
+            ",".join(["dra.enabled=true", *(f"features.{feature}=false" for feature in Feature)]),
             "dra.enabled: ResourceSlices and ResourceClaims are at the API server",
         ),
         ("dra.extendedResources={nvidia.com/gpu}", "devices of DRA; set dra.enabled=true"),
@@ -500,12 +539,12 @@ def _rendered(helm: str, *options: str) -> str:
 
 def _render(helm: str, *values: str) -> list[dict[str, Any]]:
     options = [part for value in values for part in ("--set", value)]
-    return [it for it in yaml.load_all(_rendered(helm, *options), LOADER) if it]
+    return [value for value in yaml.load_all(_rendered(helm, *options), LOADER) if value]
 
 
 def _pod(helm: str, *values: str) -> dict[str, Any]:
     documents = _render(helm, *values)
-    daemon_set = next(it for it in documents if it["kind"] == "DaemonSet")
+    daemon_set = next(document for document in documents if document["kind"] == "DaemonSet")
     spec: dict[str, Any] = daemon_set["spec"]["template"]["spec"]
     return spec
 
@@ -516,7 +555,7 @@ def _container(helm: str, *values: str) -> dict[str, Any]:
 
 
 def _variables(container: Mapping[str, Any]) -> dict[str, str]:
-    return {it["name"]: it.get("value", "") for it in container["env"]}
+    return {document["name"]: document.get("value", "") for document in container["env"]}
 
 
 def _schema_keys(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, bool]]:
@@ -551,26 +590,28 @@ def test_the_alerts_are_a_prometheus_rule(helm: str) -> None:
         (",metrics.prometheusRule.runbooks=https://a/b/", "https://a/b/docs/"),
     ):
         documents = _render(helm, f"metrics.prometheusRule.enabled=true{values}")
-        [it] = [it for it in documents if it["kind"] == "PrometheusRule"]
+        [document] = [other for other in documents if other["kind"] == "PrometheusRule"]
         text = json.dumps(rules).replace('"runbook_url": "docs/', f'"runbook_url": "{links}')
-        assert it["spec"] == json.loads(text)
-    assert not [it for it in _render(helm) if it["kind"] == "PrometheusRule"]
+        assert document["spec"] == json.loads(text)
+    assert not [entry for entry in _render(helm) if entry["kind"] == "PrometheusRule"]
 
 
 def test_dashboards_are_config_maps(helm: str) -> None:
     """Each dashboard is a ConfigMap with the label of Grafana's sidecar."""
     documents = _render(helm, "metrics.dashboards.enabled=true,metrics.dashboards.annotations.a=b")
-    maps = [it for it in documents if "-dashboard-" in it["metadata"]["name"]]
+    maps = [document for document in documents if "-dashboard-" in document["metadata"]["name"]]
     files = sorted((DEPLOY / "monitoring" / "dashboards").glob("*.json"))
     assert files
-    texts = {name: text for it in maps for name, text in it["data"].items()}
+    texts = {name: text for candidate in maps for name, text in candidate["data"].items()}
     assert {name: json.loads(text) for name, text in texts.items()} == {
-        f"metagpu-{it.name}": json.loads(it.read_text()) for it in files
+        f"metagpu-{file.name}": json.loads(file.read_text()) for file in files
     }
-    for it in maps:
-        assert it["metadata"]["labels"]["grafana_dashboard"] == "1"
-        assert it["metadata"]["annotations"] == {"a": "b"}
-    assert not [it for it in _render(helm) if "-dashboard-" in it["metadata"]["name"]]
+    for other in maps:
+        assert other["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert other["metadata"]["annotations"] == {"a": "b"}
+    assert not [
+        document for document in _render(helm) if "-dashboard-" in document["metadata"]["name"]
+    ]
 
 
 @pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
@@ -584,12 +625,12 @@ def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> Non
     documents = _render(
         helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled={str(dcgm).lower()}"
     )
-    [spec] = [it["spec"] for it in documents if it["kind"] == kind]
+    [spec] = [document["spec"] for document in documents if document["kind"] == kind]
     endpoints = spec["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
-    assert [it["path"] for it in endpoints] == ["/metrics", *(["/dcgm"] if dcgm else [])]
-    for it in endpoints:
-        assert it["honorLabels"] is (it["path"] == "/metrics")
-        assert it["relabelings"] == [
+    assert [other["path"] for other in endpoints] == ["/metrics", *(["/dcgm"] if dcgm else [])]
+    for endpoint in endpoints:
+        assert endpoint["honorLabels"] is (endpoint["path"] == "/metrics")
+        assert endpoint["relabelings"] == [
             {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
         ]
     documents = _render(

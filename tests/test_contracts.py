@@ -106,8 +106,10 @@ def test_every_contract_is_tried() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
 
-    assert {it["id"] for it in contracts} == set(PLANTED)
-    assert {it["id"] for it in contracts if it.get("exhaustive")} == set(EXHAUSTIVE)
+    assert {contract["id"] for contract in contracts} == set(PLANTED)
+    assert {contract["id"] for contract in contracts if contract.get("exhaustive")} == set(
+        EXHAUSTIVE
+    )
 
 
 @pytest.mark.parametrize("contract", PLANTED)

@@ -17,10 +17,11 @@ from metagpu.plugins.metrics.samples import MetricType
 
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "monitoring"
 SERVED = {
-    it.name for it in (*FAMILIES, *backend_families(metric_kinds_of(installed_backends().values())))
+    family.name
+    for family in (*FAMILIES, *backend_families(metric_kinds_of(installed_backends().values())))
 }
-HISTOGRAMS = {f"{it.name}_bucket" for it in FAMILIES if it.type is MetricType.HISTOGRAM}
-LABELS = {label for it in FAMILIES for label in it.labels}
+HISTOGRAMS = {f"{family.name}_bucket" for family in FAMILIES if family.type is MetricType.HISTOGRAM}
+LABELS = {label for family in FAMILIES for label in family.labels}
 OF_A_SCRAPE = {"node", "job", "le", "profile", "state"}
 
 
@@ -37,12 +38,12 @@ def script() -> ModuleType:
 def expressions() -> dict[str, list[str]]:
     """Return the queries of each dashboard, from its JSON."""
     return {
-        it.stem: [
+        file.stem: [
             target["expr"]
-            for panel in json.loads(it.read_text())["panels"]
+            for panel in json.loads(file.read_text())["panels"]
             for target in panel.get("targets", ())
         ]
-        for it in sorted((FOLDER / "dashboards").glob("*.json"))
+        for file in sorted((FOLDER / "dashboards").glob("*.json"))
     }
 
 
@@ -50,10 +51,11 @@ def test_dashboards_are_those_of_the_description() -> None:
     """`dashboards.py` writes what is there, and nothing else is there."""
     made = script()
     description = made.read()
-    assert {it.name: it.read_text() for it in (FOLDER / "dashboards").iterdir()} == {
-        f"{it.name}.json": made.render(it, description) for it in description.dashboards
+    assert {file.name: file.read_text() for file in (FOLDER / "dashboards").iterdir()} == {
+        f"{dashboard.name}.json": made.render(dashboard, description)
+        for dashboard in description.dashboards
     }
-    assert {it.name for it in description.dashboards} == {"node", "cluster", "tenant"}
+    assert {dashboard.name for dashboard in description.dashboards} == {"node", "cluster", "tenant"}
 
 
 def test_a_mistyped_key_of_the_description_is_refused(
@@ -71,15 +73,17 @@ def test_a_mistyped_key_of_the_description_is_refused(
 @pytest.mark.parametrize(("name", "queries"), expressions().items(), ids=expressions())
 def test_every_query_names_a_metric_that_is_served(name: str, queries: list[str]) -> None:
     """Metrics and labels of all queries exist, and each placeholder has a value."""
-    of_process = {it.name for it in ProcessCollector(registry=CollectorRegistry()).collect()}
-    served = SERVED | HISTOGRAMS | of_process | {f"{it}_total" for it in of_process} | {"up"}
+    of_process = {
+        metric.name for metric in ProcessCollector(registry=CollectorRegistry()).collect()
+    }
+    served = SERVED | HISTOGRAMS | of_process | {f"{text}_total" for text in of_process} | {"up"}
     assert len(queries) > 10, name
     for query in queries:
         named = set(re.findall(r"\b(?:metagpu|process)_\w+|\bup\b", query))
         assert named, query
         assert named <= served, query
         grouped = re.findall(r"\b(?:by|on|group_left) \(([\w, ]+)\)", query)
-        labels = {label for it in grouped for label in it.split(", ")}
+        labels = {label for value in grouped for label in value.split(", ")}
         labels |= set(re.findall(r"[{,](\w+)=", query))
         assert labels <= LABELS | OF_A_SCRAPE, query
         assert not re.search(r"\$[A-Z]", query), query
@@ -88,12 +92,12 @@ def test_every_query_names_a_metric_that_is_served(name: str, queries: list[str]
 @pytest.mark.parametrize("name", expressions())
 def test_a_dashboard_is_whole(name: str) -> None:
     """Panels have ids of their own, do not overlap, and fit the width of Grafana."""
-    it = json.loads((FOLDER / "dashboards" / f"{name}.json").read_text())
-    assert it["uid"] == f"metagpu-{name}"
-    ids = [panel["id"] for panel in it["panels"]]
+    document = json.loads((FOLDER / "dashboards" / f"{name}.json").read_text())
+    assert document["uid"] == f"metagpu-{name}"
+    ids = [panel["id"] for panel in document["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
-    for panel in it["panels"]:
+    for panel in document["panels"]:
         place = panel["gridPos"]
         cells = {
             (x, y)
@@ -103,6 +107,6 @@ def test_a_dashboard_is_whole(name: str) -> None:
         assert place["x"] + place["w"] <= 24
         assert not cells & taken, panel["title"]
         taken |= cells
-    chosen = {it["name"] for it in it["templating"]["list"]} - {"datasource"}
-    used = set(re.findall(r"\$(node|namespace)\b", json.dumps(it["panels"])))
+    chosen = {entry["name"] for entry in document["templating"]["list"]} - {"datasource"}
+    used = set(re.findall(r"\$(node|namespace)\b", json.dumps(document["panels"])))
     assert chosen == used

@@ -50,7 +50,8 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
         for line in re.findall(r"^\$ ((?:kubectl metagpu|metagpu|mgctl) .*)$", block, re.MULTILINE):
             words = shlex.split(line, comments=True)
             end = min(
-                (words.index(it) for it in ("|", ">", "&", "&&", "...") if it in words), default=99
+                (words.index(name) for name in ("|", ">", "&", "&&", "...") if name in words),
+                default=99,
             )
             yield page, tuple(words[:end])
 
@@ -78,7 +79,9 @@ def test_every_command_is_understood(page: str, words: tuple[str, ...]) -> None:
 
 def test_every_configuration_is_good() -> None:
     """Each whole configuration of the pages is valid as it is."""
-    shown = [(page, it) for page, it in blocks("yaml") if it.startswith("version: metagpu/v1")]
+    shown = [
+        (page, name) for page, name in blocks("yaml") if name.startswith("version: metagpu/v1")
+    ]
     backends = installed_backends()
 
     assert len(shown) > 5
@@ -104,9 +107,9 @@ def test_every_profile_for_the_chart_is_good() -> None:
     given = [
         (page, profile)
         for page, text in blocks("yaml")
-        for it in yaml.safe_load_all(text)
-        if isinstance(it, dict) and isinstance(it.get("config"), dict)
-        for profile in it["config"].get("map", {}).values()
+        for document in yaml.safe_load_all(text)
+        if isinstance(document, dict) and isinstance(document.get("config"), dict)
+        for profile in document["config"].get("map", {}).values()
     ]
 
     assert len(given) > 1
@@ -118,16 +121,18 @@ def test_every_value_for_the_chart_exists() -> None:
     """Values that commands and files of the pages set are those of `values.yaml`."""
     values = yaml.safe_load((ROOT / "deploy" / "chart" / "values.yaml").read_text(encoding="utf-8"))
     commands = [
-        line for _, it in blocks("console") for line in it.splitlines() if "/chart " in line
+        line for _, text in blocks("console") for line in text.splitlines() if "/chart " in line
     ]
-    given = [key for it in commands for key in re.findall(r"--set(?:-json)? ([\w.-]+)=", it)]
+    given = [
+        key for command in commands for key in re.findall(r"--set(?:-json)? ([\w.-]+)=", command)
+    ]
     given += [
         key
         for page, text in blocks("yaml")
         if page in {"docs/install.md", "deploy/chart/README.md"}
-        for it in yaml.safe_load_all(text)
-        if "apiVersion" not in it
-        for key in it
+        for document in yaml.safe_load_all(text)
+        if "apiVersion" not in document
+        for key in document
     ]
 
     assert {"simulate", "image.repository", "config", "privileges"} <= set(given)
@@ -146,7 +151,9 @@ def test_files_of_other_programs_are_good(
     for number, text in enumerate(files):
         (tmp_path / f"{number}.yaml").write_text(text)
     manifests = {number for number, text in enumerate(files) if text.startswith("affinity:")}
-    names = [str(tmp_path / f"{it}.yaml") for it in range(len(files)) if it not in manifests]
+    names = [
+        str(tmp_path / f"{other}.yaml") for other in range(len(files)) if other not in manifests
+    ]
 
     assert len(manifests) == 1
     assert main(["validate", *names]) == 0
@@ -159,7 +166,9 @@ def test_the_pod_that_uninstalls_sees_what_the_daemon_saw() -> None:
     """The manifest has the DaemonSet's image, mounts and volumes, and a command that runs."""
     pod = yaml.safe_load((ROOT / "deploy" / "uninstall.yaml").read_text(encoding="utf-8"))
     static = (ROOT / "deploy" / "static.yaml").read_text(encoding="utf-8")
-    [daemon_set] = [it for it in yaml.safe_load_all(static) if it["kind"] == "DaemonSet"]
+    [daemon_set] = [
+        document for document in yaml.safe_load_all(static) if document["kind"] == "DaemonSet"
+    ]
     of_pod, of_daemon = pod["spec"], daemon_set["spec"]["template"]["spec"]
     [mine], [daemons] = of_pod["containers"], of_daemon["containers"]
     _, *words = mine["command"]
@@ -167,11 +176,16 @@ def test_the_pod_that_uninstalls_sees_what_the_daemon_saw() -> None:
     assert arguments.parser().parse_args(words).yes
     assert mine["image"] == daemons["image"]
     assert of_pod["hostPID"] is of_daemon["hostPID"] is True
-    assert {it["name"] for it in mine["volumeMounts"]} == {it["name"] for it in of_pod["volumes"]}
-    assert all(it in of_pod["volumes"] for it in of_daemon["volumes"])
-    places = {(it["name"], it["mountPath"], "readOnly" in it) for it in mine["volumeMounts"]}
+    assert {mount["name"] for mount in mine["volumeMounts"]} == {
+        volume["name"] for volume in of_pod["volumes"]
+    }
+    assert all(volume in of_pod["volumes"] for volume in of_daemon["volumes"])
+    places = {
+        (mount["name"], mount["mountPath"], "readOnly" in mount) for mount in mine["volumeMounts"]
+    }
     assert places >= {
-        (it["name"], it["mountPath"], "readOnly" in it) for it in daemons["volumeMounts"]
+        (mount["name"], mount["mountPath"], "readOnly" in mount)
+        for mount in daemons["volumeMounts"]
     }
 
 
@@ -187,7 +201,7 @@ async def test_the_module_for_frameworks_knows_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`gpu_share.py` of the data scientists' page computes the part from what `mgctl` prints."""
-    [text] = [it for page, it in blocks("python") if "def fraction" in it]
+    [text] = [name for page, name in blocks("python") if "def fraction" in name]
     program = tmp_path / "mgctl"
     program.write_text(
         f'#!/bin/sh\nexec {sys.executable} -m metagpu.cli.mgctl "$@" --run-dir {tmp_path}\n'
@@ -222,7 +236,7 @@ def test_the_sites_navigation_has_every_page() -> None:
     """The site has the groups of the README's table, and every page but single decisions."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     nav = yaml.safe_load(text[text.index("nav:") : text.index("theme:")])["nav"]
-    groups = {title: pages for it in nav[2:] for title, pages in it.items()}
+    groups = {title: pages for value in nav[2:] for title, pages in value.items()}
     listed = {"README.md", "docs/glossary.md"}
     listed |= {
         page for pages in groups.values() for page in ([pages] if isinstance(pages, str) else pages)
@@ -232,9 +246,9 @@ def test_the_sites_navigation_has_every_page() -> None:
 
     assert [row[0].lower() for row in rows] == [title.lower() for title in groups]
     for title, links in rows:
-        named = {it.partition("#")[0] for it in re.findall(r"\]\(([^)]+)\)", links)}
+        named = {word.partition("#")[0] for word in re.findall(r"\]\(([^)]+)\)", links)}
         assert named <= listed, title
-    assert {str(it.relative_to(ROOT)) for it in PAGES if it not in decisions} <= listed
+    assert {str(page.relative_to(ROOT)) for page in PAGES if page not in decisions} <= listed
 
 
 @pytest.mark.parametrize("severity", list(Severity))
@@ -271,8 +285,10 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of a page, as GitHub derives them from headings."""
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", it).lower()) for it in headings)
-    return {it.replace(" ", "-") for it in plain}
+    plain = (
+        re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()) for heading in headings
+    )
+    return {name.replace(" ", "-") for name in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

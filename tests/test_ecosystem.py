@@ -27,16 +27,18 @@ _RESOURCE: Final = re.compile(r"[a-z0-9.]+/(?:metagpu|gpu.*|mig-.+)")
 def resources(value: object) -> Iterator[str]:
     """Yield the names of GPU resources in a value, as keys and as texts."""
     if isinstance(value, dict):
-        for key, it in value.items():
-            yield from (*resources(key), *resources(it))
+        for key, entry in value.items():
+            yield from (*resources(key), *resources(entry))
     elif isinstance(value, list):
-        for it in value:
-            yield from resources(it)
+        for entry in value:
+            yield from resources(entry)
     elif isinstance(value, str) and _RESOURCE.fullmatch(value):
         yield value
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda it: str(it.get("kind", next(iter(it)))))
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=lambda value: str(value.get("kind", next(iter(value))))
+)
 def test_the_examples_ask_for_what_nodes_offer(example: dict[str, Any]) -> None:
     """Each names at least one resource, and none that metagpu's nodes have not."""
     assert {*resources(example)}
@@ -44,7 +46,9 @@ def test_the_examples_ask_for_what_nodes_offer(example: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [it for it in EXAMPLES if "kind" in it], ids=lambda it: str(it["kind"])
+    "example",
+    [example for example in EXAMPLES if "kind" in example],
+    ids=lambda document: str(document["kind"]),
 )
 def test_the_examples_are_left_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], example: dict[str, Any]
@@ -58,7 +62,7 @@ def test_the_examples_are_left_as_they_are(
 
 def test_the_page_has_an_example_of_each() -> None:
     """Four objects, and values of two charts."""
-    assert [it.get("kind") or next(iter(it)) for it in EXAMPLES] == [
+    assert [example.get("kind") or next(iter(example)) for example in EXAMPLES] == [
         "RayCluster",
         "TrainJob",
         "Notebook",

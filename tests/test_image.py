@@ -38,10 +38,10 @@ def test_every_base_is_pinned() -> None:
     text = DOCKERFILE.read_text()
     defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     stages = re.findall(r"^FROM (?:--platform=\S+ )?(\S+)", text, re.MULTILINE)
-    bases = [defaults.get(it.strip("${}"), it) for it in stages]
+    bases = [defaults.get(stage.strip("${}"), stage) for stage in stages]
 
     assert len(bases) > 1
-    assert all(it == "scratch" or re.search(r"@sha256:[0-9a-f]{64}$", it) for it in bases)
+    assert all(base == "scratch" or re.search(r"@sha256:[0-9a-f]{64}$", base) for base in bases)
 
 
 def test_the_archive_runs_what_the_dockerfile_says() -> None:
@@ -105,8 +105,10 @@ def test_files_belong_to_root_and_give_nobodys_rights(tmp_path: Path) -> None:
         manifest = json.load(image.extractfile("manifest.json"))  # type: ignore[arg-type]
         inner = image.extractfile(manifest[0]["Layers"][0])
         with tarfile.open(fileobj=inner) as packed:
-            entries = {it.name: it for it in packed}
+            entries = {tar_info.name: tar_info for tar_info in packed}
 
-    assert {(it.uid, it.gid, it.mtime) for it in entries.values()} == {(0, 0, 1_000)}
+    assert {(tar_info.uid, tar_info.gid, tar_info.mtime) for tar_info in entries.values()} == {
+        (0, 0, 1_000)
+    }
     assert entries["bin/program"].mode == 0o755
     assert entries["sh"].linkname == "bin/program"

@@ -11,7 +11,7 @@ from docs import manpages
 from metagpu.cli.options import Variable
 from metagpu.cli.parser import completions
 
-PAGES = {it.name: it for it in manpages.pages()}
+PAGES = {page.name: page for page in manpages.pages()}
 CHECKS = {
     "groff": ("groff", "-man", "-ww", "-z"),
     "mandoc": ("mandoc", "-Tlint", "-W", "warning"),
@@ -47,14 +47,14 @@ def test_every_command_and_option_is_named(page: manpages.Page, folder: Path) ->
                 expected.update(action.default.names)
 
     assert len(expected) > 20
-    assert {it for it in expected if it not in text} == set()
+    assert {name for name in expected if name not in text} == set()
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_a_page_is_whole(page: manpages.Page, folder: Path) -> None:
     """Each page has the sections that readers of manual pages look for."""
     lines = (folder / f"{page.name}.1").read_text().splitlines()
-    names = {it.removeprefix(".SH ") for it in lines if it.startswith(".SH ")}
+    names = {line.removeprefix(".SH ") for line in lines if line.startswith(".SH ")}
     assert names >= {"ENVIRONMENT", "FILES", "EXIT STATUS", "EXAMPLES", "SEE ALSO"}
 
 

@@ -35,8 +35,12 @@ def test_the_private_names_exist(place: str, names: tuple[str, ...]) -> None:
     module, _, name = place.partition(":")
     found = getattr(import_module(module), name)
 
-    text = "".join(inspect.getsource(it) for it in found.__mro__ if it.__module__ == module)
-    assert [it for it in names if not hasattr(found, it) and f"self.{it}" not in text] == []
+    text = "".join(
+        inspect.getsource(value) for value in found.__mro__ if value.__module__ == module
+    )
+    assert [
+        other for other in names if not hasattr(found, other) and f"self.{other}" not in text
+    ] == []
 
 
 def test_what_is_replaced_is_there() -> None:
@@ -55,11 +59,11 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for it in node.names:
-                found[(it.asname or it.name).partition(".")[0]] = it.name.partition(".")[0]
+            for alias in node.names:
+                found[(alias.asname or alias.name).partition(".")[0]] = alias.name.partition(".")[0]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for it in node.names:
-                found[it.asname or it.name] = node.module.partition(".")[0]
+            for alias in node.names:
+                found[alias.asname or alias.name] = node.module.partition(".")[0]
     return {name: package for name, package in found.items() if package != "metagpu"}
 
 
@@ -75,8 +79,8 @@ def patches_in(text: str) -> Iterator[str]:
     tree = ast.parse(text)
     foreign = imported_names(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and foreign.keys() & {it.name for it in node.names}:
-            yield from (it.name for it in node.names if _is_private(it.name))
+        if isinstance(node, ast.ImportFrom) and foreign.keys() & {name.name for name in node.names}:
+            yield from (name.name for name in node.names if _is_private(name.name))
         if not isinstance(node, ast.Attribute) or (root := root_of(node)) not in foreign:
             continue
         changed = isinstance(node.ctx, ast.Store | ast.Del)
@@ -90,8 +94,10 @@ def _is_private(name: str) -> bool:
 
 def test_no_other_module_patches_a_library() -> None:
     """Changes of a library, and private names of one, stand in one module."""
-    modules = [it for it in PACKAGE.rglob("*.py") if it.name != "patches.py"]
-    found = {str(it.relative_to(PACKAGE)): list(patches_in(it.read_text())) for it in modules}
+    modules = [file for file in PACKAGE.rglob("*.py") if file.name != "patches.py"]
+    found = {
+        str(module.relative_to(PACKAGE)): list(patches_in(module.read_text())) for module in modules
+    }
 
     assert {place: names for place, names in found.items() if names} == {}
 

@@ -50,7 +50,7 @@ def test_a_computed_event_is_refused(package: Path, text: str) -> None:
 
 def test_every_kind_of_refusal_is_a_row_by_its_label() -> None:
     """A refusal has a row under the label of its metric, also one that is a kind of another."""
-    found = {it[0]: it[1] for it in reasons.refusals()}
+    found = {refusal[0]: refusal[1] for refusal in reasons.refusals()}
     assert found["`gpu_unhealthy`"] == "A pod asks for a share of a GPU that is out of service."
     assert "`provisioning_lasts`" in found  # a kind of `provisioning_failed`
 
@@ -64,13 +64,15 @@ def test_an_error_has_a_class_that_names_its_cause(package: Path) -> None:
 
 def test_errors_of_commands_are_rows_wherever_their_class_is() -> None:
     """Each class below the base of our errors has a row, but for those of the other tables."""
-    found = [it[0] for it in reasons.command_errors()]
+    found = [error[0] for error in reasons.command_errors()]
     assert {"`no_daemon`", "`driver_replaced`", "`unknown_field`", "`sim_error`"} <= set(found)
     assert {"`config_error`", "`request_error`", "`gpu_unhealthy`"}.isdisjoint(found)
-    assert {it.strip("`") for it in found}.isdisjoint(ConfigReason)
+    assert {name.strip("`") for name in found}.isdisjoint(ConfigReason)
 
 
-@pytest.mark.parametrize("obstacle", [it for it in Obstacle if it is not Obstacle.NONE])
+@pytest.mark.parametrize(
+    "obstacle", [obstacle for obstacle in Obstacle if obstacle is not Obstacle.NONE]
+)
 def test_each_obstacle_has_a_row(obstacle: Obstacle) -> None:
     """docs/kubectl.md says of each obstacle what it means and what to do."""
     rows = [
@@ -78,14 +80,14 @@ def test_each_obstacle_has_a_row(obstacle: Obstacle) -> None:
         for line in (reasons.DOCS / "kubectl.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| `")
     ]
-    assert any(f"`{obstacle.name.lower()}`" in it for it in rows)
+    assert any(f"`{obstacle.name.lower()}`" in row for row in rows)
 
 
 @pytest.mark.parametrize("reason", ConfigReason)
 def test_each_kind_is_that_of_an_error(reason: ConfigReason) -> None:
     """No kind of the errors of configurations is without an error."""
     files = reasons.PACKAGE.rglob("*.py")
-    assert any(f"ConfigReason.{reason.name}" in it.read_text(encoding="utf-8") for it in files)
+    assert any(f"ConfigReason.{reason.name}" in file.read_text(encoding="utf-8") for file in files)
 
 
 def test_a_sentence_of_a_translation_has_its_names_by_default(
@@ -103,8 +105,8 @@ def test_a_sentence_of_a_translation_has_its_names_by_default(
 
 def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The type of an Event is that of its call, also where the reason has a name of its own."""
-    names = [it.name for it in EventReason]
-    calls = [f"    EventData(node, EventReason.{it}, note, 'Do')" for it in names[3:]]
+    names = [reason.name for reason in EventReason]
+    calls = [f"    EventData(node, EventReason.{name}, note, 'Do')" for name in names[3:]]
     (tmp_path / "new.py").write_text(
         f"def event():\n    EventData(node, EventReason.{names[0]}, note, 'Do', warning=True)\n"
         f"    reason = EventReason.{names[1]} if never else EventReason.{names[2]}\n"
@@ -112,8 +114,8 @@ def test_types_are_those_of_the_calls(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(reasons, "CLUSTER", tmp_path)
 
-    found = {it[0]: it[1] for it in reasons.events()}
-    types = [found[f"`{EventReason[it]}`"] for it in names[:4]]
+    found = {event[0]: event[1] for event in reasons.events()}
+    types = [found[f"`{EventReason[name]}`"] for name in names[:4]]
     assert types == ["Warning", *["Normal or Warning"] * 2, "Normal"]
 
 
@@ -125,7 +127,7 @@ def test_the_table_of_reasons_is_what_the_code_says(
 
     page = tmp_path / "pools.md"
     lines = availability.PAGE.read_text().splitlines(keepends=True)
-    page.write_text("".join(it for it in lines if not it.startswith("| `cordoned`")))
+    page.write_text("".join(line for line in lines if not line.startswith("| `cordoned`")))
     monkeypatch.setattr(availability, "PAGE", page)
     assert availability.main(["--check"]) == 1
     assert availability.main([]) == 0

@@ -19,25 +19,29 @@ MEND = "run `make locks`"
 def pins(lock: str) -> dict[str, str]:
     """Return the version of each package in a lock."""
     text = (REPOSITORY / "requirements" / f"{lock}.lock").read_text()
-    return {canonicalize_name(it["name"]): it["version"] for it in PINNED.finditer(text)}
+    return {canonicalize_name(other["name"]): other["version"] for other in PINNED.finditer(text)}
 
 
 def wanted() -> dict[str, list[Requirement]]:
     """Return what each lock must satisfy: pyproject.toml and requirements/package.in."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    run = [Requirement(it) for it in project["dependencies"]]
+    run = [Requirement(dependency) for dependency in project["dependencies"]]
     extras = {
-        name: [Requirement(it) for it in items if not it.startswith("metagpu[")]
+        name: [Requirement(item) for item in items if not item.startswith("metagpu[")]
         for name, items in project["optional-dependencies"].items()
     }
     lines = (REPOSITORY / "requirements" / "package.in").read_text().splitlines()
-    package = [Requirement(it) for it in lines if not it.startswith("#")]
+    package = [Requirement(line) for line in lines if not line.startswith("#")]
     return {
         "run": run,
         "package": package,
         "build": [*run, *package, *extras["build"]],
         "docs": [*run, *extras.pop("docs")],
-        "dev": [*run, *package, *(it for items in extras.values() for it in items)],
+        "dev": [
+            *run,
+            *package,
+            *(requirement for items in extras.values() for requirement in items),
+        ],
     }
 
 
@@ -61,7 +65,7 @@ def test_everything_in_a_lock_has_hashes(lock: str) -> None:
     assert [entry for entry in named if "--hash=sha256:" not in entry] == []
 
 
-@pytest.mark.parametrize("lock", [it for it in LOCKS if it != "dev"])
+@pytest.mark.parametrize("lock", [lock for lock in LOCKS if lock != "dev"])
 def test_what_is_shipped_is_what_was_tested(lock: str) -> None:
     """Every lock has the versions of dev.lock, with which the tests run; one venv holds all."""
     tested, locked = pins("dev"), pins(lock)
@@ -75,7 +79,9 @@ def test_what_is_shipped_is_what_was_tested(lock: str) -> None:
 
 def test_the_compiler_has_one_version() -> None:
     """The compiler's version is no range: what it builds is mounted into every pod."""
-    (compiler,) = (it for it in wanted()["build"] if it.name == "ziglang")
+    (compiler,) = (
+        requirement for requirement in wanted()["build"] if requirement.name == "ziglang"
+    )
     assert str(compiler.specifier).startswith("==")
 
 

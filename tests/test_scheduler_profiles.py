@@ -24,7 +24,7 @@ STRATEGIES: Final = {"metagpu-binpack": "MostAllocated", "metagpu-spread": "Leas
 
 def one(kind: str) -> dict[str, Any]:
     """Return the one object of a kind of scheduler.yaml."""
-    [found] = [it for it in OBJECTS if it["kind"] == kind]
+    [found] = [entry for entry in OBJECTS if entry["kind"] == kind]
     return dict(found)
 
 
@@ -37,16 +37,29 @@ def test_both_files_have_the_same_profiles() -> None:
     assert (STOCK["kind"], STOCK["apiVersion"]) == (own["kind"], own["apiVersion"])
 
 
-@pytest.mark.parametrize("profile", STOCK["profiles"][1:], ids=lambda it: it["schedulerName"])
+@pytest.mark.parametrize(
+    "profile", STOCK["profiles"][1:], ids=lambda document: document["schedulerName"]
+)
 def test_every_resource_is_weighed(profile: Mapping[str, Any]) -> None:
     """Default names of backends and names of all known MIG profiles weigh alike, above CPU."""
-    [args] = [it["args"] for it in profile["pluginConfig"] if it["name"] == "NodeResourcesFit"]
+    [args] = [
+        document["args"]
+        for document in profile["pluginConfig"]
+        if document["name"] == "NodeResourcesFit"
+    ]
     strategy = args["scoringStrategy"]
-    weights = {it["name"]: it["weight"] for it in strategy["resources"]}
+    weights = {resource["name"]: resource["weight"] for resource in strategy["resources"]}
     backends = (FractionOptions, MpsOptions, TimesliceOptions, WholeOptions)
     gpus = [mig_gpu(0, model) for model in MIG_PROFILES]
-    names = {str(it.default) for each in backends for it in fields(each) if it.name == "resource"}
-    names |= {profile_resource(it.name) for gpu in gpus for it in gpu.mig_profiles}
+    names = {
+        str(field.default)
+        for each in backends
+        for field in fields(each)
+        if field.name == "resource"
+    }
+    names |= {
+        profile_resource(mig_profile.name) for gpu in gpus for mig_profile in gpu.mig_profiles
+    }
 
     assert strategy["type"] == STRATEGIES[profile["schedulerName"]]
     assert (weights.pop("cpu"), weights.pop("memory")) == (1, 1)
@@ -57,15 +70,15 @@ def test_every_resource_is_weighed(profile: Mapping[str, Any]) -> None:
 def test_the_scheduler_reads_the_configuration_with_its_account() -> None:
     """Account, bindings, mounted ConfigMap and the Deployment name each other."""
     account = one("ServiceAccount")["metadata"]
-    bindings = [it for it in OBJECTS if it["kind"] == "ClusterRoleBinding"]
+    bindings = [entry for entry in OBJECTS if entry["kind"] == "ClusterRoleBinding"]
     spec = one("Deployment")["spec"]["template"]["spec"]
     [container] = spec["containers"]
 
     assert spec["serviceAccountName"] == account["name"]
-    assert [it["subjects"] for it in bindings] == [
+    assert [binding["subjects"] for binding in bindings] == [
         [{"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}]
     ] * len(bindings)
-    assert [it["configMap"]["name"] for it in spec["volumes"]] == [
+    assert [volume["configMap"]["name"] for volume in spec["volumes"]] == [
         one("ConfigMap")["metadata"]["name"]
     ]
     [mount] = container["volumeMounts"]

@@ -28,12 +28,16 @@ SERVICE = "metagpu-webhook.kube-system.svc"
 
 def objects(helm: str, *values: str, version: str = "1.36.0") -> dict[str, Any]:
     """Return what the chart renders with a webhook, by kind; of each kind its own alone."""
-    options = [part for it in ("webhook.enabled=true", *values) for part in ("--set", it)]
+    options = [part for word in ("webhook.enabled=true", *values) for part in ("--set", word)]
     text = script.render(helm, *options, "--show-only", "templates/webhook.yaml")
     if version != "1.36.0":
         text = script.render(helm, *options, "--kube-version", version)
-    documents = [it for it in yaml.safe_load_all(text) if it]
-    return {it["kind"]: it for it in documents if it["metadata"]["name"].startswith("metagpu-webh")}
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    return {
+        document["kind"]: document
+        for document in documents
+        if document["metadata"]["name"].startswith("metagpu-webh")
+    }
 
 
 def test_there_is_no_webhook_by_default(helm: str) -> None:
@@ -61,7 +65,7 @@ def reached(found: dict[str, Any], pods: Sequence[object]) -> list[bool]:
     [webhook] = found["MutatingWebhookConfiguration"]["webhooks"]
     environment = cel.NewEnv(variables={"object": cel.Type.DYN})
     expression = environment.compile(webhook["matchConditions"][0]["expression"])
-    return [expression.eval(data={"object": it}).value() for it in pods]
+    return [expression.eval(data={"object": pod}).value() for pod in pods]
 
 
 def test_kais_annotations_reach_it_by_a_value(helm: str) -> None:
@@ -72,7 +76,7 @@ def test_kais_annotations_reach_it_by_a_value(helm: str) -> None:
     pods: list[dict[str, Any]] = [
         {"metadata": {}, "spec": {"containers": [{"name": "c"}]}},
         {"metadata": {}, "spec": {"containers": [hamis]}},
-        *({"metadata": {"annotations": {it: "1"}}, "spec": {"containers": []}} for it in keys),
+        *({"metadata": {"annotations": {key: "1"}}, "spec": {"containers": []}} for key in keys),
     ]
 
     assert reached(objects(helm), pods) == [False, True, False, False, False, False]
@@ -112,14 +116,14 @@ def test_its_pods_are_no_daemons(helm: str) -> None:
         for monitor in ("podMonitor", "serviceMonitor")
     ]
     selected = {}
-    for it in yaml.safe_load_all("---\n".join(rendered)):
-        spec = (it or {}).get("spec") or {}
+    for document in yaml.safe_load_all("---\n".join(rendered)):
+        spec = (document or {}).get("spec") or {}
         selector = spec.get("podSelector") or spec.get("selector")
-        if selector and not it["metadata"]["name"].startswith("metagpu-webhook"):
-            selected[it["kind"]] = selector.get("matchLabels", selector)
+        if selector and not document["metadata"]["name"].startswith("metagpu-webhook"):
+            selected[document["kind"]] = selector.get("matchLabels", selector)
 
     assert {"DaemonSet", "NetworkPolicy", "PodMonitor", "ServiceMonitor"} <= selected.keys()
-    assert not [kind for kind, it in selected.items() if it.items() <= labels.items()]
+    assert not [kind for kind, entry in selected.items() if entry.items() <= labels.items()]
 
 
 def test_it_has_a_monitor_of_its_own(helm: str) -> None:
@@ -131,7 +135,7 @@ def test_it_has_a_monitor_of_its_own(helm: str) -> None:
     assert monitor["metadata"]["labels"]["team"] == "a"
     assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     [endpoint] = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] in {it["name"] for it in pod["spec"]["containers"][0]["ports"]}
+    assert endpoint["port"] in {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
 
 
 def test_it_holds_up_no_drain_and_no_rollout(helm: str) -> None:
@@ -201,9 +205,14 @@ def test_the_values_reach_the_program(helm: str) -> None:
         *(f"webhook.names.{key}=example.com/{value}" for key, value in names.items()),
     )
     [container] = found["Deployment"]["spec"]["template"]["spec"]["containers"]
-    environment = {it["name"]: it["value"] for it in container["env"]}
+    environment = {document["name"]: document["value"] for document in container["env"]}
     args = parser().parse_args(["webhook"])
-    read = {name for it in vars(args).values() if isinstance(it, Variable) for name in it.names}
+    read = {
+        name
+        for variable in vars(args).values()
+        if isinstance(variable, Variable)
+        for name in variable.names
+    }
     assert environment.keys() <= read
 
     resolve_environment(args, environment)
@@ -219,7 +228,7 @@ def test_the_values_reach_the_program(helm: str) -> None:
         impossible="refuse",
         dra_resources=frozenset({"nvidia.com/gpu", "nvidia.com/mig-1g.5gb"}),
     )
-    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert settings.metrics is not None
     assert (settings.address.port, settings.metrics.port) == (ports["reviews"], ports["metrics"])
     assert str(settings.certificate) == container["volumeMounts"][0]["mountPath"]

@@ -160,4 +160,4 @@ def _counted(plugin: Client) -> tuple[int, int]:
     """Return the shares on the list, and the Healthy ones, once GPUs are ready."""
     time.sleep(_READY)
     devices = v1beta1.ListAndWatchResponse.parse(plugin.first_list()).devices
-    return len(devices), sum(it.health == "Healthy" for it in devices)
+    return len(devices), sum(device.health == "Healthy" for device in devices)

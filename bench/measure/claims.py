@@ -49,7 +49,7 @@ def claims(plan: Plan) -> list[Figure]:
             resource: stack.enter_context(client.connected(subject.socket_of(resource)))
             for resource in _RESOURCES
         }
-        lists = {name: stack.enter_context(it.lists()) for name, it in clients.items()}
+        lists = {name: stack.enter_context(other.lists()) for name, other in clients.items()}
         deadline = time.monotonic() + TIME_LIMIT
 
         for number in range(-1, plan.count(100, 2)):

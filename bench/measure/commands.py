@@ -63,7 +63,7 @@ def _top(plan: Plan, folder: Path, kubeconfig: Path, nodes: int, target: float) 
     command = ["kubectl-metagpu", "top", "nodes", "--kubeconfig", str(kubeconfig)]
     count = plan.count(30 if nodes == 1 else 5, 1)
     spent = [_run(daemon.HERE, command, folder) for _ in range(count + 1)][1:]
-    wall, cpu = Samples([it.wall for it in spent]), Samples([it.cpu for it in spent])
+    wall, cpu = Samples([other.wall for other in spent]), Samples([other.cpu for other in spent])
     plan.report(f"commands: top of {nodes} nodes: {wall.p50:.2f} s, {cpu.p50:.2f} s of CPU")
     name = f"kubectl metagpu top nodes, {nodes} node{'s' * (nodes > 1)}"
     return [wall.figure(name, target=target, unit="s"), cpu.figure(f"{name}, CPU", unit="s")]

@@ -62,7 +62,7 @@ def _node(stack: ExitStack, config: str, program: tuple[str, ...] = ("-m", "meta
 
 
 def _clients(stack: ExitStack, *daemons: Daemon) -> list[Client]:
-    sockets = [it.socket_of(daemon.RESOURCE) for it in daemons]
+    sockets = [other.socket_of(daemon.RESOURCE) for other in daemons]
     return [stack.enter_context(client.connected(socket)) for socket in sockets]
 
 

@@ -54,15 +54,15 @@ async def _passes(plan: Plan) -> list[Figure]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = [stack.enter_context(_Child("import signal; signal.pause()")).pid for _ in range(4)]
-        async with simulated_node(folder, NODE) as it:
-            _populate(it, real)
-            collector = UsageCollector(it.nvml, it.machine.host, it.registry)
+        async with simulated_node(folder, NODE) as node:
+            _populate(node, real)
+            collector = UsageCollector(node.nvml, node.machine.host, node.registry)
             found = await collector.collect()
             assert sum(len(u.processes) for a in found.gpus.values() for u in a.containers) == 800
             plan.report(f"enforcement: {count} passes over {GPUS} GPUs and 800 processes")
             for _ in range(count):
                 full.seconds.append(await _cpu_of(lambda: _collect_all(collector)))
-                brief.seconds.append(await _cpu_of(lambda: _collect_gpus(collector, it)))
+                brief.seconds.append(await _cpu_of(lambda: _collect_gpus(collector, node)))
 
     name = "8 GPUs, 800 processes, 200 pods"
     return [
@@ -75,8 +75,8 @@ async def _collect_all(collector: UsageCollector) -> None:
     await collector.describe(await collector.collect())
 
 
-async def _collect_gpus(collector: UsageCollector, it: EnforcementNode) -> None:
-    for gpu in it.gpus:
+async def _collect_gpus(collector: UsageCollector, node: EnforcementNode) -> None:
+    for gpu in node.gpus:
         await collector.collect_gpu(gpu.id)
 
 
@@ -86,17 +86,17 @@ async def _cpu_of(work: Callable[[], Awaitable[object]]) -> float:
     return time.process_time() - before
 
 
-def _populate(it: EnforcementNode, real: Sequence[int]) -> None:
+def _populate(node: EnforcementNode, real: Sequence[int]) -> None:
     pid = 100_000
     for gpu in range(GPUS):
         for number in range(PODS):
             holder = Holder("bench", f"pod-{gpu}-{number}", "main")
-            it.hold(holder, gpu, 4 * number, 4)
+            node.hold(holder, gpu, 4 * number, 4)
             for which in real:
                 pid += 1
-                it.machine.add_container_process(pid, holder, real=which)
-                it.use(gpu, pid, 300 * MIB, busy=1)
-    it.observe()
+                node.machine.add_container_process(pid, holder, real=which)
+                node.use(gpu, pid, 300 * MIB, busy=1)
+    node.observe()
 
 
 class _Child:
@@ -131,18 +131,18 @@ async def _ends(plan: Plan) -> list[Figure]:
         samples = Samples()
         with tempfile.TemporaryDirectory(prefix="metagpu-bench-") as folder:
             async with (
-                simulated_node(Path(folder), "a100-40gb:1") as it,
+                simulated_node(Path(folder), "a100-40gb:1") as node,
                 anyio.create_task_group() as group,
             ):
                 guards = {"fraction": MemoryGuard.ENFORCER}
-                collector = UsageCollector(it.nvml, it.machine.host, it.registry)
+                collector = UsageCollector(node.nvml, node.machine.host, node.registry)
                 enforcer = Enforcer(
-                    collector, it.machine.host, it.registry, lambda _: SETTINGS, guards
+                    collector, node.machine.host, node.registry, lambda _: SETTINGS, guards
                 )
                 group.start_soon(enforcer.run)
                 for life in range(count):
                     await anyio.sleep(chance.random() * SETTINGS.period)
-                    samples.seconds.append(await _one_end(it, code, life))
+                    samples.seconds.append(await _one_end(node, code, life))
                 group.cancel_scope.cancel()
         figures += [
             samples.figure(f"excess to the end {name}", target=2, unit="s"),
@@ -151,23 +151,23 @@ async def _ends(plan: Plan) -> list[Figure]:
     return figures
 
 
-async def _one_end(it: EnforcementNode, code: str, life: int) -> float:
+async def _one_end(node: EnforcementNode, code: str, life: int) -> float:
     holder = Holder("bench", "greedy", "main")
-    it.holders.clear()
-    it.hold(holder, 0, 0, 25)
-    it.observe()
+    node.holders.clear()
+    node.hold(holder, 0, 0, 25)
+    node.observe()
 
     with _Child(code) as child:
         assert child.stdout is not None
         await to_thread.run_sync(child.stdout.readline)
-        it.machine.add_container_process(child.pid, holder, life)
-        it.use(0, child.pid, 1 * MIB)
+        node.machine.add_container_process(child.pid, holder, life)
+        node.use(0, child.pid, 1 * MIB)
         await anyio.sleep(SETTINGS.period)
         began = time.monotonic()
-        it.use(0, child.pid, 20480 * MIB)
+        node.use(0, child.pid, 20480 * MIB)
         await to_thread.run_sync(child.wait)
         took = time.monotonic() - began
-        it.node.end_process(it.node.gpu(0), child.pid)
+        node.node.end_process(node.node.gpu(0), child.pid)
     return took
 
 
@@ -180,18 +180,18 @@ async def _lifetimes(plan: Plan) -> Figure:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = stack.enter_context(_Child("import signal; signal.pause()")).pid
-        async with simulated_node(folder, "a100-40gb:1") as it:
-            collector = UsageCollector(it.nvml, it.machine.host, it.registry)
+        async with simulated_node(folder, "a100-40gb:1") as node:
+            collector = UsageCollector(node.nvml, node.machine.host, node.registry)
             for life in range(1, late + 1):
                 holder = Holder("bench", f"pod-{life}", "main")
-                it.holders.clear()
-                it.hold(holder, 0, 0, 4)
-                it.observe()
-                it.machine.add_container_process(pid, holder, life, real=real)
-                it.use(0, pid, 1 * MIB)
-                account = await collector.collect_gpu(it.gpus[0].id)
+                node.holders.clear()
+                node.hold(holder, 0, 0, 4)
+                node.observe()
+                node.machine.add_container_process(pid, holder, life, real=real)
+                node.use(0, pid, 1 * MIB)
+                account = await collector.collect_gpu(node.gpus[0].id)
                 assert account.containers[0].processes
-                it.machine.remove_log_links()
+                node.machine.remove_log_links()
                 if life == early:
                     at = machine.resident(os.getpid())
             growth = machine.resident(os.getpid()) - at

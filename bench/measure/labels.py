@@ -74,7 +74,7 @@ async def _labels(plan: Plan, name: str, profiles: tuple[Profile, Profile]) -> S
     samples = Samples()
     server = SimApiServer()
     server.add_node(_NODE)
-    server.configure(*_PLACE, {it.name: it.text for it in profiles})
+    server.configure(*_PLACE, {other.name: other.text for other in profiles})
 
     async with server.running(), _joined(server) as kubelet:
         for number, profile in zip(range(-3, plan.count(100, 5)), cycle(profiles), strict=False):

@@ -161,7 +161,7 @@ def _serving(variant: _Variant) -> Iterator[_Node]:
 def _create_device_nodes(root: Path) -> None:
     """Create device nodes as plain files: CDI names only what exists."""
     instances = [f"gpu{gpu}/gi{number}" for gpu in range(_GPUS) for number in range(_INSTANCES)]
-    opened = [f"{it}/{of}" for it in instances for of in ("access", "ci0/access")]
+    opened = [f"{instance}/{of}" for instance in instances for of in ("access", "ci0/access")]
     caps = [f"nvidia-caps/nvidia-cap{number}" for number in range(1, len(opened) + 1)]
     (root / "dev/nvidia-caps").mkdir(parents=True)
     for name in (*(f"nvidia{number}" for number in range(_GPUS)), "nvidiactl", "nvidia-uvm", *caps):

@@ -68,8 +68,8 @@ async def _preferences(plan: Plan) -> list[Figure]:
 
 def _arrive(server: SimApiServer, number: int, named: str) -> None:
     """Replace the pods by others, which are bound and have still to be admitted."""
-    for it in server.pods():
-        server.delete_pod("bench", it["metadata"]["name"])
+    for other in server.pods():
+        server.delete_pod("bench", other["metadata"]["name"])
     for pod in range(_PODS):
         server.add_pod(
             *("bench", f"train-{number}-{pod}", _NODE, {"nvidia.com/use-gpuuuid": named}),
@@ -105,4 +105,4 @@ def _timed(call: Call, request: bytes, count: int) -> tuple[list[float], bytes]:
 
 def _gpus(answer: bytes) -> set[str]:
     [preferred] = v1beta1.PreferredAllocationResponse.parse(answer).container_responses
-    return {it.partition("::")[0] for it in preferred.device_i_ds}
+    return {name.partition("::")[0] for name in preferred.device_i_ds}

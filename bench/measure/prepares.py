@@ -152,7 +152,7 @@ def _timed(call: grpc.UnaryUnaryMultiCallable, claims: Sequence[v1.Claim]) -> fl
     took = time.perf_counter() - began
     found = v1.NodePrepareResourcesResponse.parse(answer).claims
     assert len(found) == len(claims)
-    assert not any(it.error for it in found.values()), found
+    assert not any(response.error for response in found.values()), found
     return took
 
 

@@ -158,7 +158,7 @@ async def _serving(api: SimApiServer, folder: Path) -> AsyncIterator[_Webhook]:
         "--kubeconfig": api.kubeconfig(folder),
         "--metrics": f"127.0.0.1:{metrics}",
     }
-    process = _start([str(it) for pair in options.items() for it in pair], folder / "log")
+    process = _start([str(value) for pair in options.items() for value in pair], folder / "log")
     try:
         with anyio.fail_after(_TIMEOUT):
             while not await to_thread.run_sync(_ready, metrics):  # noqa: ASYNC110 - another process
@@ -231,5 +231,7 @@ def _whole(answer: bytes) -> bool:
     head, found, body = answer.partition(b"\r\n\r\n")
     if not found:
         return False
-    length = next(it for it in head.split(b"\r\n") if it.lower().startswith(b"content-length:"))
+    length = next(
+        part for part in head.split(b"\r\n") if part.lower().startswith(b"content-length:")
+    )
     return len(body) == int(length.split(b":")[1])

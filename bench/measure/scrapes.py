@@ -72,7 +72,7 @@ async def _scrapes(plan: Plan) -> list[Figure]:
             of_pages.append(await _page(plan, costly, "/metrics", 20, count))
         plan.report("scrapes: rest")
         rest = await _shares_at_rest((plain.subject.pid, serving.subject.pid), plan.count(30, 2))
-        memory = [machine.resident(it.subject.pid) for it in (plain, serving)]
+        memory = [machine.resident(node.subject.pid) for node in (plain, serving)]
     requests = len(PAGES) * count
     return [
         *of_pages,
@@ -139,7 +139,7 @@ async def _admit(kubelet: SimKubelet, host: SimHost, subject: daemon.Daemon) -> 
         pod, pid = replace(pod, namespace=f"team-{number % 4}"), FIRST_PID + number
         await kubelet.admit(pod)
         host.add_container_process(pid, Holder(pod.namespace, pod.name, "main"), real=os.getpid())
-        [gpu] = {it.partition("::")[0] for it in kubelet.devices(pod)["main"][daemon.RESOURCE]}
+        [gpu] = {name.partition("::")[0] for name in kubelet.devices(pod)["main"][daemon.RESOURCE]}
         change = partial(subject.change_node, "process", change="start", gpu=gpu, pid=pid)
         await to_thread.run_sync(partial(change, **PROCESS))
     with anyio.fail_after(TIMEOUT):
@@ -151,7 +151,9 @@ def _named_processes(subject: daemon.Daemon) -> int:
     """Count the processes that the daemon knows the containers of."""
     answer = subject.ask("usage")
     assert isinstance(answer, dict)
-    return sum(len(gpu["processes"]) for it in answer["containers"] for gpu in it["gpus"])
+    return sum(
+        len(gpu["processes"]) for container in answer["containers"] for gpu in container["gpus"]
+    )
 
 
 def _made(folder: Path) -> Path:

@@ -119,7 +119,7 @@ def _register(folder: Path, subject: Daemon) -> float:
 
 
 def _specs(server: SimApiServer) -> list[Mapping[str, Any]]:
-    return [it["spec"] for key, it in server.store.objects.items() if key[0] == _SLICES]
+    return [document["spec"] for key, document in server.store.objects.items() if key[0] == _SLICES]
 
 
 def _are_published(server: SimApiServer) -> bool:
@@ -127,7 +127,7 @@ def _are_published(server: SimApiServer) -> bool:
     pools: dict[str, list[int]] = {}
     for spec in _specs(server):
         pools.setdefault(spec["pool"]["name"], []).append(spec["pool"]["resourceSliceCount"])
-    return len(pools) == _GPUS and all(len(it) == it[0] for it in pools.values())
+    return len(pools) == _GPUS and all(len(pool) == pool[0] for pool in pools.values())
 
 
 def _is_cordoned(server: SimApiServer, gpu: str) -> bool:
@@ -181,4 +181,7 @@ async def _changes(subject: Daemon) -> AsyncIterator[None]:
 
 
 def _writes(server: SimApiServer) -> int:
-    return sum(_SLICES in it.target and it.method in {"PUT", "POST"} for it in server.requests)
+    return sum(
+        _SLICES in request.target and request.method in {"PUT", "POST"}
+        for request in server.requests
+    )

@@ -35,9 +35,9 @@ def write_archive(target: Path, architecture: str) -> None:
     with tempfile.TemporaryDirectory(prefix="metagpu-image-") as name:
         work = Path(name)
         bases = {architecture, debian.own_architecture()}
-        for it in sorted(bases):
-            (work / it).mkdir()
-            debian.lay(work / it, it, work / f"apt-{it}")
+        for other in sorted(bases):
+            (work / other).mkdir()
+            debian.lay(work / other, other, work / f"apt-{other}")
         python = debian.interpreter(work / debian.own_architecture())
         base, ours = work / architecture, work / "layer"
         python.compile(base, _STANDARD_LIBRARY)

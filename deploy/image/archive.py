@@ -35,7 +35,7 @@ def write(
     document = dict(config) | {
         "os": "linux",
         "created": datetime.fromtimestamp(moment, UTC).isoformat(),
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{it}" for it in digests]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
     }
     content = json.dumps(document, sort_keys=True).encode()
     config_name = f"{hashlib.sha256(content).hexdigest()}.json"

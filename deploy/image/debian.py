@@ -16,7 +16,10 @@ PACKAGES = ("base-files", "ca-certificates", "dash", "mount", f"python{PYTHON}",
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 _UNUSED = (
-    *(f"usr/share/{it}" for it in ("bash-completion", "info", "lintian", "locale", "man", "perl5")),
+    *(
+        f"usr/share/{name}"
+        for name in ("bash-completion", "info", "lintian", "locale", "man", "perl5")
+    ),
     *("usr/share/pixmaps", "usr/lib/systemd", "var/cache/debconf"),
     # A hook for Ubuntu's crash reports: a link that leads nowhere outside the image.
     *(f"usr/lib/python{PYTHON}/sitecustomize.py", f"etc/python{PYTHON}"),
@@ -31,7 +34,7 @@ def lay(root: Path, architecture: str, work: Path) -> None:
     Raises:
         SystemExit: apt-get or dpkg-deb is absent, or the archive is not reached.
     """
-    if missing := [it for it in ("apt-get", "dpkg-deb") if shutil.which(it) is None]:
+    if missing := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
         raise SystemExit(
             f"{' and '.join(missing)} missing: build on Debian or Ubuntu, or by docker"
         )
@@ -41,7 +44,7 @@ def lay(root: Path, architecture: str, work: Path) -> None:
     run("apt-get", "install", *options, *PACKAGES, APT_CONFIG=str(settings))
     packages = sorted((work / "cache" / "archives").glob("*.deb"))
     # base-files first: it has the links of /bin and /lib to /usr.
-    for package in sorted(packages, key=lambda it: not it.name.startswith("base-files_")):
+    for package in sorted(packages, key=lambda path: not path.name.startswith("base-files_")):
         run("dpkg-deb", "-x", package, root)
         _record(root, package)
     _strip(root)
@@ -140,7 +143,7 @@ def _configure(root: Path) -> None:
     (root / "etc" / "group").write_text(_GROUPS)
     certificates = sorted((root / "usr" / "share" / "ca-certificates").rglob("*.crt"))
     bundle = root / "etc" / "ssl" / "certs" / "ca-certificates.crt"
-    bundle.write_text("".join(it.read_text() for it in certificates))
+    bundle.write_text("".join(certificate.read_text() for certificate in certificates))
     python = root / "usr" / "local" / "bin" / f"python{PYTHON}"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.symlink_to(f"/usr/bin/python{PYTHON}")

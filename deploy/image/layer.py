@@ -91,7 +91,7 @@ def install(packages: Path, architecture: str) -> None:
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     target = (
         *("install", f"--target={packages}", "--no-deps", "--no-compile", "--only-binary=:all:"),
-        *(f"--platform=manylinux{it}_{machine}" for it in ("2014", "_2_17", "_2_28")),
+        *(f"--platform=manylinux{name}_{machine}" for name in ("2014", "_2_17", "_2_28")),
         f"--python-version={PYTHON}",
     )
     run(*pip, *target, "--require-hashes", "-r", "requirements/run.lock")
@@ -99,7 +99,8 @@ def install(packages: Path, architecture: str) -> None:
         run(*pip, "wheel", "--no-build-isolation", "--no-deps", f"--wheel-dir={wheels}", ".")
         run(*pip, *target, "--no-index", f"--find-links={wheels}", f"metagpu=={__version__}")
     if not all(
-        (packages / "metagpu" / "programs" / f"mgctl-{it}").exists() for it in MACHINES.values()
+        (packages / "metagpu" / "programs" / f"mgctl-{other}").exists()
+        for other in MACHINES.values()
     ):
         raise SystemExit("the mgctl of containers is not built: run `make mgctl`")
     # Programs of libraries, pages for `man`, which the image lacks, stubs and modules of
@@ -119,7 +120,7 @@ def _correct_record(record: Path, packages: Path) -> None:
     A program that pip wrote has the builder's Python in its first line, and the list its digest.
     """
     lines = record.read_text().splitlines(keepends=True)
-    present = (it for it in lines if (packages / next(csv.reader([it]))[0]).exists())
+    present = (line for line in lines if (packages / next(csv.reader([line]))[0]).exists())
     record.write_text("".join(present))
 
 

@@ -70,7 +70,10 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def panels(self, row: Row) -> Sequence[Panel]:
         """Return the panels of a row."""
-        return [*row.panels, *(_filled(it, row.values) for it in self.parts.get(row.part, ()))]
+        return [
+            *row.panels,
+            *(_filled(panel, row.values) for panel in self.parts.get(row.part, ())),
+        ]
 
 
 def read() -> Description:
@@ -108,8 +111,8 @@ def render(dashboard: Dashboard, description: Description) -> str:
             panels.append(_panel(panel) | {"gridPos": place})
             x, height = x + panel.width, max(height, _HEIGHTS[panel.kind])
         y += height
-    for number, it in enumerate(panels, start=1):
-        it["id"] = number
+    for number, document in enumerate(panels, start=1):
+        document["id"] = number
     return json.dumps(_frame(dashboard) | {"panels": panels}, indent=1) + "\n"
 
 
@@ -188,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     description = read()
     texts = {
-        HERE / "dashboards" / f"{it.name}.json": render(it, description)
-        for it in description.dashboards
+        HERE / "dashboards" / f"{dashboard.name}.json": render(dashboard, description)
+        for dashboard in description.dashboards
     }
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in stale:

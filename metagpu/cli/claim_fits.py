@@ -60,19 +60,19 @@ def claim_fits(
     Raises:
         ConfigError: an object has not the form of its kind.
     """
-    classes: dict[str, Object] = {key[2]: it for key, it in device_classes(driver)}
+    classes: dict[str, Object] = {key[2]: document for key, document in device_classes(driver)}
     specs: dict[tuple[str, str], Object] = {}
-    for it in documents:
-        kind, name = it.value["kind"], _name_of(it.value)
+    for kube_document in documents:
+        kind, name = kube_document.value["kind"], _name_of(kube_document.value)
         if kind not in ("DeviceClass", *_OF_CLAIMS.values(), "Pod"):
             continue
-        spec = _checked(it, lambda document: check_document(_with_name(as_v1(document))))
+        spec = _checked(kube_document, lambda document: check_document(_with_name(as_v1(document))))
         if kind == "DeviceClass":
             classes[name] = {"spec": spec}
         elif kind != "Pod":
             specs[kind, name] = spec["spec"] if kind == "ResourceClaimTemplate" else spec
     used = list(_used_claims(documents, specs))
-    nodes = {it["nodeName"] for it in slices}
+    nodes = {piece["nodeName"] for piece in slices}
     published = [
         {"metadata": {"name": f"{at:05x}"}, "spec": spec} for at, spec in enumerate(slices)
     ]
@@ -80,12 +80,12 @@ def claim_fits(
     return [row for each in used for row in _rows(each, specs, pools, classes, gpus)]
 
 
-def _checked(it: KubeDocument, check: Callable[[Object], CheckedT]) -> CheckedT:
+def _checked(document: KubeDocument, check: Callable[[Object], CheckedT]) -> CheckedT:
     """Return what a check returns; its error names the place of the document."""
     try:
-        return check(it.value)
+        return check(document.value)
     except MetagpuError as error:
-        raise it.error(describe_error(error), ConfigReason.INVALID_VALUE) from error
+        raise document.error(describe_error(error), ConfigReason.INVALID_VALUE) from error
 
 
 def _name_of(document: Object) -> Any:  # noqa: ANN401 - perhaps no text
@@ -112,12 +112,12 @@ def _used_claims(
         ConfigError: the claims of a pod have another form.
     """
     named: set[tuple[str, str]] = set()
-    for it in documents:
-        title = f"{it.value['kind']} {_name_of(it.value)}".strip()
+    for document in documents:
+        title = f"{document.value['kind']} {_name_of(document.value)}".strip()
         about = f"the pod of the {title}"
         names = tuple(
             (kind, claim[key])
-            for claim in _checked(it, partial(_pod_claims, about))
+            for claim in _checked(document, partial(_pod_claims, about))
             for key, kind in _OF_CLAIMS.items()
             if claim.get(key)
         )
@@ -149,8 +149,8 @@ def _rows(
     gpus: Mapping[GpuId, int],
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of each claim of a pod."""
-    common = [{"pod": used.pod or None, "claim": " ".join(it)} for it in used.names]
-    if missing := [it for it in used.names if it not in specs]:
+    common = [{"pod": used.pod or None, "claim": " ".join(pair)} for pair in used.names]
+    if missing := [pair for pair in used.names if pair not in specs]:
         absent = ClaimObstacle(0, "", f"the file has no {' '.join(missing[0])}")
         yield from (_refused(row, absent) for row in common)
         return
@@ -166,7 +166,7 @@ def _rows(
         return
     results = allocate(pools, claims, classes, HeldDevices()) or ()
     for row, of_claim in zip(common, results, strict=True):
-        devices = [_device(it, gpus) for it in of_claim]
+        devices = [_device(result, gpus) for result in of_claim]
         yield {**row, "answer": "yes", "fits": True, "devices": devices, "problem": None}
 
 

@@ -128,14 +128,16 @@ def _classes_in(files: Sequence[str]) -> Mapping[str, Sequence[ExtendedResource]
 
     found: dict[str, list[ExtendedResource]] = {}
     for file in files:
-        classes = [it for it in read_documents(file) if it.value["kind"] == "DeviceClass"]
-        for it in classes:
+        classes = [
+            document for document in read_documents(file) if document.value["kind"] == "DeviceClass"
+        ]
+        for device_class in classes:
             try:
-                check_document(it.value)
+                check_document(device_class.value)
             except MetagpuError as error:
-                raise it.error(str(error), ConfigReason.INVALID_VALUE) from error
-        served = [extended_resource_of(it.value) for it in classes]
-        found[file] = [it for it in served if it is not None]
+                raise device_class.error(str(error), ConfigReason.INVALID_VALUE) from error
+        served = [extended_resource_of(document.value) for document in classes]
+        found[file] = [resource for resource in served if resource is not None]
     return found
 
 
@@ -185,8 +187,8 @@ def _print_checks(checks: Iterable[tuple[str, str, Checked]]) -> None:
 
 
 def _to_dict(file: str, label: str, found: Checked) -> dict[str, Any]:
-    def place(it: ConfigError | CompatNote) -> dict[str, Any]:
-        return {"file": it.file, "line": it.line or None, "path": it.path}
+    def place(note: ConfigError | CompatNote) -> dict[str, Any]:
+        return {"file": note.file, "line": note.line or None, "path": note.path}
 
     return {
         "file": file,
@@ -194,10 +196,12 @@ def _to_dict(file: str, label: str, found: Checked) -> dict[str, Any]:
         "good": not found.errors,
         "formats": list(found.loaded.formats) if found.loaded else [],
         "errors": [
-            {**place(it), "reason": it.reason, "problem": it.problem} for it in found.errors
+            {**place(error), "reason": error.reason, "problem": error.problem}
+            for error in found.errors
         ],
         "warnings": [
-            {**place(it), "text": it.text} for it in (found.loaded.notes if found.loaded else ())
+            {**place(note), "text": note.text}
+            for note in (found.loaded.notes if found.loaded else ())
         ],
     }
 

@@ -164,7 +164,7 @@ def _explain(args: argparse.Namespace) -> int:
             from metagpu.display.claims import claim_fits_parts
 
             show("", *claim_fits_parts(more["claims"]))
-    answers = {it["answer"] for it in more.get("claims", ())}
+    answers = {claim["answer"] for claim in more.get("claims", ())}
     return 1 if "error" in answers else _UNKNOWN if "unknown" in answers else 0
 
 
@@ -175,8 +175,8 @@ def _claim_fits(
     from metagpu.cli.claim_fits import claim_fits
     from metagpu.compat.kube_documents import read_documents
 
-    documents = [it for file in files for it in read_documents(file)]
-    gpus = {gpu: it.gpu.index for gpu, it in agent.registry.snapshot.gpus.items()}
+    documents = [document for file in files for document in read_documents(file)]
+    gpus = {gpu: state.gpu.index for gpu, state in agent.registry.snapshot.gpus.items()}
     return claim_fits(documents, slices, gpus, agent.config.root.dra.driver)
 
 
@@ -186,7 +186,7 @@ def _slices(agent: "Agent") -> list[Mapping[str, Any]]:
     from metagpu.host.device_nodes import read_pcie_root
 
     snapshot, read = agent.registry.snapshot, agent.pcie_root or read_pcie_root
-    roots = {gpu: root for gpu, it in snapshot.gpus.items() if (root := read(it.gpu))}
+    roots = {gpu: root for gpu, state in snapshot.gpus.items() if (root := read(state.gpu))}
     driver = agent.config.root.dra.driver
     published = slices_of(snapshot, agent.source.context.node or "NODE", driver, roots)
     return [spec for specs in published.values() for spec in specs]

@@ -65,7 +65,7 @@ class CnvrgFile(msgspec.Struct, rename="camel"):
         """The entries with their paths; the older form has one, without a list."""
         if self.device_sharing is not None:
             each = enumerate(self.device_sharing)
-            return tuple((f"deviceSharing[{number}]", it) for number, it in each)
+            return tuple((f"deviceSharing[{number}]", sharing) for number, sharing in each)
         if self.resource_name is None:
             return ()
         one = _DeviceSharing(

@@ -98,7 +98,7 @@ class ConvertedConfig(msgspec.Struct, frozen=True):
                     key = error.path.rpartition(".")[2]
                     problem = f"this needs the option {key} of a backend, which has none here"
                     reason = ConfigReason.NOT_SERVED
-                ours, theirs = (it.rpartition(".")[2] for it in (path, origin.path))
+                ours, theirs = (path_here.rpartition(".")[2] for path_here in (path, origin.path))
                 if problem.startswith(f"{ours} "):  # in the words of the operator's file
                     problem = f"{theirs}{problem.removeprefix(ours)}"
                 return origin.document.error(origin.path, problem, reason)

@@ -75,7 +75,7 @@ def _fold(
         if info.cls in exact:
             return
         fields = {field.encode_name: field.type for field in info.fields}
-        siblings = (it.rpartition(".") for it in ignored)
+        siblings = (ignored_key.rpartition(".") for ignored_key in ignored)
         plain = _plain(origin.path)
         known = {*fields, *(key for parent, _, key in siblings if parent == plain)}
         spelling = {key.lower(): key for key in known}

@@ -51,7 +51,11 @@ def read_documents(file: str) -> Sequence[KubeDocument]:
     Raises:
         ConfigError: it cannot be read, or has something else, or nothing.
     """
-    documents = [it for it in enumerate(_parse(_read(file), file), 1) if it[1][0] is not None]
+    documents = [
+        numbered
+        for numbered in enumerate(_parse(_read(file), file), 1)
+        if numbered[1][0] is not None
+    ]
     if not documents:
         problem = "no objects of Kubernetes; write each with apiVersion and kind"
         raise ConfigError(problem, ConfigReason.UNKNOWN_FORMAT, file=file)
@@ -107,25 +111,25 @@ def _parse(text: str, file: str) -> "Sequence[tuple[Any, yaml.Node | None]]":
     return found
 
 
-def _objects_in(it: KubeDocument, node: "yaml.Node | None") -> Iterator[KubeDocument]:
+def _objects_in(document: KubeDocument, node: "yaml.Node | None") -> Iterator[KubeDocument]:
     """Yield an object, or those of a List.
 
     Raises:
         ConfigError: one is no object of Kubernetes.
     """
-    kind = it.value.get("kind") if isinstance(it.value, dict) else None
+    kind = document.value.get("kind") if isinstance(document.value, dict) else None
     if not isinstance(kind, str) or not kind:
         problem = "no object of Kubernetes; write it with apiVersion and kind"
-        raise it.error(problem, ConfigReason.UNKNOWN_FORMAT)
-    if kind.endswith("List") and isinstance(listed := it.value.get("items"), list):
+        raise document.error(problem, ConfigReason.UNKNOWN_FORMAT)
+    if kind.endswith("List") and isinstance(listed := document.value.get("items"), list):
         from metagpu.compat.kube_yaml import items_of  # noqa: PLC0415 - for lists alone
 
         nodes = chain(items_of(node), repeat(None))  # none for JSON
         for at, (each, below) in enumerate(zip(listed, nodes, strict=False)):
-            place = f"{it.place}, items[{at}]"
-            yield from _objects_in(KubeDocument(it.file, place, each, _line(below)), below)
+            place = f"{document.place}, items[{at}]"
+            yield from _objects_in(KubeDocument(document.file, place, each, _line(below)), below)
         return
-    if not isinstance(it.value.get("metadata") or {}, dict):
+    if not isinstance(document.value.get("metadata") or {}, dict):
         problem = f"{kind}: its metadata is not an object with a name"
-        raise it.error(problem, ConfigReason.WRONG_TYPE)
-    yield it
+        raise document.error(problem, ConfigReason.WRONG_TYPE)
+    yield document

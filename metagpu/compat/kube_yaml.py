@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 _TAG: Final = "tag:yaml.org,2002:"
-_NOT_KUBECTLS: Final = frozenset(_TAG + it for it in ("int", "float", "timestamp", "value"))
+_NOT_KUBECTLS: Final = frozenset(_TAG + tag for tag in ("int", "float", "timestamp", "value"))
 _INT: Final = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]*|[1-9][0-9_]*)$")
 _FLOAT: Final = re.compile(
     r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
-        first: [it for it in known if it[0] not in _NOT_KUBECTLS]
+        first: [resolver for resolver in known if resolver[0] not in _NOT_KUBECTLS]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

@@ -263,7 +263,11 @@ class _NvidiaConversion:
         """Read the shared resources; MPS wins over time slicing, as in NVIDIA's plugin."""
         sharing = self.file.sharing or nvidia_file.NvidiaSharing()
         ways = [("mps", sharing.mps), ("timeSlicing", sharing.time_slicing)]
-        given = [(self._at(f"sharing.{name}"), it) for name, it in ways if it is not None]
+        given = [
+            (self._at(f"sharing.{name}"), nvidia_replication)
+            for name, nvidia_replication in ways
+            if nvidia_replication is not None
+        ]
 
         for origin, _ in given[1:]:
             self.draft.add_note(origin, "has no effect: where sharing.mps is given, that wins")

@@ -91,12 +91,12 @@ def read_sharing(
     Raises:
         ConfigError: with the path of a field that cannot be followed.
     """
-    ordered = sorted(configs, key=lambda it: not it.from_class)
-    decoded = [(it, _decode(it.parameters)) for it in ordered]
+    ordered = sorted(configs, key=lambda parameters: not parameters.from_class)
+    decoded = [(parameters, _decode(parameters.parameters)) for parameters in ordered]
     chosen = [_choose(decoded, device) for device in devices]
     found: list[ClaimSharing | None] = []
     for place, device in zip(chosen, devices, strict=True):
-        group = [it for at, it in zip(chosen, devices, strict=True) if at == place]
+        group = [part for at, part in zip(chosen, devices, strict=True) if at == place]
         config = None if place is None else decoded[place][1]
         found.append(_sharing(config, device, group) if isinstance(config, _GpuConfig) else None)
     return found
@@ -148,7 +148,7 @@ def _check_mps(mps: _MpsConfig) -> None:
         problem = f"{threads}; allowed: 0 to {_MOST_THREADS}"
         raise _error(path, problem, ConfigReason.INVALID_VALUE)
     limits = {f"{_MPS_CONFIG}.defaultPinnedDeviceMemoryLimit": _memory(mps)}
-    limits |= {f"{_PER_DEVICE}.{key}": it for key, it in _per_device(mps).items()}
+    limits |= {f"{_PER_DEVICE}.{key}": memory for key, memory in _per_device(mps).items()}
     for path, limit in limits.items():
         if limit is not None and not MIB <= limit <= _MOST_MEMORY:
             problem = f"{limit} bytes; allowed: 1Mi to 1024Ti"
@@ -200,7 +200,7 @@ def _sharing(
         interval = (slicing and slicing.interval) or _DEFAULT
         field = f"sharing.timeSlicingConfig.interval: {interval}"
         return ClaimSharing("timeslice", field, interval.lower(), required=interval != _DEFAULT)
-    together = [it for it in group if it.main_request == device.main_request]
+    together = [part for part in group if part.main_request == device.main_request]
     if len(together) > 1:
         problem = (
             f"MPS is served for requests of one GPU, and {device.main_request} has "
@@ -216,7 +216,7 @@ def _limits(mps: _MpsConfig, device: AllocatedPart, group: Sequence[AllocatedPar
 
     A limit of one GPU names the GPU by its uuid, or by its place among those of the configuration.
     """
-    gpus = [it.gpu for it in group]
+    gpus = [part.gpu for part in group]
     names = {gpu: gpu for gpu in gpus} | {str(place): gpu for place, gpu in enumerate(gpus)}
     memory = _memory(mps)
     for key, limit in _per_device(mps).items():

@@ -287,8 +287,8 @@ def _one_of(variable: str, allowed: tuple[str, ...], environment: Mapping[str, s
 
 def _xids(variable: str, environment: Mapping[str, str]) -> list[int] | None:
     """Read a list of XIDs, `None` for all; other words are skipped, as there."""
-    listed = [it.strip() for it in environment.get(variable, "").lower().split(",")]
-    numbers = [int(it) for it in listed if _XID.fullmatch(it)]
+    listed = [part.strip() for part in environment.get(variable, "").lower().split(",")]
+    numbers = [int(number) for number in listed if _XID.fullmatch(number)]
     return None if 0 in numbers or not _EVERY_XID.isdisjoint(listed) else numbers
 
 

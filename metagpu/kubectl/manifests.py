@@ -126,14 +126,14 @@ def read_objects(file: str) -> Sequence[KubeDocument]:
         MetagpuError: the file cannot be read, has no objects of Kubernetes, or a pod is none.
     """
     found = read_documents(file)
-    for it in found:
-        places = places_in(it.value)
+    for document in found:
+        places = places_in(document.value)
         for place in places:
             try:
-                check_pod(place.pod(it.value))
+                check_pod(place.pod(document.value))
             except ValueError as error:
-                problem = f"{_named(it.value, place, places)}: not as a pod has it: {error}"
-                raise it.error(problem, ConfigReason.INVALID_VALUE) from error
+                problem = f"{_named(document.value, place, places)}: not as a pod has it: {error}"
+                raise document.error(problem, ConfigReason.INVALID_VALUE) from error
     return found
 
 
@@ -195,7 +195,9 @@ def read_nodes(file: Path) -> Sequence[Object]:
     Raises:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
-    return [it.value for it in read_objects(str(file)) if it.value["kind"] == "Node"]
+    return [
+        document.value for document in read_objects(str(file)) if document.value["kind"] == "Node"
+    ]
 
 
 def print_translation(
@@ -209,32 +211,32 @@ def print_translation(
     Raises:
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
-    offers = [NodeOffer.from_node(it) for it in nodes]
+    offers = [NodeOffer.from_node(node) for node in nodes]
     names = resource_names_of(args)
     served = frozenset(filter(None, args.dra_resources.split(","))) or frozenset(dra_resources)
     settings = TranslationSettings(
         order=args.order, policy=args.policy, dra_resources=served, **names
     )
-    objects = [it.value for it in read_objects(args.filename)]
+    objects = [document.value for document in read_objects(args.filename)]
     driver = args.claims_driver if args.claims else ""
     setup = _Setup(offers, NodeGroups(offers), settings, driver, _template_names(objects))
-    found = [_translated(it, setup) for it in objects]
+    found = [_translated(entry, setup) for entry in objects]
     if args.explain:
         _print_ways(found)
     else:
         documents = [
             each
-            for it in found
-            for each in (*(pod.template for pod in it.pods), it.document)
+            for other in found
+            for each in (*(pod.template for pod in other.pods), other.document)
             if each
         ]
         print_text(_encoded(documents, args.output))
-    for it in found:
-        for sentence in _sentences(it):
+    for translated_object in found:
+        for sentence in _sentences(translated_object):
             print(f"kubectl metagpu: {sentence}", file=sys.stderr)  # noqa: T201 - a command line speaks so
-    outcomes = [pod.outcome for it in found for pod in it.pods]
-    failed = any(it.impossible or it.unreadable for it in outcomes)
-    return int(failed or any(it.left for it in found))
+    outcomes = [pod.outcome for other in found for pod in other.pods]
+    failed = any(outcome.impossible or outcome.unreadable for outcome in outcomes)
+    return int(failed or any(other.left for other in found))
 
 
 class _Setup(NamedTuple):
@@ -252,15 +254,15 @@ def _translated(document: Object, setup: _Setup) -> TranslatedObject:
     places, pods = places_in(document), []
     changed = document
     for place in places:
-        it = _translated_pod(_named(document, place, places), place.pod(document), setup)
-        if it.template and (namespace := (document.get("metadata") or {}).get("namespace")):
-            metadata = {**it.template["metadata"], "namespace": namespace}
-            it.template = {**it.template, "metadata": metadata}
-        if it.outcome.operations:
-            changed = place.replaced(changed, it.pod)
-        pods.append(it)
-        changed, warnings = _with_ray_gpus(changed, place, setup.groups, it.template)
-        it.outcome = replace(it.outcome, warnings=(*it.outcome.warnings, *warnings))
+        pod = _translated_pod(_named(document, place, places), place.pod(document), setup)
+        if pod.template and (namespace := (document.get("metadata") or {}).get("namespace")):
+            metadata = {**pod.template["metadata"], "namespace": namespace}
+            pod.template = {**pod.template, "metadata": metadata}
+        if pod.outcome.operations:
+            changed = place.replaced(changed, pod.pod)
+        pods.append(pod)
+        changed, warnings = _with_ray_gpus(changed, place, setup.groups, pod.template)
+        pod.outcome = replace(pod.outcome, warnings=(*pod.outcome.warnings, *warnings))
     left = list(_left(changed, places, setup.groups, setup.settings))
     return TranslatedObject(name_of(document), changed, pods, left)
 
@@ -285,7 +287,7 @@ def _left(
     names: frozenset[str] = frozenset()
     if "hami" in settings.vocabularies:
         names = frozenset(settings.names) - settings.dra_resources - nodes.offered
-    vocabularies = [VOCABULARIES[it] for it in settings.vocabularies]
+    vocabularies = [VOCABULARIES[vocabulary] for vocabulary in settings.vocabularies]
     found: dict[str, tuple[Keys, Any]] = {}
     for path, value in values_outside(document, places):
         *_, above, key = ("", "", *map(str, path))
@@ -293,7 +295,9 @@ def _left(
         for text in texts:
             if isinstance(text, str) and _without_kind(text) in names:
                 found.setdefault(text, (path, value))
-        if above == "annotations" and any(it.is_annotation(key) for it in vocabularies):
+        if above == "annotations" and any(
+            vocabulary.is_annotation(key) for vocabulary in vocabularies
+        ):
             found.setdefault(key, (path, value))
     for text, (path, value) in found.items():
         is_quota = document["kind"] == "ResourceQuota"
@@ -333,11 +337,17 @@ def _with_ray_gpus(
     limits = (container.get("resources") or {}).get("limits") or {}
     amounts = {name: whole_number(limits[name]) or 0 for name in sorted(limits)}
     parts = nodes.parts
-    gpus = sum(_gpus_of(pod, container, parts[it], amounts[it]) for it in parts if it in amounts)
+    gpus = sum(
+        _gpus_of(pod, container, parts[part], amounts[part]) for part in parts if part in amounts
+    )
     requests = claimed["spec"]["spec"]["devices"]["requests"] if claimed else ()
-    own = [it["firstAvailable"][0] for it in requests if it["name"] == container.get("name")]
-    gpus += sum(it.get("count", 1) for it in own)
-    read = next((it for name, it in amounts.items() if it and _RAY_GPU.search(name)), 0)
+    own = [
+        request["firstAvailable"][0]
+        for request in requests
+        if request["name"] == container.get("name")
+    ]
+    gpus += sum(entry.get("count", 1) for entry in own)
+    read = next((amount for name, amount in amounts.items() if amount and _RAY_GPU.search(name)), 0)
     if _RAY_GPUS in params or gpus == read:
         return document, ()
     changed = {**found, "rayStartParams": {**params, _RAY_GPUS: str(gpus)}}
@@ -362,17 +372,19 @@ def _template_names(objects: Sequence[Object]) -> Iterator[str]:
     Where objects have one name, their templates have the kind too, and a number if need be.
     """
     kept = {
-        (_namespace(it), _own_name(it)) for it in objects if it["kind"] == "ResourceClaimTemplate"
+        (_namespace(entry), _own_name(entry))
+        for entry in objects
+        if entry["kind"] == "ResourceClaimTemplate"
     }
-    with_pods = [it for it in objects for _ in places_in(it)]
-    wanted = [(_namespace(it), _template_name(_own_name(it))) for it in with_pods]
+    with_pods = [entry for entry in objects for _ in places_in(entry)]
+    wanted = [(_namespace(with_pod), _template_name(_own_name(with_pod))) for with_pod in with_pods]
     times = Counter([*wanted, *kept])
     used = {key for key, number in times.items() if number == 1} | kept
-    for it in with_pods:
-        namespace, own = _namespace(it), _own_name(it)
+    for pod in with_pods:
+        namespace, own = _namespace(pod), _own_name(pod)
         name = _template_name(own)
         if times[namespace, name] > 1:
-            stem = f"{own}-{it['kind'].lower()}"
+            stem = f"{own}-{pod['kind'].lower()}"
             names = (_template_name(f"{stem}-{n}" if n > 1 else stem) for n in count(1))
             name = next(each for each in names if (namespace, each) not in used)
             used.add((namespace, name))
@@ -407,26 +419,26 @@ def _encoded(documents: Sequence[Object], form: str) -> str:
     return "---\n".join(map(dump_document, documents))
 
 
-def _sentences(it: TranslatedObject) -> Iterator[str]:
-    for pod in it.pods:
+def _sentences(translated_object: TranslatedObject) -> Iterator[str]:
+    for pod in translated_object.pods:
         for sentence in (*pod.outcome.warnings, pod.outcome.impossible):
             if sentence:
                 yield f"{pod.name}: {sentence}"
-    yield from (f"{it.name}: {sentence}" for sentence in it.left)
+    yield from (f"{translated_object.name}: {sentence}" for sentence in translated_object.left)
 
 
 def _print_ways(found: Iterable[TranslatedObject]) -> None:
     """Print what each node would give to each pod."""
     parts: list[Cell | TextTable] = []
-    for it in (pod for each in found for pod in each.pods):
-        if not it.ways:
-            parts.append(Cell(f"{it.name}: nothing to translate, it stays as it is"))
+    for translated_pod in (pod for each in found for pod in each.pods):
+        if not translated_pod.ways:
+            parts.append(Cell(f"{translated_pod.name}: nothing to translate, it stays as it is"))
             continue
         columns = ("NODE", "BY", "RESOURCES", "MEMORY", "BEYOND", "CHOSEN")
         table = TextTable(columns, folded=frozenset({"RESOURCES"}))
-        for way in it.ways:
+        for way in translated_pod.ways:
             chosen = Cell("yes", "green") if way.chosen else "no"
             sizes = [f"{amount} MiB" if way.memory else "-" for amount in (way.memory, way.waste)]
             table.add(way.node, way.technique or "-", way.text, *sizes, chosen)
-        parts += [Cell(it.name, "bold"), table]
+        parts += [Cell(translated_pod.name, "bold"), table]
     print_text(render(parts, stdout_terminal()))

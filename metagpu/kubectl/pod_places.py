@@ -57,7 +57,7 @@ class PodPlace(msgspec.Struct, frozen=True):
             return found
         annotations = value_at(document, self.annotated).get("annotations")
         models = _models(found)
-        spec = {key: it for key, it in found.items() if key not in models}
+        spec = {key: value for key, value in found.items() if key not in models}
         made = [_container(found[key]) for key in models]
         spec["containers"] = [*made, *(found.get("containers") or ())]
         return {"metadata": {"annotations": annotations}, "spec": spec}

@@ -32,7 +32,7 @@ def _node_rows(node: str, report: UsageReport) -> Iterator[Item]:
         "utilization": _mean(gpu.utilization for gpu in gpus),
         "usedMiB": _sum(gpu.used_mib for gpu in gpus),
         "usableMiB": _sum(gpu.usable_mib for gpu in gpus),
-        "pods": len({(it.namespace, it.pod) for it in report.containers}),
+        "pods": len({(container.namespace, container.pod) for container in report.containers}),
         "unauthorized": report.unauthorized,
         "problems": [_gpu_problem(gpu) for gpu in gpus if _gpu_problem(gpu)],
         "version": report.version,
@@ -103,14 +103,14 @@ def _namespace_rows(rows: Iterable[Item]) -> Iterator[Item]:
             shares[item["resource"]] += item["shares"]
         yield {
             "namespace": name,
-            "pods": len({(it["node"], it["pod"]) for it in items}),
-            "heldGpus": round(sum(it["heldGpus"] for it in items), 2),
+            "pods": len({(row["node"], row["pod"]) for row in items}),
+            "heldGpus": round(sum(row["heldGpus"] for row in items), 2),
             "shares": dict(shares),
-            "utilization": _sum(it["utilization"] for it in items),
-            "usedMiB": _sum(it["usedMiB"] for it in items),
-            "shareMiB": _sum(it["shareMiB"] for it in items),
-            "overLimit": sum(it["overLimit"] for it in items),
-            "nodes": len({it["node"] for it in items}),
+            "utilization": _sum(row["utilization"] for row in items),
+            "usedMiB": _sum(row["usedMiB"] for row in items),
+            "shareMiB": _sum(row["shareMiB"] for row in items),
+            "overLimit": sum(row["overLimit"] for row in items),
+            "nodes": len({row["node"] for row in items}),
         }
 
 
@@ -148,13 +148,13 @@ def read_rows(
                 found = NodeAnswer(answer.node, problem=str(error))
         read.append(found)
     if pods is not None:
-        rows = [it for it in rows if (it["namespace"], it["pod"]) in pods]
+        rows = [row for row in rows if (row["namespace"], row["pod"]) in pods]
     return list(_namespace_rows(rows)) if kind == "namespaces" else rows, read
 
 
 def in_namespace(items: Iterable[Item], namespace: str) -> Sequence[Item]:
     """Return the rows of a namespace; of all where it is empty."""
-    return [it for it in items if not namespace or it["namespace"] == namespace]
+    return [row for row in items if not namespace or row["namespace"] == namespace]
 
 
 def _shares_of(gpus: Iterable[UsedGpuReport]) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -182,12 +182,12 @@ def _gpu_problem(gpu: UsedGpuReport) -> str:
 
 def _sum(values: Iterable[int | None]) -> int | None:
     """Return the sum of what is known, `None` where nothing is."""
-    known = [it for it in values if it is not None]
+    known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def _mean(values: Iterable[int | None]) -> int | None:
-    known = [it for it in values if it is not None]
+    known = [value for value in values if value is not None]
     return round(sum(known) / len(known)) if known else None
 
 
@@ -245,8 +245,8 @@ def draw_items(
     kind: str, items: Sequence[Item], *, wide: bool = False, has_head: bool = True
 ) -> Sequence[TextTable]:
     """Draw rows of a kind."""
-    columns = [it for it in COLUMNS[kind] if wide or not it.wide]
-    table = TextTable(tuple(it.head for it in columns), has_head=has_head)
+    columns = [column for column in COLUMNS[kind] if wide or not column.wide]
+    table = TextTable(tuple(column.head for column in columns), has_head=has_head)
     for item in items:
         table.add(*(column.cell(item) for column in columns), style=_style(item))
     return [table]
@@ -254,8 +254,10 @@ def draw_items(
 
 def draw_top(kind: str, items: Sequence[Item], *, wide: bool = False) -> Sequence[TextTable]:
     """Draw rows of a kind with bars for what is used and held."""
-    columns = [_BARS[kind].get(it.head, it) for it in COLUMNS[kind] if wide or not it.wide]
-    table = TextTable(tuple(it.head for it in columns))
+    columns = [
+        _BARS[kind].get(column.head, column) for column in COLUMNS[kind] if wide or not column.wide
+    ]
+    table = TextTable(tuple(column.head for column in columns))
     for item in items:
         table.add(*(column.cell(item) for column in columns), style=_style(item))
     return [table]

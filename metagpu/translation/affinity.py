@@ -40,12 +40,18 @@ def required_terms(spec: Object) -> list[Object]:
 def tolerates(tolerations: Iterable[Object], taint: Object) -> bool:
     """Return whether one of some tolerations tolerates a taint."""
     return any(
-        it.get("effect") in (None, "", taint.get("effect"))
+        toleration.get("effect") in (None, "", taint.get("effect"))
         and (
-            (it.get("operator") == "Exists" and it.get("key") in (None, "", taint["key"]))
-            or (it.get("key") == taint["key"] and (it.get("value") or "") == taint.get("value", ""))
+            (
+                toleration.get("operator") == "Exists"
+                and toleration.get("key") in (None, "", taint["key"])
+            )
+            or (
+                toleration.get("key") == taint["key"]
+                and (toleration.get("value") or "") == taint.get("value", "")
+            )
         )
-        for it in tolerations
+        for toleration in tolerations
     )
 
 

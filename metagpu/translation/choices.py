@@ -144,8 +144,8 @@ def _least_gpus(served: Sequence[_Served]) -> float:
             instances += part.memory * sum(choice.count for _, choice in those)
             of_gpu = max(of_gpu, part.gpu_memory and max(part.gpu_memory, part.memory))
         else:
-            few = (msgspec.structs.replace(part, gpus=it + 1) for it in range(part.gpus))
-            found += next(it.gpus for it in few if _packs(it, those))
+            few = (msgspec.structs.replace(part, gpus=number + 1) for number in range(part.gpus))
+            found += next(offered_part.gpus for offered_part in few if _packs(offered_part, those))
     return found + (ceil(instances / of_gpu) if of_gpu else min(instances, 1))
 
 
@@ -183,9 +183,9 @@ def _packs(part: OfferedPart, served: Sequence[_Served]) -> bool:
     wanted = [(choice.count // request.count, request.count) for request, choice in served]
     for each, gpus in sorted(wanted, reverse=True):
         free.sort()
-        fullest = [it for it, room in enumerate(free) if room >= each][:gpus]
+        fullest = [place for place, room in enumerate(free) if room >= each][:gpus]
         if len(fullest) < gpus:
             return False
-        for it in fullest:
-            free[it] -= each
+        for place in fullest:
+            free[place] -= each
     return True

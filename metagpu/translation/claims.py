@@ -67,18 +67,20 @@ def claim_pod(
     groups = NodeGroups(map(offer_by_labels, nodes))
     outcome = translate_among(pod, groups, settings)
     found = read_requests(pod, groups.offered, settings)
-    requests = [it for it in found.requests if it.count]
+    requests = [request for request in found.requests if request.count]
     if not outcome.operations or not requests:
         return ClaimedPod(apply_patch(pod, outcome.operations), None, outcome)
     techniques = techniques_of(pod, requests, settings)
-    allowed = [it for it in survey(pod, groups, found.others & groups.offered) if not it.refused]
+    allowed = [
+        parts for parts in survey(pod, groups, found.others & groups.offered) if not parts.refused
+    ]
     spread = policy_of(pod, settings) == "spread"
     asked = [
         {
-            "name": it.container,
-            "firstAvailable": _alternatives(it, allowed, techniques, driver, spread=spread),
+            "name": request.container,
+            "firstAvailable": _alternatives(request, allowed, techniques, driver, spread=spread),
         }
-        for it in requests
+        for request in requests
     ]
     template = {
         "apiVersion": "resource.k8s.io/v1",
@@ -86,7 +88,11 @@ def claim_pod(
         "metadata": {"name": name},
         "spec": {"spec": {"devices": {"requests": asked}}},
     }
-    kept = [it for it in outcome.operations if not it["path"].startswith("/spec/affinity")]
+    kept = [
+        operation
+        for operation in outcome.operations
+        if not operation["path"].startswith("/spec/affinity")
+    ]
     claimed = _with_claim(apply_patch(pod, kept), requests, name)
     warnings = (*_warnings(pod, requests, settings), *_too_much(requests, allowed, techniques))
     return ClaimedPod(claimed, template, msgspec.structs.replace(outcome, warnings=warnings))
@@ -103,7 +109,7 @@ def offer_by_labels(node: NodeOffer) -> NodeOffer:
             key = label.removesuffix(".backend")
             resource = key.removeprefix("metagpu.io/").replace("_", "/", 1)
             shares, gpus = (
-                whole_number(node.labels.get(f"{key}.{it}")) for it in ("replicas", "gpus")
+                whole_number(node.labels.get(f"{key}.{suffix}")) for suffix in ("replicas", "gpus")
             )
             counted.setdefault(resource, (shares or 0) * (gpus or 0))
     return msgspec.structs.replace(node, allocatable=counted)
@@ -121,9 +127,11 @@ def _alternatives(
     ways: dict[str, dict[str, Any]] = {}
     for technique in techniques:
         choices = [
-            choice for it in allowed if (choice := choose(request, technique, it.parts)) is not None
+            choice
+            for parts in allowed
+            if (choice := choose(request, technique, parts.parts)) is not None
         ]
-        for choice in sorted(choices, key=lambda it: _rank(it, spread=spread)):
+        for choice in sorted(choices, key=lambda option: _rank(option, spread=spread)):
             for way in _ways(request, choice, choices, driver):
                 ways.setdefault(msgspec.json.encode(way).decode(), way)
     return [
@@ -157,8 +165,8 @@ def _ways(
         way["selectors"] = _selectors(f"device.attributes['{driver}'].{name} == '{value}'")
         yield way
     else:
-        same = [it for it in choices if it.resource == choice.resource]
-        shares = max(it.count for it in same) // request.count
+        same = [option for option in choices if option.resource == choice.resource]
+        shares = max(option.count for option in same) // request.count
         way["selectors"] = _selectors(
             f"device.attributes['{driver}'].resource == '{choice.resource}'"
         )
@@ -181,26 +189,26 @@ def _with_claim(
 ) -> dict[str, Any]:
     """Change a pod: the claim takes the place of the resources of a translation."""
     annotations = pod["metadata"]["annotations"]
-    for it in requests:
-        annotations.pop(GPUS_PREFIX + it.container, None)  # the claim has the count
+    for request in requests:
+        annotations.pop(GPUS_PREFIX + request.container, None)  # the claim has the count
     spec = pod["spec"]
     others = spec.get("resourceClaims") or ()
-    used = {it.get("name") for it in others}
+    used = {other.get("name") for other in others}
     names = (f"{CLAIM}-{number}" if number > 1 else CLAIM for number in count(1))
-    claim = next(it for it in names if it not in used)
+    claim = next(name for name in names if name not in used)
     spec["resourceClaims"] = [*others, {"name": claim, "resourceClaimTemplateName": template}]
-    for it in requests:
-        *_, kind, index = it.path.split("/")
+    for request in requests:
+        *_, kind, index = request.path.split("/")
         container = spec[kind][int(index)]
         resources = container["resources"]
         for where in ("limits", "requests"):
             amounts = resources.get(where) or {}
-            kept = {name: amounts[name] for name in amounts if name in it.others}
+            kept = {name: amounts[name] for name in amounts if name in request.others}
             resources[where] = kept
             if not kept:
                 del resources[where]
         claims = resources.get("claims") or ()
-        resources["claims"] = [*claims, {"name": claim, "request": it.container}]
+        resources["claims"] = [*claims, {"name": claim, "request": request.container}]
     return pod
 
 
@@ -208,11 +216,11 @@ def _warnings(
     pod: Object, requests: Sequence[GpuRequest], settings: TranslationSettings
 ) -> Iterator[str]:
     """Yield what a pod asks for and a claim does not say."""
-    for it in requests:
-        if it.cores and not it.whole:
+    for request in requests:
+        if request.cores and not request.whole:
             yield (
-                f"container {it.container}: {settings.cores}: {it.cores} has no effect but on "
-                "shares of backend mps, which limit threads by their number"
+                f"container {request.container}: {settings.cores}: {request.cores} has no effect "
+                "but on shares of backend mps, which limit threads by their number"
             )
     yield from warnings_for(pod, (), settings)
     if names_model(annotations_of(pod)):
@@ -226,8 +234,8 @@ def _too_much(
     requests: Sequence[GpuRequest], allowed: Sequence[NodeParts], techniques: Sequence[str]
 ) -> Iterator[str]:
     """Yield that no node has at once what containers ask for one after the other."""
-    alone = [it.container for it in requests if it.alone]
-    if alone and not any(_may_have(it, requests, techniques) for it in allowed):
+    alone = [request.container for request in requests if request.alone]
+    if alone and not any(_may_have(parts, requests, techniques) for parts in allowed):
         yield (
             f"init container {', '.join(alone)}: a claim holds the devices of init containers and "
             "of the other containers together, and no node has as many at once, so that the pod "
@@ -237,8 +245,12 @@ def _too_much(
 
 def _may_have(node: NodeParts, requests: Sequence[GpuRequest], techniques: Sequence[str]) -> bool:
     """Return whether a node, if it were idle, could have all requests at once."""
-    parts = [it for it in node.parts if it.technique in techniques]
-    ways = [[way for part in parts if (way := serve(it, part)) is not None] for it in requests]
-    labelled = (whole_number(it.labels.get(GPU_COUNT)) for it in node.group.nodes.values())
-    most = max((it or 0 for it in labelled), default=0) or sum(it.gpus for it in parts)
-    return held_together(requests, ways, max((most, *(it.gpus for it in parts))))
+    parts = [part for part in node.parts if part.technique in techniques]
+    ways = [
+        [way for part in parts if (way := serve(request, part)) is not None] for request in requests
+    ]
+    labelled = (whole_number(offer.labels.get(GPU_COUNT)) for offer in node.group.nodes.values())
+    most = max((amount or 0 for amount in labelled), default=0) or sum(
+        amount.gpus for amount in parts
+    )
+    return held_together(requests, ways, max((most, *(part.gpus for part in parts))))

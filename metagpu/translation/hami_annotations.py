@@ -60,8 +60,8 @@ def refused_model(annotations: Object, node: NodeOffer) -> str:
 
 def _names(annotations: Object, key: str) -> Sequence[str]:
     names = str(annotations.get(key) or "").split(",")
-    plain = [it.strip().replace(" ", "-").lower().removeprefix("nvidia-") for it in names]
-    return [it for it in plain if it]
+    plain = [name.strip().replace(" ", "-").lower().removeprefix("nvidia-") for name in names]
+    return [text for text in plain if text]
 
 
 def _matches(product: str, names: Sequence[str]) -> bool:

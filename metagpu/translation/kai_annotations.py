@@ -42,7 +42,7 @@ def requests_in_annotations(
     pod: Object, settings: TranslationSettings, _: frozenset[str], problems: list[str]
 ) -> Iterator[GpuRequest]:
     """Yield the requests of a pod's annotations; what is wrong is one problem."""
-    texts = {key: str(it or "") for key, it in annotations_of(pod).items() if is_request(key)}
+    texts = {key: str(value or "") for key, value in annotations_of(pod).items() if is_request(key)}
     try:
         if texts:
             yield from _requests(pod, texts, settings)
@@ -53,7 +53,9 @@ def requests_in_annotations(
 def _requests(
     pod: Object, texts: Mapping[str, str], settings: TranslationSettings
 ) -> Iterator[GpuRequest]:
-    containers = {str(it.get("name")): (path, it) for path, it in containers_of(pod)}
+    containers = {
+        str(document.get("name")): (path, document) for path, document in containers_of(pod)
+    }
     first = next((name for name, (path, _) in containers.items() if "/containers/" in path), "")
     target = texts.get(_CONTAINER) or first
     own: dict[str, dict[str, str]] = {}
@@ -86,7 +88,7 @@ def _request(
         ValueError: a value is none that its program takes, or two of them exclude each other.
     """
     name = str(container["name"])
-    sizes = [keys[it] for it in _SIZES if it in keys]
+    sizes = [keys[size] for size in _SIZES if size in keys]
     if not sizes:
         key = next(iter(keys.values()))
         raise ValueError(f"{key} says no memory; add {_PREFIX}{name}.gpu-memory.request")

@@ -263,7 +263,7 @@ class NodeGroups:
         key = self._keys[node.name] = _key(node, parts)
         self.nodes[node.name] = node
         if key not in self._groups:
-            equal = (it.parts for it in self.groups if it.parts == parts)
+            equal = (group.parts for group in self.groups if group.parts == parts)
             self._groups[key] = NodeGroup(next(equal, parts))
         self._groups[key].add(node)
 
@@ -286,6 +286,6 @@ class NodeGroups:
 def _key(node: NodeOffer, parts: Sequence[OfferedPart]) -> Hashable:
     """Return what nodes of one group have in common."""
     names = sorted(node.allocatable)
-    of_resources = (label_of(name, it) for name in names for it in _OF_RESOURCE)
+    of_resources = (label_of(name, suffix) for name in names for suffix in _OF_RESOURCE)
     labels = (PRODUCT, GPU_MEMORY, *map(memory_label, names), *of_resources)
-    return frozenset(parts), tuple(names), tuple(node.labels.get(it) for it in labels)
+    return frozenset(parts), tuple(names), tuple(node.labels.get(label) for label in labels)

@@ -56,8 +56,8 @@ def operations_for(
         return ()
     return (
         *_annotations(pod, served, released),
-        *(it for request, choice in served for it in _resources(pod, request, choice)),
-        *(it for request in released for it in _removed(pod, request)),
+        *(resource for request, choice in served for resource in _resources(pod, request, choice)),
+        *(operation for request in released for operation in _removed(pod, request)),
         *_affinity(pod.get("spec") or {}, expressions),
         *_scheduler(pod.get("spec") or {}),
     )
@@ -68,7 +68,10 @@ def _annotations(
 ) -> Iterator[Operation]:
     present = annotations_of(pod)
     requests = (*(request for request, _ in served), *released)
-    original = {**original_request(pod), **{it.container: dict(it.asked) for it in requests}}
+    original = {
+        **original_request(pod),
+        **{gpu_request.container: dict(gpu_request.asked) for gpu_request in requests},
+    }
     added = {ORIGINAL: _json(original)}
     for request, choice in served:
         divided = choice.part.technique in (FRACTION, MPS)
@@ -84,7 +87,7 @@ def _annotations(
     else:
         for key, value in added.items():
             yield _add(f"/metadata/annotations/{_escaped(key)}", value)
-    for key in dict.fromkeys(key for it in requests for key in it.annotations):
+    for key in dict.fromkeys(key for gpu_request in requests for key in gpu_request.annotations):
         yield {"op": "remove", "path": f"/metadata/annotations/{_escaped(key)}"}
 
 
@@ -93,12 +96,12 @@ def limit_of(choice: Choice, served: Iterable[tuple[GpuRequest, Choice]]) -> int
 
     An annotation names a resource, so that all containers with it have one limit.
     """
-    limits = {request.limit for request, it in served if it.resource == choice.resource}
+    limits = {request.limit for request, other in served if other.resource == choice.resource}
     return max(limits) if len(limits) == 1 and choice.part.technique == FRACTION else 0
 
 
 def _scheduler(spec: Object) -> Iterator[Operation]:
-    if spec.get("schedulerName") in {it.scheduler for it in VOCABULARIES.values()}:
+    if spec.get("schedulerName") in {vocabulary.scheduler for vocabulary in VOCABULARIES.values()}:
         yield _add("/spec/schedulerName", DEFAULT_SCHEDULER)
 
 
@@ -108,7 +111,9 @@ def _resources(pod: Object, request: GpuRequest, choice: Choice) -> Iterator[Ope
         yield _add(f"{request.path}/resources", {"limits": {choice.resource: str(choice.count)}})
         return
     yield from _removed(pod, request, but=choice.resource)
-    named = [it for it in _KINDS if not request.names.keys().isdisjoint(resources.get(it) or ())]
+    named = [
+        kind for kind in _KINDS if not request.names.keys().isdisjoint(resources.get(kind) or ())
+    ]
     for where in named:
         yield _add(_amount(request, where, choice.resource), str(choice.count))
     if "limits" not in named:
@@ -138,7 +143,7 @@ def _resources_of(pod: Object, request: GpuRequest) -> Object:
 def _affinity(spec: Object, expressions: Sequence[Mapping[str, Any]]) -> Iterator[Operation]:
     if not expressions:
         return
-    added = [dict(it) for it in expressions]
+    added = [dict(expression) for expression in expressions]
     value: Any = {"nodeSelectorTerms": [{"matchExpressions": added}]}
     path, at = "/spec", spec
     for key in ("affinity", "nodeAffinity", _REQUIRED):
@@ -153,7 +158,7 @@ def _affinity(spec: Object, expressions: Sequence[Mapping[str, Any]]) -> Iterato
     for index, term in enumerate(at.get("nodeSelectorTerms") or ()):  # one of them has to hold
         where = f"{path}/nodeSelectorTerms/{index}/matchExpressions"
         if term.get("matchExpressions"):
-            yield from (_add(f"{where}/-", it) for it in added)
+            yield from (_add(f"{where}/-", entry) for entry in added)
         elif term.get("matchFields"):
             yield _add(where, added)
 
@@ -213,22 +218,26 @@ def expressions_for(
     annotations = annotations_of(pod)
     serving, others = [], []
     served: dict[int, bool] = {}
-    for it in surveyed:
-        same_parts = id(it.parts)  # groups with equal parts share them
+    for node_parts in surveyed:
+        same_parts = id(node_parts.parts)  # groups with equal parts share them
         if same_parts not in served:
-            served[same_parts] = _serves(plan, requests, it)
-        if not it.refused and served[same_parts]:
-            serving.append(it)
-        elif not it.refused or refused_model(annotations, it.node):
-            others.append(it)
+            served[same_parts] = _serves(plan, requests, node_parts)
+        if not node_parts.refused and served[same_parts]:
+            serving.append(node_parts)
+        elif not node_parts.refused or refused_model(annotations, node_parts.node):
+            others.append(node_parts)
 
     found: list[Expression] = []
     if names_model(annotations):
-        found.append(_one_of(PRODUCT, [it.node.labels[PRODUCT] for it in serving]))
+        found.append(_one_of(PRODUCT, [other.node.labels[PRODUCT] for other in serving]))
     for request, choice in zip(requests, plan.choices, strict=True):
-        parts = [part for it in serving for part in it.parts if part.resource == choice.resource]
-        found += [it for it in _relied_on(request, choice, parts) if it not in found]
-    reached = [it for it in others if _counts(plan, it) and _reaches(found, it)]
+        parts = [
+            part for other in serving for part in other.parts if part.resource == choice.resource
+        ]
+        found += [
+            operation for operation in _relied_on(request, choice, parts) if operation not in found
+        ]
+    reached = [other for other in others if _counts(plan, other) and _reaches(found, other)]
     return [*found, *_telling_apart(serving, reached)]
 
 
@@ -242,7 +251,7 @@ def _relied_on(
     if technique in (FRACTION, MPS):
         yield from _of_shares(request, choice, parts)
     elif technique == MIG and not request.memory:  # percents of no larger GPU
-        yield _above_or_below(GPU_MEMORY, "Lt", max(it.gpu_memory for it in parts) + 1)
+        yield _above_or_below(GPU_MEMORY, "Lt", max(part.gpu_memory for part in parts) + 1)
     elif technique == MIG:
         named = _GB_OF_NAME.match(resource)
         if named is None or request.memory > int(named[1]) * 1024 * _NAMED:
@@ -262,11 +271,15 @@ def _of_shares(
     if not request.memory or threads or request.count > 1:  # time-slices have no memory
         yield _one_of(label("backend"), [choice.part.technique])
     if request.memory:
-        yield _one_of(label("memory"), [str(it.memory) for it in parts])
-    if request.memory and not threads and all(each * it.memory >= request.memory for it in parts):
+        yield _one_of(label("memory"), [str(part.memory) for part in parts])
+    if (
+        request.memory
+        and not threads
+        and all(each * part.memory >= request.memory for part in parts)
+    ):
         yield _above_or_below(label("replicas"), "Gt", each - 1)
     else:
-        yield _one_of(label("replicas"), [str(it.per_gpu) for it in parts])
+        yield _one_of(label("replicas"), [str(part.per_gpu) for part in parts])
     if request.count > 1:
         yield _above_or_below(label("gpus"), "Gt", request.count - 1)
 
@@ -277,9 +290,9 @@ def _telling_apart(
     """Yield what keeps a pod from known nodes that no label of shares tells apart."""
     if not others:
         return
-    products = {it.node.labels.get(PRODUCT) for it in serving}
-    if None in products or products & {it.node.labels.get(PRODUCT) for it in others}:
-        known = [node for it in others for node in it.group.nodes.values()]
+    products = {parts.node.labels.get(PRODUCT) for parts in serving}
+    if None in products or products & {parts.node.labels.get(PRODUCT) for parts in others}:
+        known = [node for parts in others for node in parts.group.nodes.values()]
         hosts = {node.labels.get(_HOST, node.name) for node in known}
         yield {"key": _HOST, "operator": "NotIn", "values": sorted(hosts)}
     else:

@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def counts(self) -> tuple[tuple[str, int], ...]:
         """The resource name and the number of shares of each request."""
-        return tuple((it.resource, it.count) for it in self.choices)
+        return tuple((choice.resource, choice.count) for choice in self.choices)
 
 
 def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequence[NodeParts]:
@@ -78,7 +78,7 @@ def survey(pod: Object, nodes: NodeGroups, needed: Iterable[str] = ()) -> Sequen
     spec, annotations = pod.get("spec") or {}, annotations_of(pod)
     selector, terms = spec.get("nodeSelector") or {}, required_terms(spec)
     own, needed = str(spec.get("nodeName") or ""), sorted(needed)
-    models = [annotations.get(it) for it in (USE_TYPE, NOUSE_TYPE)]
+    models = [annotations.get(name) for name in (USE_TYPE, NOUSE_TYPE)]
     key = msgspec.json.encode((selector, terms, own, needed, models))
 
     def look_at_all() -> Sequence[NodeParts]:
@@ -121,15 +121,15 @@ def techniques_of(
 
     Whole GPUs are for requests of whole GPUs, unless the pod or the settings say otherwise.
     """
-    modes = [it.strip() for it in (annotations_of(pod).get(MODE) or "").split(",")]
-    names = [it for it in modes if it]
-    names = names or [it.technique for it in requests if it.technique]
+    modes = [part.strip() for part in (annotations_of(pod).get(MODE) or "").split(",")]
+    names = [mode for mode in modes if mode]
+    names = names or [request.technique for request in requests if request.technique]
     if not names:
-        whole = all(it.whole for it in requests) and WHOLE not in settings.order
+        whole = all(request.whole for request in requests) and WHOLE not in settings.order
         names = [WHOLE, *settings.order] if whole else [*settings.order]
-    limited = any(it.cores and not it.whole for it in requests)
+    limited = any(request.cores and not request.whole for request in requests)
     shares = (MPS, FRACTION) if limited else (FRACTION, MPS)  # MPS alone limits threads
-    found = [one for it in names for one in (shares if it == _SHARES else (it,))]
+    found = [one for name in names for one in (shares if name == _SHARES else (name,))]
     return tuple(dict.fromkeys(found))
 
 
@@ -152,14 +152,14 @@ def plans_of(
         if same_parts not in chosen:
             chosen[same_parts] = _choices(requests, each.parts, technique)
         if choices := chosen[same_parts]:
-            key = tuple((it.resource, it.count) for it in choices)
+            key = tuple((choice.resource, choice.count) for choice in choices)
             found.setdefault(key, []).append((each, choices))
     return [
         Plan(
             technique,
             same[0][1],
-            min(sum(it.waste for it in choices) for _, choices in same),
-            tuple((it.group, demand_of(requests, choices)) for it, choices in same),
+            min(sum(choice.waste for choice in choices) for _, choices in same),
+            tuple((parts.group, demand_of(requests, choices)) for parts, choices in same),
         )
         for same in found.values()
     ]
@@ -192,7 +192,7 @@ def best_plan(
     waiting: Sequence[Plan] = ()
     for technique in techniques:
         plans = plans_of(requests, surveyed, technique)
-        if now := [it for it in plans if it.fits_now]:
+        if now := [plan for plan in plans if plan.fits_now]:
             return _first(now, policy)
         waiting = waiting or plans
     return _first(waiting, policy) if waiting else None
@@ -201,7 +201,7 @@ def best_plan(
 def _first(plans: Sequence[Plan], policy: str) -> Plan:
     if len(plans) == 1:
         return plans[0]
-    return min(plans, key=lambda it: _rank(it, policy))
+    return min(plans, key=lambda plan: _rank(plan, policy))
 
 
 def _rank(plan: Plan, policy: str) -> tuple[int, int, tuple[tuple[str, int], ...]]:

@@ -61,7 +61,9 @@ def requests_in_resources(
     original = original_request(pod)
     for path, container in containers_of(pod):
         name, amounts = str(container.get("name") or ""), amounts_of(container)
-        named = {it: str(amounts[it]) for it in settings.names if it in amounts}
+        named = {
+            resource: str(amounts[resource]) for resource in settings.names if resource in amounts
+        }
         names = _to_replace(named, offered, settings, translated=name in original)
         try:
             if names:

@@ -31,18 +31,20 @@ def why_impossible(
     settings: TranslationSettings,
 ) -> str:
     """Return why no node could serve a pod, and the nearest request that one could."""
-    if not any(it.parts for it in surveyed):
+    if not any(parts.parts for parts in surveyed):
         return (
             "no Node has labels about GPUs that could serve it; metagpu writes them on its nodes, "
             "and they name what it offers"
         )
-    offering = [it for it in surveyed if it.parts and not it.refused]
+    offering = [parts for parts in surveyed if parts.parts and not parts.refused]
     if not offering:
-        refused = sorted({it.refused for it in surveyed if it.parts})
+        refused = sorted({parts.refused for parts in surveyed if parts.parts})
         return f"no node with GPUs is one that the pod may go to: {', '.join(refused)}"
     for request in requests:
         served = [
-            it for it in offering if any(choose(request, one, it.parts) for one in techniques)
+            parts
+            for parts in offering
+            if any(choose(request, one, parts.parts) for one in techniques)
         ]
         if not served:
             reason = _of_request(request, offering, techniques, settings)
@@ -63,7 +65,10 @@ def _of_request(
     """Return why no node serves a request, by the parts that come nearest."""
     by = ", ".join(techniques)
     known = [
-        (it.node.name, part) for it in offering for part in it.parts if part.technique in techniques
+        (parts.node.name, part)
+        for parts in offering
+        for part in parts.parts
+        if part.technique in techniques
     ]
     if not known:
         return f"no node offers parts of GPUs by {by}"
@@ -101,7 +106,7 @@ def _without_mode(
     plan = best_plan(requests, surveyed, techniques_of({}, requests, settings), settings.policy)
     if plan is None:
         return ""
-    shares = ", ".join(f"{it.count} of {it.resource}" for it in plan.choices)
+    shares = ", ".join(f"{choice.count} of {choice.resource}" for choice in plan.choices)
     return f"; without the annotation {MODE} it gets {shares}"
 
 
@@ -128,32 +133,32 @@ def explain(
     """Return what each node would give to a pod; nothing without a request."""
     offered = NodeGroups(nodes).offered
     found = read_requests(pod, offered, settings)
-    requests = [it for it in found.requests if it.count]
+    requests = [request for request in found.requests if request.count]
     if found.problems or not requests:
         return ()
     needed = found.others & offered
-    surveyed = [it for node in nodes for it in survey(pod, NodeGroups([node]), needed)]
+    surveyed = [parts for node in nodes for parts in survey(pod, NodeGroups([node]), needed)]
     techniques = techniques_of(pod, requests, settings)
     chosen = best_plan(requests, surveyed, techniques, policy_of(pod, settings))
-    return [way for it in surveyed for way in _ways(requests, it, techniques, chosen)]
+    return [way for parts in surveyed for way in _ways(requests, parts, techniques, chosen)]
 
 
 def _ways(
-    requests: Sequence[GpuRequest], it: NodeParts, techniques: Sequence[str], chosen: Plan | None
+    requests: Sequence[GpuRequest], parts: NodeParts, techniques: Sequence[str], chosen: Plan | None
 ) -> Iterator[NodeWay]:
-    if it.refused:
-        yield NodeWay(it.node.name, "", f"the pod may not go there: {it.refused}")
+    if parts.refused:
+        yield NodeWay(parts.node.name, "", f"the pod may not go there: {parts.refused}")
         return
-    plans = [plan for technique in techniques for plan in plans_of(requests, [it], technique)]
+    plans = [plan for technique in techniques for plan in plans_of(requests, [parts], technique)]
     if not plans:
-        offered = ", ".join(part.resource for part in it.parts)
+        offered = ", ".join(part.resource for part in parts.parts)
         missing = f"none: it offers {offered}" if offered else "none: no label has parts of GPUs"
-        yield NodeWay(it.node.name, "", missing)
+        yield NodeWay(parts.node.name, "", missing)
     for plan in plans:
         resources = ", ".join(f"{count} of {resource}" for resource, count in plan.counts)
         memory = sum(choice.count * choice.part.memory for choice in plan.choices)
         is_chosen = chosen is not None and plan.counts == chosen.counts
-        yield NodeWay(it.node.name, plan.technique, resources, memory, plan.waste, is_chosen)
+        yield NodeWay(parts.node.name, plan.technique, resources, memory, plan.waste, is_chosen)
 
 
 def translate(
@@ -172,8 +177,8 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
     found = read_requests(pod, nodes.offered, settings)
     if found.problems:
         return _unreadable(found.problems)
-    requests = [it for it in found.requests if it.count]
-    released = [it for it in found.requests if not it.count]
+    requests = [gpu_request for gpu_request in found.requests if gpu_request.count]
+    released = [gpu_request for gpu_request in found.requests if not gpu_request.count]
     warnings = warnings_for_released(released, settings)
     if not requests:
         return Translation(operations_for(pod, (), released), tuple(warnings))
@@ -200,5 +205,5 @@ def translate_among(pod: Object, nodes: NodeGroups, settings: TranslationSetting
 
 
 def _unreadable(problems: Sequence[str]) -> Translation:
-    warnings = tuple(f"{it}; it is left as it is" for it in problems)
+    warnings = tuple(f"{problem}; it is left as it is" for problem in problems)
     return Translation(warnings=warnings, unreadable="; ".join(problems))

@@ -62,15 +62,15 @@ def read_requests(
     offered |= settings.dra_resources
     problems: list[str] = []
     found = {
-        it.path: it
+        request.path: request
         for name in settings.vocabularies
-        for it in VOCABULARIES[name].read(pod, settings, offered, problems)
+        for request in VOCABULARIES[name].read(pod, settings, offered, problems)
     }
     containers = list(containers_of(pod))
     others: set[str] = set()
     for path, container in containers:
         amounts = amounts_of(container)
         kept = amounts.keys() - (found[path].names.keys() if path in found else ())
-        others |= {it for it in kept if "/" in it and whole_number(amounts[it])}
+        others |= {name for name in kept if "/" in name and whole_number(amounts[name])}
     ordered = [found[path] for path, _ in containers if path in found]
     return PodRequests(ordered, problems, frozenset(others))

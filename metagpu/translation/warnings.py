@@ -44,7 +44,7 @@ def warnings_for_released(
     """Yield what goes from containers that ask for no GPU."""
     for request in requests:
         if settings.gpu in request.names:
-            removed = ", ".join(it for it in request.names if it != settings.gpu)
+            removed = ", ".join(name for name in request.names if name != settings.gpu)
             yield f"container {request.container}: {settings.gpu}: 0 is none: {removed} is removed"
         yield from _of_priority(request, settings)
 
@@ -101,7 +101,7 @@ def _of_annotations(pod: Object) -> Iterator[str]:
         if annotations.get(key):
             yield f"{key} has no effect: {_NO_EFFECT[key]}"
     scheduler = str(spec.get("schedulerName") or "")
-    if scheduler in {it.scheduler for it in VOCABULARIES.values()}:
+    if scheduler in {vocabulary.scheduler for vocabulary in VOCABULARIES.values()}:
         yield f"schedulerName: {scheduler} becomes {DEFAULT_SCHEDULER}, Kubernetes' own"
     policy = annotations.get(NODE_POLICY)
     if policy and policy not in POLICIES:

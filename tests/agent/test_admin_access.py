@@ -21,7 +21,7 @@ from tests.rigs.mig import a_node, hurry, placements, until
 
 
 def look(
-    it: ClaimScene, *results: dict[str, Any], parameters: object = None, driver: str = DRIVER
+    scene: ClaimScene, *results: dict[str, Any], parameters: object = None, driver: str = DRIVER
 ) -> ResourceClaimRef:
     """Add a claim that looks at all GPUs, by any device of each; RESULTS are others of it."""
     admin = [
@@ -32,15 +32,15 @@ def look(
             "device": devices_of(state)[-1].name,
             "adminAccess": True,
         }
-        for gpu, state in it.scene.agent.registry.snapshot.gpus.items()
+        for gpu, state in scene.scene.agent.registry.snapshot.gpus.items()
     ]
     opaque = {"driver": driver, "parameters": parameters}
     config = [{"source": "FromClaim", "opaque": opaque}] if parameters else []
-    number = len(it.server.store.objects) + 1
+    number = len(scene.server.store.objects) + 1
     ref = ResourceClaimRef("monitoring", f"look-{number}", str(UUID(int=number)))
     devices = {"results": [*admin, *results], "config": config}
     content = {"metadata": {"uid": ref.uid}, "status": {"allocation": {"devices": devices}}}
-    it.server.store.put(("resourceclaims", ref.namespace, ref.name), content)
+    scene.server.store.put(("resourceclaims", ref.namespace, ref.name), content)
     return ref
 
 
@@ -57,42 +57,42 @@ def names(answer: v1.NodePrepareResourceResponse, request: str = "look") -> list
 
 async def test_claims_that_look_hold_nothing(tmp_path: Path) -> None:
     """Several see held, cordoned and faulty GPUs; nobody is kept away; restarts keep them."""
-    async with at_work(tmp_path) as it:
-        held = it.allocate("fraction", shares=10)
-        await it.prepared(held)
-        gpus = [it.scene.state(number).gpu.id for number in (0, 1)]
-        await it.scene.agent.commands["cordon"]({"gpu": "1", "reason": "fan"})
-        it.scene.agent.registry.apply(GpuFaulted(gpus[0], "XID 79", at=1))
-        first, second = look(it), look(it)
-        answers = await it.prepare(first, second)
+    async with at_work(tmp_path) as running:
+        held = running.allocate("fraction", shares=10)
+        await running.prepared(held)
+        gpus = [running.scene.state(number).gpu.id for number in (0, 1)]
+        await running.scene.agent.commands["cordon"]({"gpu": "1", "reason": "fan"})
+        running.scene.agent.registry.apply(GpuFaulted(gpus[0], "XID 79", at=1))
+        first, second = look(running), look(running)
+        answers = await running.prepare(first, second)
         assert names(answers[first.uid]) == [f"metagpu.io/monitor={gpu}" for gpu in gpus]
-        assert it.nodes(names(answers[second.uid])) == ["nvidiactl", "nvidia0", "nvidia1"]
+        assert running.nodes(names(answers[second.uid])) == ["nvidiactl", "nvidia0", "nvidia1"]
         spec = json.loads((tmp_path / "cdi/metagpu.io-monitor.json").read_text())
         assert spec["containerEdits"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
-        assert (await it.prepare(first))[first.uid] == answers[first.uid]
-        await it.unprepare(held)
-        snapshot = it.scene.agent.registry.snapshot
+        assert (await running.prepare(first))[first.uid] == answers[first.uid]
+        await running.unprepare(held)
+        snapshot = running.scene.agent.registry.snapshot
         assert not any(state.leases for state in snapshot.gpus.values())
-        status = await it.scene.status()
+        status = await running.scene.status()
         assert isinstance(status, dict)
         assert status["dra"]["monitored"] == sorted(gpus)
-        assert await it.unprepare(second) == {second.uid: ""}
-        it.write_checkpoint({first: answers[first.uid].devices})
+        assert await running.unprepare(second) == {second.uid: ""}
+        running.write_checkpoint({first: answers[first.uid].devices})
 
     for path in (tmp_path / "cdi").iterdir():
         path.unlink()  # as at a reboot
-    async with at_work(tmp_path) as it:
-        await until(lambda: it.resolves(names(answers[first.uid])))
-        assert (await it.prepare(first))[first.uid].devices == answers[first.uid].devices
-        await it.prepared(it.allocate("fraction", shares=10))
-        assert await it.unprepare(first) == {first.uid: ""}
-        assert it.scene.agent.registry.snapshot.gpus[gpus[0]].leases
+    async with at_work(tmp_path) as scene:
+        await until(lambda: scene.resolves(names(answers[first.uid])))
+        assert (await scene.prepare(first))[first.uid].devices == answers[first.uid].devices
+        await scene.prepared(scene.allocate("fraction", shares=10))
+        assert await scene.unprepare(first) == {first.uid: ""}
+        assert scene.scene.agent.registry.snapshot.gpus[gpus[0]].leases
 
 
 async def test_one_claim_cannot_look_and_hold(tmp_path: Path) -> None:
     """A container with both would compute on all GPUs that it looks at; the text has a way out."""
-    async with at_work(tmp_path) as it:
-        gpu = it.scene.state(0).gpu.id
+    async with at_work(tmp_path) as scene:
+        gpu = scene.scene.state(0).gpu.id
         part = {
             "request": "part",
             "driver": DRIVER,
@@ -100,33 +100,33 @@ async def test_one_claim_cannot_look_and_hold(tmp_path: Path) -> None:
             "device": f"{gpu.lower()}-fraction",
             "consumedCapacity": {"shares": "3"},
         }
-        claim = look(it, part)
-        error = (await it.prepare(claim))[claim.uid].error
+        claim = look(scene, part)
+        error = (await scene.prepare(claim))[claim.uid].error
         assert "look asks for adminAccess and part does not" in error
         assert "make two claims, for pods of their own" in error
-        assert not it.scene.state(0).leases
+        assert not scene.scene.state(0).leases
 
 
 async def test_the_specification_ends_with_the_last_claim_that_looks(tmp_path: Path) -> None:
     """Unprepared, or forgotten by the kubelet; before, the file is the same for all of them."""
     file = tmp_path / "cdi/metagpu.io-monitor.json"
-    async with at_work(tmp_path) as it:
-        first, second, lost = look(it), look(it), look(it)
-        await it.prepare(first, second)
-        await it.unprepare(first)
+    async with at_work(tmp_path) as running:
+        first, second, lost = look(running), look(running), look(running)
+        await running.prepare(first, second)
+        await running.unprepare(first)
         assert file.exists()
-        await it.unprepare(second)
+        await running.unprepare(second)
         assert not file.exists()
-        answer = (await it.prepare(lost))[lost.uid]
-        assert it.resolves(names(answer))
-        it.write_checkpoint({lost: answer.devices})
+        answer = (await running.prepare(lost))[lost.uid]
+        assert running.resolves(names(answer))
+        running.write_checkpoint({lost: answer.devices})
 
-    async with at_work(tmp_path) as it:
-        assert it.resolves(names(answer))
-        driver = it.scene.agent.resource_claims._serving
+    async with at_work(tmp_path) as scene:
+        assert scene.resolves(names(answer))
+        driver = scene.scene.agent.resource_claims._serving
         assert driver is not None
         assert driver.preparer.states.prepared
-        it.write_checkpoint({})
+        scene.write_checkpoint({})
 
     async with at_work(tmp_path):
         assert not file.exists()
@@ -140,10 +140,10 @@ async def test_a_mig_device_stands_for_its_gpu(
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     host(tmp_path)
     (tmp_path / "dev/nvidia-caps/nvidia-cap2").touch()
-    async with at_work(tmp_path, MIG, node) as it:
-        claim = look(it)
-        answer = (await it.prepare(claim))[claim.uid]
-        assert it.nodes(names(answer)) == ["nvidiactl", "nvidia0", "nvidia-cap2"]
+    async with at_work(tmp_path, MIG, node) as scene:
+        claim = look(scene)
+        answer = (await scene.prepare(claim))[claim.uid]
+        assert scene.nodes(names(answer)) == ["nvidiactl", "nvidia0", "nvidia-cap2"]
         assert placements(node) == []
 
 
@@ -151,22 +151,22 @@ async def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     """Parameters for sharing, a GPU of another node, one without a device node."""
     sharing = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
     text = f"{CLAIMS}dra: {{driver: {NVIDIA}}}\n"
-    async with at_work(tmp_path, text, driver=NVIDIA) as it:
-        claim = look(it, parameters=sharing, driver=NVIDIA)
-        refusal = (await it.prepare(claim))[claim.uid].error
+    async with at_work(tmp_path, text, driver=NVIDIA) as running:
+        claim = look(running, parameters=sharing, driver=NVIDIA)
+        refusal = (await running.prepare(claim))[claim.uid].error
         assert "opaque parameters for look with adminAccess" in refusal
 
-    async with at_work(tmp_path, CLAIMS) as it:
-        claim = look(it)
+    async with at_work(tmp_path, CLAIMS) as scene:
+        claim = look(scene)
         key = "resourceclaims", claim.namespace, claim.name
-        results = it.server.store.objects[key]["status"]["allocation"]["devices"]["results"]
-        results[1]["device"] = monitor_device(it.scene.state(1).gpu.id).name
+        results = scene.server.store.objects[key]["status"]["allocation"]["devices"]["results"]
+        results[1]["device"] = monitor_device(scene.scene.state(1).gpu.id).name
         results[1]["adminAccess"] = False
-        assert "set `adminAccess: true`" in (await it.prepare(claim))[claim.uid].error
+        assert "set `adminAccess: true`" in (await scene.prepare(claim))[claim.uid].error
         results[1]["adminAccess"] = True
         results[0]["device"] = monitor_device(GpuId(f"GPU-{UUID(int=7)}")).name
-        assert "has no such GPU" in (await it.prepare(claim))[claim.uid].error
+        assert "has no such GPU" in (await scene.prepare(claim))[claim.uid].error
         await anyio.Path(tmp_path, "dev/nvidia1").unlink()
-        claim = look(it)
-        refusal = (await it.prepare(claim))[claim.uid].error
-        assert f"CDI has no {it.scene.state(1).gpu.id}: it has no device node" in refusal
+        claim = look(scene)
+        refusal = (await scene.prepare(claim))[claim.uid].error
+        assert f"CDI has no {scene.scene.state(1).gpu.id}: it has no device node" in refusal

@@ -24,30 +24,31 @@ from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 
 async def test_operator_cordons_and_uncordons(tmp_path: Path) -> None:
     """A cordoned GPU gives no new shares, its pods stay, and a reload does not uncordon it."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await it.kubelet.admit(SimPod.single("train", {METAGPU: 3}))
-        used = it.state(0) if it.state(0).leases else it.state(1)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        await scene.kubelet.admit(SimPod.single("train", {METAGPU: 3}))
+        used = scene.state(0) if scene.state(0).leases else scene.state(1)
         name, gpu = {"gpu": used.gpu.pci_bus_id}, used.gpu
 
-        assert await it.agent.operator_commands.cordon(
+        assert await scene.agent.operator_commands.cordon(
             {**name, "reason": " fan\n to be replaced"}
         ) == (f"GPU {gpu} is cordoned; 3 shares are still in use")
-        await it.until(20, 13)
-        await it.agent.reload()
-        cordon = it.agent.registry.snapshot.gpus[gpu.id].cordon
+        await scene.until(20, 13)
+        await scene.agent.reload()
+        cordon = scene.agent.registry.snapshot.gpus[gpu.id].cordon
         assert cordon is not None
         assert cordon.reason == "fan to be replaced"
-        assert [pod.name for pod in it.kubelet.pods] == ["train"]
+        assert [pod.name for pod in scene.kubelet.pods] == ["train"]
 
         assert (
-            await it.agent.operator_commands.uncordon(name) == f"GPU {gpu} gives new shares again"
+            await scene.agent.operator_commands.uncordon(name)
+            == f"GPU {gpu} gives new shares again"
         )
-        await it.until(20, 20)
+        await scene.until(20, 20)
         with pytest.raises(MetagpuError, match=rf"^GPU {gpu.index} \({gpu.id}\) is not cordoned$"):
-            await it.agent.operator_commands.uncordon(name)
+            await scene.agent.operator_commands.uncordon(name)
         with pytest.raises(MetagpuError, match="there is no GPU '9' here"):
-            await it.agent.operator_commands.cordon({"gpu": "9"})
+            await scene.agent.operator_commands.cordon({"gpu": "9"})
 
 
 async def test_explain_provisions_nothing(tmp_path: Path) -> None:
@@ -91,17 +92,17 @@ async def test_explain_shows_no_share_that_mig_mode_prevents(
     pause = state.suspended.get("mig")
     assert (reason in pause.reason) if pause else not reason
     report = explain_report(agent.registry.snapshot, agent.layout)
-    assert [it.allocatable for it in report.resources.values()] == [free]
+    assert [resource.allocatable for resource in report.resources.values()] == [free]
 
 
 async def test_gpu_added_while_running(tmp_path: Path) -> None:
     """A GPU that NVML lists later is offered without another registration."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.add_gpu(it.node.gpus[0].model)
-        await it.until(30, 30)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        scene.node.add_gpu(scene.node.gpus[0].model)
+        await scene.until(30, 30)
 
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert scene.kubelet.registrations[METAGPU] == 1
 
 
 async def test_gpu_of_another_plugin_is_left_alone(tmp_path: Path) -> None:
@@ -114,29 +115,29 @@ async def test_gpu_of_another_plugin_is_left_alone(tmp_path: Path) -> None:
         tmp_path,
         config=both.replace("all", "all\n    gpus: {index: 1}"),
         kubelet_timing=timing,
-    ) as it:
-        await it.until(10, 10)
-        await it.until(100, 100, theirs)
+    ) as scene:
+        await scene.until(10, 10)
+        await scene.until(100, 100, theirs)
         foreign = SimPod.single("foreign", {theirs: 1})
-        await it.kubelet.admit(foreign)
-        await it.wait_holders()
-        await anyio.Path(it.config_file).write_text(QUICK)
-        await it.agent.reload()
-        await it.until(20, 10)
-        await it.kubelet.delete(foreign)
-        await it.until(20, 20)
+        await scene.kubelet.admit(foreign)
+        await scene.wait_holders()
+        await anyio.Path(scene.config_file).write_text(QUICK)
+        await scene.agent.reload()
+        await scene.until(20, 10)
+        await scene.kubelet.delete(foreign)
+        await scene.until(20, 20)
 
 
 async def test_gpu_taken_out_of_the_node(tmp_path: Path) -> None:
     """A GPU that NVML lists no more stays on the list, unhealthy (case 15)."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.remove_gpu(it.node.gpu("1"))
-        await it.until(20, 10)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        scene.node.remove_gpu(scene.node.gpu("1"))
+        await scene.until(20, 10)
 
         # A caller that counted the GPU just before its removal gets an error for its index.
         reasons = ("NVML does not list it any more", "Invalid Argument")
-        assert it.state(1).verdict.reason.endswith(reasons)
+        assert scene.state(1).verdict.reason.endswith(reasons)
 
 
 async def test_device_node_that_comes_late_is_given(tmp_path: Path) -> None:
@@ -144,16 +145,16 @@ async def test_device_node_that_comes_late_is_given(tmp_path: Path) -> None:
     timing = AgentTiming(device_nodes=0.01)
     uvm = tmp_path / "dev" / "nvidia-uvm"
 
-    async with agent_at_work(tmp_path, timing=timing) as it:
-        await it.until(20, 20)
-        before = await it.kubelet.admit(SimPod.single("before", {METAGPU: 1}))
-        first_layout = it.agent.layout
+    async with agent_at_work(tmp_path, timing=timing) as scene:
+        await scene.until(20, 20)
+        before = await scene.kubelet.admit(SimPod.single("before", {METAGPU: 1}))
+        first_layout = scene.agent.layout
         await anyio.Path(uvm.parent).mkdir()
         await anyio.Path(uvm).touch()
         with anyio.fail_after(30):
-            while it.agent.layout is first_layout:  # noqa: ASYNC110 - no event: no offer changed
+            while scene.agent.layout is first_layout:  # noqa: ASYNC110 - no event: no offer changed
                 await anyio.sleep(0.01)
-        after = await it.kubelet.admit(SimPod.single("after", {METAGPU: 1}))
+        after = await scene.kubelet.admit(SimPod.single("after", {METAGPU: 1}))
 
     assert before["main"].devices == ()
     assert [node.container_path for node in after["main"].devices] == ["/dev/nvidia-uvm"]
@@ -161,36 +162,36 @@ async def test_device_node_that_comes_late_is_given(tmp_path: Path) -> None:
 
 async def test_gpu_in_mig_mode_has_no_fractions(tmp_path: Path) -> None:
     """A GPU in MIG mode has no fractions, and the layout states the reason."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        it.node.gpus[0].mig.enabled = True
-        await it.until(10, 10)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        scene.node.gpus[0].mig.enabled = True
+        await scene.until(10, 10)
 
-        assert it.agent.layout.pool_assignments[0].reason.endswith("no shares: MIG mode is on")
+        assert scene.agent.layout.pool_assignments[0].reason.endswith("no shares: MIG mode is on")
 
 
 async def test_leases_follow_the_kubelet(tmp_path: Path) -> None:
     """A lease gets its holder from PodResources and ends when the pod is gone."""
     timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
 
-    async with agent_at_work(tmp_path, kubelet_timing=timing) as it:
-        await it.until(20, 20)
+    async with agent_at_work(tmp_path, kubelet_timing=timing) as scene:
+        await scene.until(20, 20)
         train = SimPod.single("train", {METAGPU: 5})
-        await it.kubelet.admit(train)
+        await scene.kubelet.admit(train)
 
-        await it.wait_holders()
+        await scene.wait_holders()
 
-        [holder] = {str(lease.holder) for lease in it.state(0).leases.values()}
+        [holder] = {str(lease.holder) for lease in scene.state(0).leases.values()}
         assert holder == "default/train (main)"
-        assert it.state(0).owner == "fraction"
+        assert scene.state(0).owner == "fraction"
 
         async with anyio.create_task_group() as group:
-            group.start_soon(it.next_event, SharesReleased)
+            group.start_soon(scene.next_event, SharesReleased)
             await anyio.wait_all_tasks_blocked()
-            await it.kubelet.delete(train)
+            await scene.kubelet.delete(train)
 
-        assert it.state(0).leases == {}
-        assert it.state(0).owner is None
+        assert scene.state(0).leases == {}
+        assert scene.state(0).owner is None
 
 
 async def test_restarted_daemon_knows_the_holders(tmp_path: Path) -> None:
@@ -198,14 +199,14 @@ async def test_restarted_daemon_knows_the_holders(tmp_path: Path) -> None:
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
+        async with agent_at_work(tmp_path, kubelet=kubelet) as agent:
+            await agent.until(20, 20)
             await kubelet.admit(SimPod.single("train", {METAGPU: 15}))
 
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
+        async with agent_at_work(tmp_path, kubelet=kubelet) as scene:
+            await scene.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
 
-            assert sorted(len(it.state(n).leases) for n in range(2)) == [5, 10]
+            assert sorted(len(scene.state(n).leases) for n in range(2)) == [5, 10]
 
 
 @pytest.mark.parametrize("has_kubelet", [True, False])
@@ -238,12 +239,12 @@ async def test_whole_gpus_are_the_best_connected(tmp_path: Path) -> None:
     config = "version: metagpu/v1\npools: [{name: all, backends: [{backend: whole}]}]\n"
     gpu = "nvidia.com/gpu"
 
-    async with agent_at_work(tmp_path, gpu_models="v100-16gb:8", config=config) as it:
-        await it.until(8, 8, gpu)
-        [pair] = (await it.kubelet.admit(SimPod.single("pair", {gpu: 2}))).values()
-        ids = [it.node.gpu(index).id for index in (2, 3)]
+    async with agent_at_work(tmp_path, gpu_models="v100-16gb:8", config=config) as scene:
+        await scene.until(8, 8, gpu)
+        [pair] = (await scene.kubelet.admit(SimPod.single("pair", {gpu: 2}))).values()
+        ids = [scene.node.gpu(index).id for index in (2, 3)]
 
         assert pair.envs["NVIDIA_VISIBLE_DEVICES"] == ",".join(ids)
         assert pair.envs["METAGPU_MEMORY_MIB"] == ",".join(f"{i}=16384" for i in ids)
-        [alone] = (await it.kubelet.admit(SimPod.single("alone", {gpu: 1}))).values()
-        assert alone.envs["NVIDIA_VISIBLE_DEVICES"] == it.node.gpu(0).id
+        [alone] = (await scene.kubelet.admit(SimPod.single("alone", {gpu: 1}))).values()
+        assert alone.envs["NVIDIA_VISIBLE_DEVICES"] == scene.node.gpu(0).id

@@ -22,23 +22,25 @@ pytestmark = [
 
 async def test_fractions_need_no_capability(tmp_path: Path) -> None:
     """Root without any capability serves fractions, and lacks nothing."""
-    async with daemon(tmp_path, launcher=with_only()) as it:
-        await it.until(20)
-        await it.kubelet.admit(SimPod("alice", containers=(SimContainer("main", {METAGPU: 5}),)))
-        status, answer = await it.command("status", "--json")
+    async with daemon(tmp_path, launcher=with_only()) as live_daemon:
+        await live_daemon.until(20)
+        await live_daemon.kubelet.admit(
+            SimPod("alice", containers=(SimContainer("main", {METAGPU: 5}),))
+        )
+        status, answer = await live_daemon.command("status", "--json")
 
         assert status == 0
         privileges = json.loads(answer)["privileges"]
         assert not any(each["held"] or each["neededFor"] for each in privileges.values())
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
 
 
 async def test_a_missing_capability_is_told(tmp_path: Path) -> None:
     """A feature without its capability is a warning at the start, and in the status."""
-    async with daemon(tmp_path, KILL, launcher=with_only("kill")) as it:
-        await it.logged("the driver's own memory limits (pool all)")
-        await it.until(20)
-        _, answer = await it.command("status", "--json")
+    async with daemon(tmp_path, KILL, launcher=with_only("kill")) as live_daemon:
+        await live_daemon.logged("the driver's own memory limits (pool all)")
+        await live_daemon.until(20)
+        _, answer = await live_daemon.command("status", "--json")
 
         privileges = json.loads(answer)["privileges"]
         assert privileges["KILL"]["held"]

@@ -22,9 +22,9 @@ WARNING = "status of a claim's devices not written"
 def patches(server: SimApiServer) -> list[str]:
     """Return the paths of all patches of claims."""
     return [
-        it.target
-        for it in server.requests
-        if it.method == "PATCH" and "resourceclaims" in it.target
+        request.target
+        for request in server.requests
+        if request.method == "PATCH" and "resourceclaims" in request.target
     ]
 
 
@@ -34,33 +34,33 @@ def entries(server: SimApiServer, ref: ResourceClaimRef) -> list[dict[str, Any]]
     return list(claim["status"].get("devices") or ())
 
 
-async def written(it: ClaimScene, ref: ResourceClaimRef) -> dict[str, Any]:
+async def written(scene: ClaimScene, ref: ResourceClaimRef) -> dict[str, Any]:
     """Wait until a claim has an entry of the driver; return it."""
 
     def own() -> list[dict[str, Any]]:
-        return [entry for entry in entries(it.server, ref) if entry["driver"] == DRIVER]
+        return [entry for entry in entries(scene.server, ref) if entry["driver"] == DRIVER]
 
-    await it.server.until(own)
+    await scene.server.until(own)
     return own()[0]
 
 
-async def problem_of(it: ClaimScene) -> str:
+async def problem_of(scene: ClaimScene) -> str:
     """Return the problem that `status` names."""
-    status = await it.scene.status()
+    status = await scene.scene.status()
     assert isinstance(status, dict)
     return str(status["dra"]["statusProblem"] or "")
 
 
 async def test_a_prepared_claim_says_what_it_has(tmp_path: Path) -> None:
     """One patch has all; entries of other drivers stay; a new daemon has nothing to write."""
-    async with at_work(tmp_path) as it:
-        claim = it.allocate("fraction", shares=5)
-        content = it.server.store.objects["resourceclaims", claim.namespace, claim.name]
+    async with at_work(tmp_path) as running:
+        claim = running.allocate("fraction", shares=5)
+        content = running.server.store.objects["resourceclaims", claim.namespace, claim.name]
         content["status"]["devices"] = [NIC]
-        answer = (await it.prepare(claim))[claim.uid]
-        entry = await written(it, claim)
+        answer = (await running.prepare(claim))[claim.uid]
+        entry = await written(running, claim)
         assert entry["data"] == {
-            "gpu": it.scene.state(0).gpu.id,
+            "gpu": running.scene.state(0).gpu.id,
             "backend": "fraction",
             "shares": 5,
             "slots": ["m00-m04"],
@@ -68,20 +68,20 @@ async def test_a_prepared_claim_says_what_it_has(tmp_path: Path) -> None:
         }
         [ready] = entry["conditions"]
         assert (ready["type"], ready["status"], ready["reason"]) == ("Ready", "True", "Prepared")
-        assert entries(it.server, claim)[0] == NIC
-        await it.prepare(claim)
-        second = it.allocate("fraction", shares=1)
-        await it.prepare(second)
-        await written(it, second)
-        assert len(patches(it.server)) == 2
-        assert await problem_of(it) == ""
-        it.write_checkpoint({claim: answer.devices})
-        kept = it.server
+        assert entries(running.server, claim)[0] == NIC
+        await running.prepare(claim)
+        second = running.allocate("fraction", shares=1)
+        await running.prepare(second)
+        await written(running, second)
+        assert len(patches(running.server)) == 2
+        assert await problem_of(running) == ""
+        running.write_checkpoint({claim: answer.devices})
+        kept = running.server
 
-    async with at_work(tmp_path, server=kept) as it:
-        third = it.allocate("fraction", shares=1)
-        await it.prepare(third)
-        await written(it, third)
+    async with at_work(tmp_path, server=kept) as scene:
+        third = scene.allocate("fraction", shares=1)
+        await scene.prepare(third)
+        await written(scene, third)
         assert len(patches(kept)) == 3
         assert entries(kept, claim) == [NIC, entry]
 
@@ -92,53 +92,53 @@ async def test_the_uuid_of_a_mig_device_is_there(
     """The instance is made on demand: no ResourceSlice has its uuid."""
     hurry(monkeypatch)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
-    async with at_work(tmp_path, MIG, node) as it:
-        claim = it.allocate("mig-2g10gb-4")
-        await it.prepared(claim)
-        data = (await written(it, claim))["data"]
+    async with at_work(tmp_path, MIG, node) as scene:
+        claim = scene.allocate("mig-2g10gb-4")
+        await scene.prepared(claim)
+        data = (await written(scene, claim))["data"]
         assert placements(node) == ["2g.10gb@4"]
-        [made] = it.scene.state(0).provisioned["mig"].devices.values()
+        [made] = scene.scene.state(0).provisioned["mig"].devices.values()
         assert (data["migDevice"], data["slots"]) == (made.device, ["2g.10gb@4"])
-        await it.unprepare(claim)
+        await scene.unprepare(claim)
         await until(lambda: not placements(node))
 
 
 async def test_prepare_does_not_wait_for_the_status(tmp_path: Path) -> None:
     """A patch that fails is repeated; one of a claim that is unprepared is not."""
-    async with at_work(tmp_path) as it:
-        it.server.failing.append(("PATCH", "resourceclaims"))
-        gone, claim = it.allocate("fraction", shares=1), it.allocate("fraction", shares=2)
+    async with at_work(tmp_path) as scene:
+        scene.server.failing.append(("PATCH", "resourceclaims"))
+        gone, claim = scene.allocate("fraction", shares=1), scene.allocate("fraction", shares=2)
         with capture_logs() as logs:
-            await it.prepared(gone)
-            await it.server.until(lambda: patches(it.server))
-            await it.unprepare(gone)
-            await it.prepared(claim)
-            await it.server.until(lambda: len(patches(it.server)) > 1)
-            it.server.failing.clear()
-            assert (await written(it, claim))["data"]["shares"] == 2
-        assert not entries(it.server, gone)
+            await scene.prepared(gone)
+            await scene.server.until(lambda: patches(scene.server))
+            await scene.unprepare(gone)
+            await scene.prepared(claim)
+            await scene.server.until(lambda: len(patches(scene.server)) > 1)
+            scene.server.failing.clear()
+            assert (await written(scene, claim))["data"]["shares"] == 2
+        assert not entries(scene.server, gone)
         assert [log["event"] for log in logs].count(WARNING) == 1
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
 async def test_a_missing_right_is_reported_once(tmp_path: Path, *, synthetic: bool) -> None:
     """The log, `status` and `doctor` name the right; pods run."""
-    async with at_work(tmp_path) as it:
+    async with at_work(tmp_path) as scene:
         if synthetic:
-            it.server.claim_status.driver_rights = False
+            scene.server.claim_status.driver_rights = False
         else:
-            it.server.denied.append(("PATCH", "resourceclaims"))
+            scene.server.denied.append(("PATCH", "resourceclaims"))
         with capture_logs() as logs:
             for shares in (1, 2):
-                await it.prepared(it.allocate("fraction", shares=shares))
-            await it.server.until(lambda: len(patches(it.server)) > 1)
+                await scene.prepared(scene.allocate("fraction", shares=shares))
+            await scene.server.until(lambda: len(patches(scene.server)) > 1)
         reported = [log for log in logs if log["event"] == WARNING]
         assert len(reported) == 1
         for right in ("resourceclaims/status", "associated-node:patch", "docs/permissions.md"):
             assert right in reported[0]["error"]
-        assert await problem_of(it) == reported[0]["error"]
-        await it.notify(registered=True)
-        status = await it.scene.status()
+        assert await problem_of(scene) == reported[0]["error"]
+        await scene.notify(registered=True)
+        status = await scene.scene.status()
         status["cluster"] = None  # its ResourceSlices are another finding
         assert check_resource_claims(read_report(status, StatusReport))[:2] == (
             "warning",
@@ -148,11 +148,11 @@ async def test_a_missing_right_is_reported_once(tmp_path: Path, *, synthetic: bo
 
 async def test_a_field_that_is_dropped_is_reported(tmp_path: Path) -> None:
     """Without the feature gate the API server takes the patch, and drops all of it."""
-    async with at_work(tmp_path) as it:
-        it.server.claim_status.dropped = True
+    async with at_work(tmp_path) as scene:
+        scene.server.claim_status.dropped = True
         with capture_logs() as logs:
             for shares in (1, 2):
-                await it.prepared(it.allocate("fraction", shares=shares))
-            await it.server.until(lambda: patches(it.server))
+                await scene.prepared(scene.allocate("fraction", shares=shares))
+            await scene.server.until(lambda: patches(scene.server))
             await until(lambda: any("drops the status" in log["event"] for log in logs))
-        assert "DRAResourceClaimDeviceStatus" in await problem_of(it)
+        assert "DRAResourceClaimDeviceStatus" in await problem_of(scene)

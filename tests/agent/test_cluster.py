@@ -53,19 +53,19 @@ async def test_a_label_changes_the_offer(tmp_path: Path) -> None:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(20, 20)
+        await scene.until(20, 20)
         server.label(NODE, {"nvidia.com/device-plugin.config": "slices"})
-        await it.until(8, 8, SLICED)
+        await scene.until(8, 8, SLICED)
 
         server.label(NODE, {"nvidia.com/device-plugin.config": "bad"})
         await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
-        assert it.agent.layout.backends.keys() == {SLICED}
+        assert scene.agent.layout.backends.keys() == {SLICED}
         assert server.events()[-1]["note"].startswith("ConfigMap kube-system/metagpu: bad: 1: ")
 
         server.configure(*PLACE, {"default": QUICK, "slices": SLICES, "bad": FIVE})
-        await it.until(10, 10)
+        await scene.until(10, 10)
 
 
 async def test_first_offer_is_that_of_the_label(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ async def test_first_offer_is_that_of_the_label(tmp_path: Path) -> None:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(10, 10)
-        assert it.kubelet.lists[METAGPU] == 1
+        await scene.until(10, 10)
+        assert scene.kubelet.lists[METAGPU] == 1
 
 
 async def test_a_start_in_a_driver_upgrade_offers_nothing_first(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ async def test_a_start_in_a_driver_upgrade_offers_nothing_first(tmp_path: Path) 
 
     async with server.running():
         settings = joined(server, tmp_path, drain_on_driver_upgrade=True)
-        async with agent_at_work(tmp_path, cluster_settings=settings) as it:
-            await it.until(10, 0)
-            assert it.kubelet.lists[METAGPU] == 1
+        async with agent_at_work(tmp_path, cluster_settings=settings) as scene:
+            await scene.until(10, 0)
+            assert scene.kubelet.lists[METAGPU] == 1
 
             server.label(NODE, {label: "upgrade-done"})
-            await it.until(10, 10)
+            await scene.until(10, 10)
 
 
 async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path: Path) -> None:
@@ -107,18 +107,18 @@ async def test_api_server_that_is_away_delays_the_first_offer_a_little(tmp_path:
     async with server.running():
         joins = joined(server, tmp_path, choice_timeout=0.05)
 
-    async with agent_at_work(tmp_path, cluster_settings=joins) as it:
-        await it.until(20, 20)
-        assert it.agent.cluster is not None
+    async with agent_at_work(tmp_path, cluster_settings=joins) as scene:
+        await scene.until(20, 20)
+        assert scene.agent.cluster is not None
         with anyio.fail_after(30):
-            while not it.agent.cluster.report().problem:  # noqa: ASYNC110 - it has no event
+            while not scene.agent.cluster.report().problem:  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.005)
-        status = await it.status()
+        status = await scene.status()
         assert isinstance(status, dict)
         assert status["cluster"]["problem"].startswith("the API server cannot be reached at ")
 
         async with server.running():
-            await it.until(10, 10)
+            await scene.until(10, 10)
 
 
 async def test_directory_of_profiles_needs_no_config_map(tmp_path: Path) -> None:
@@ -137,15 +137,15 @@ async def test_directory_of_profiles_needs_no_config_map(tmp_path: Path) -> None
                 tmp_path,
                 source=ConfigSource((Path(folder),)),
                 cluster_settings=joined(server, tmp_path, config_map=None),
-            ) as it,
+            ) as scene,
         ):
             await server.until(server.events)
-            assert not it.agent.registry.snapshot.offers
+            assert not scene.agent.registry.snapshot.offers
 
             server.label(NODE, {"metagpu.io/config": "ten"})
-            await it.until(20, 20)
+            await scene.until(20, 20)
             server.label(NODE, {"metagpu.io/config": "five"})
-            await it.until(10, 10)
+            await scene.until(10, 10)
 
     assert lines[0]["event"] == "configuration waits for the cluster"
 
@@ -162,9 +162,9 @@ async def test_flag_is_stronger_than_the_label(tmp_path: Path) -> None:
             tmp_path,
             source=ConfigSource(choice=ProfileChoice("five")),
             cluster_settings=joined(server, tmp_path),
-        ) as it,
+        ) as scene,
     ):
-        await it.until(10, 10)
+        await scene.until(10, 10)
         await server.until(lambda: rejections(server) != [])
         note = "the label metagpu.io/config=ten has no effect: --profile has precedence; in force: "
         assert rejections(server) == [f"{note}five; the configuration of the option stays"]
@@ -203,7 +203,7 @@ async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> No
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as scene,
     ):
         await server.until(lambda: server.labels(NODE).get(state) == "success")
         server.label(NODE, {"nvidia.com/mig.config": "all-of-it"})
@@ -216,7 +216,7 @@ async def test_mig_managers_label_is_answered_by_the_agent(tmp_path: Path) -> No
                 "all-disabled; the GPUs stay as they are"
             )
         ]
-        assert it.agent.config_loader.loaded.layout.name == "all-disabled"
+        assert scene.agent.config_loader.loaded.layout.name == "all-disabled"
 
 
 async def test_a_gpu_that_leaves_mig_mode_is_pending(
@@ -232,15 +232,15 @@ async def test_a_gpu_that_leaves_mig_mode_is_pending(
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as scene,
     ):
         await server.until(lambda: server.labels(NODE).get(state) == "pending")
         # It is pending before metagpu has asked for the other mode too: a reset is in vain then.
-        await becomes(lambda: not it.node.gpus[0].mig.pending)
-        it.node.reset_gpu(it.node.gpus[0])
-        await it.agent.health.survey()
+        await becomes(lambda: not scene.node.gpus[0].mig.pending)
+        scene.node.reset_gpu(scene.node.gpus[0])
+        await scene.agent.health.survey()
         await server.until(lambda: server.labels(NODE).get(state) == "success")
-        assert not it.node.gpus[0].mig.enabled
+        assert not scene.node.gpus[0].mig.enabled
 
 
 async def test_a_gpu_that_is_not_on_offer_yet_is_pending(tmp_path: Path) -> None:
@@ -255,14 +255,14 @@ async def test_a_gpu_that_is_not_on_offer_yet_is_pending(tmp_path: Path) -> None
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(0, 0, "nvidia.com/gpu")
-        await becomes(lambda: not it.node.gpus[0].mig.enabled)
-        await becomes(lambda: "after the next check" in str(it.state(0).suspended))
+        await scene.until(0, 0, "nvidia.com/gpu")
+        await becomes(lambda: not scene.node.gpus[0].mig.enabled)
+        await becomes(lambda: "after the next check" in str(scene.state(0).suspended))
         assert not has_succeeded()
-        await it.agent.health.survey()
-        await it.until(1, 1, "nvidia.com/gpu")
+        await scene.agent.health.survey()
+        await scene.until(1, 1, "nvidia.com/gpu")
         await server.until(has_succeeded)
 
 
@@ -285,20 +285,20 @@ mig-configs:
         server.running(),
         agent_at_work(
             tmp_path, node, source=source, cluster_settings=joined(server, tmp_path)
-        ) as it,
+        ) as scene,
     ):
         await server.until(lambda: server.labels(NODE).get(state) == "failed")
         await server.until(
             lambda: "MIGLayoutRejected" in [each["reason"] for each in server.events()]
         )
-        reported = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        reported = explain_report(scene.agent.registry.snapshot, scene.agent.layout).gpus
         assert ["these have 1g.5gb, 2g.10gb" in gpu.pool_reason for gpu in reported] == [
             True,
             True,
         ]
 
         server.label(NODE, {"nvidia.com/mig.config": "seven"})
-        await it.until(14, 14, "nvidia.com/gpu")
+        await scene.until(14, 14, "nvidia.com/gpu")
         await server.until(lambda: server.labels(NODE).get(state) == "success")
 
 
@@ -329,9 +329,9 @@ mig-configs:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(7, 7, small)
+        await scene.until(7, 7, small)
         await server.until(lambda: server.labels(NODE).get(state) == "success")
 
         for wrong, reason in (
@@ -340,10 +340,10 @@ mig-configs:
         ):
             server.label(NODE, {"nvidia.com/mig.config": wrong})
             await server.until(lambda: server.labels(NODE).get(state) == "failed")
-            await it.until(7, 7, small)
-            await it.until(1, 1, "nvidia.com/gpu")
+            await scene.until(7, 7, small)
+            await scene.until(1, 1, "nvidia.com/gpu")
 
-            report = it.agent.config_loader.report()
+            report = scene.agent.config_loader.report()
             place = f"ConfigMap kube-system/metagpu: default: 5: mig-configs.{wrong}[0]: "
             place = place.replace("5:", "5:" if wrong == "other-model" else "6:")
             assert (report.error or "").startswith(place)
@@ -351,7 +351,7 @@ mig-configs:
             note = f"{report.error}; the last good configuration stays"
             # The Event and the label are written one after the other, in any order.
             await server.until(partial(is_last_rejection, server, note))
-            gpus = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+            gpus = explain_report(scene.agent.registry.snapshot, scene.agent.layout).gpus
             assert [gpu.pool_reason for gpu in gpus if "no shares" in gpu.pool_reason] == []
             assert [gpu.suspended for gpu in gpus] == [{}, {}]
 
@@ -373,13 +373,13 @@ mig-configs:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, node, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(7, 7, "nvidia.com/mig-1g.5gb")
+        await scene.until(7, 7, "nvidia.com/mig-1g.5gb")
         await server.until(
             lambda: server.labels(NODE).get("nvidia.com/mig.config.state") == "failed"
         )
-        [misfit] = it.agent.config_loader.report().misfits
+        [misfit] = scene.agent.config_loader.report().misfits
         assert misfit.startswith("GPU 1: the layout 7x1g.5gb does not fit: the GPU has no profile")
         await server.until(lambda: rejections(server))
         assert rejections(server) == [misfit]
@@ -393,17 +393,17 @@ async def test_running_pods_keep_what_they_hold(tmp_path: Path) -> None:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as scene,
     ):
-        await it.until(20, 20)
+        await scene.until(20, 20)
         old = SimPod.single("old", {METAGPU: 10})
-        await it.kubelet.admit(old)
-        await it.wait_holders()
+        await scene.kubelet.admit(old)
+        await scene.wait_holders()
         server.label(NODE, {"metagpu.io/config": "slices"})
-        await it.until(8, 4, SLICED)
+        await scene.until(8, 4, SLICED)
 
-        await it.kubelet.delete(old)
-        await it.until(8, 8, SLICED)
+        await scene.kubelet.delete(old)
+        await scene.until(8, 8, SLICED)
 
 
 async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> None:
@@ -421,20 +421,20 @@ async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> Non
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path, **settings)) as it,
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path, **settings)) as scene,
     ):
-        await it.until(20, 20)
-        server.report(NODE, it.kubelet.capacity(), it.kubelet.allocatable())
+        await scene.until(20, 20)
+        server.report(NODE, scene.kubelet.capacity(), scene.kubelet.allocatable())
         await server.until(lambda: not server.node(NODE)["spec"].get("taints"))
         await server.until(lambda: condition() == "False")
 
-        it.node.raise_xid(it.node.gpu("0"), 79)
+        scene.node.raise_xid(scene.node.gpu("0"), 79)
         await server.until(lambda: condition() == "True")
-        it.node.reset_gpu(it.node.gpu("0"))
+        scene.node.reset_gpu(scene.node.gpu("0"))
         await server.until(lambda: condition() == "False")
 
         labels = server.labels(NODE)
-        assert labels["nvidia.com/cuda.driver-version.full"] == it.node.driver
+        assert labels["nvidia.com/cuda.driver-version.full"] == scene.node.driver
         assert labels["nvidia.com/cuda.runtime-version.major"]
         assert labels["metagpu.io/gpu.ecc"] in ("true", "false")
         assert labels["nvidia.com/gpu.family"] == "ampere"
@@ -462,17 +462,17 @@ async def test_the_nodes_amounts_follow_an_instance_on_demand(
             node,
             on_demand_pool(),
             cluster_settings=joined(server, tmp_path, **use),
-        ) as it,
+        ) as scene,
     ):
-        await it.until(1, 1, "nvidia.com/mig-7g.40gb")
-        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
-        server.report(NODE, it.kubelet.capacity(), it.kubelet.allocatable())
+        await scene.until(1, 1, "nvidia.com/mig-7g.40gb")
+        await scene.until(2, 2, "nvidia.com/mig-3g.20gb")
+        server.report(NODE, scene.kubelet.capacity(), scene.kubelet.allocatable())
         before = dict(server.node(NODE)["status"]["allocatable"])
-        await it.kubelet.admit(pod("train", "3g.20gb"))
-        await it.until(1, 0, "nvidia.com/mig-7g.40gb")
+        await scene.kubelet.admit(pod("train", "3g.20gb"))
+        await scene.until(1, 0, "nvidia.com/mig-7g.40gb")
 
         def same() -> bool:
-            counted = {name: str(n) for name, n in it.kubelet.allocatable().items()}
+            counted = {name: str(n) for name, n in scene.kubelet.allocatable().items()}
             return counted == dict(server.node(NODE)["status"]["allocatable"]) != before
 
         await server.until(same)
@@ -485,22 +485,26 @@ async def test_a_wrong_file_is_an_event_on_the_bus_and_in_the_cluster(tmp_path: 
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path, config_map=None)) as it,
+        agent_at_work(
+            tmp_path, cluster_settings=joined(server, tmp_path, config_map=None)
+        ) as scene,
     ):
-        await it.until(20, 20)
-        with it.agent.registry.events.subscribe(ConfigRejected) as rejections:
+        await scene.until(20, 20)
+        with scene.agent.registry.events.subscribe(ConfigRejected) as rejections:
             new = anyio.Path(tmp_path / "new.yaml")
             await new.write_text("version: metagpu/v9\n")
-            await new.rename(it.config_file)  # never a part of a file
+            await new.rename(scene.config_file)  # never a part of a file
             with anyio.fail_after(30):
                 refused = await anext(aiter(rejections))
         await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
 
         assert isinstance(refused, ConfigRejected)
-        assert refused.reason.startswith(f"{it.config_file}: 1: version: 'metagpu/v9' is unknown")
+        assert refused.reason.startswith(
+            f"{scene.config_file}: 1: version: 'metagpu/v9' is unknown"
+        )
         [reported] = [each for each in server.events() if each["reason"] == "ConfigRejected"]
         assert reported["note"] == f"{refused.reason}; the last good configuration stays"
-        await it.until(20, 20)
+        await scene.until(20, 20)
 
 
 async def test_a_resource_that_no_gpu_provides_is_an_event(tmp_path: Path) -> None:

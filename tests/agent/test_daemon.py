@@ -140,12 +140,12 @@ def command_line(
 
 async def test_serves_until_sigterm(tmp_path: Path) -> None:
     """SIGTERM ends the daemon with status 0, with nothing allocatable and no socket left."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
 
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
 
-        await it.until(0)
+        await live_daemon.until(0)
 
     left = {path.name for path in (tmp_path / "dp").iterdir()} - {"kubelet_internal_checkpoint"}
     assert left == {"kubelet.sock"}
@@ -162,8 +162,8 @@ OPEN_MASK: Final = (
 async def test_folders_are_closed_to_others(tmp_path: Path) -> None:
     """A folder that the daemon makes is not writable by others, whatever mask it starts with."""
     pods = tmp_path / "made" / "pods"
-    async with daemon(tmp_path, QUICK, "--pod-dir", str(pods), program=OPEN_MASK) as it:
-        await it.until(20)
+    async with daemon(tmp_path, QUICK, "--pod-dir", str(pods), program=OPEN_MASK) as live_daemon:
+        await live_daemon.until(20)
 
     for folder in (pods, pods.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o755
@@ -171,8 +171,8 @@ async def test_folders_are_closed_to_others(tmp_path: Path) -> None:
 
 async def test_the_node_has_the_name_that_kubernetes_knows(tmp_path: Path) -> None:
     """`mgctl` shows the name of `--node-name`, in a pod the machine's is the pod's own."""
-    async with daemon(tmp_path, QUICK, "--node-name", "gpu-7") as it:
-        await it.until(20)
+    async with daemon(tmp_path, QUICK, "--node-name", "gpu-7") as live_daemon:
+        await live_daemon.until(20)
         command = [sys.executable, "-m", "metagpu.cli.mgctl", "get", "devices", "-o", "json"]
         done = await anyio.run_process([*command, "--run-dir", str(tmp_path)])
 
@@ -181,31 +181,31 @@ async def test_the_node_has_the_name_that_kubernetes_knows(tmp_path: Path) -> No
 
 async def test_double_reload_keeps_one_stream(tmp_path: Path) -> None:
     """Two SIGHUPs at once leave exactly one stream, and not one message on it (case 9)."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
-        os.kill(it.process.pid, signal.SIGHUP)
-        os.kill(it.process.pid, signal.SIGHUP)
-        await it.logged("configuration applied")
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
+        os.kill(live_daemon.process.pid, signal.SIGHUP)
+        os.kill(live_daemon.process.pid, signal.SIGHUP)
+        await live_daemon.logged("configuration applied")
 
-        assert it.kubelet.open_streams[METAGPU] == 1
-        assert it.kubelet.lists[METAGPU] == 1
+        assert live_daemon.kubelet.open_streams[METAGPU] == 1
+        assert live_daemon.kubelet.lists[METAGPU] == 1
 
         await anyio.Path(tmp_path / "metagpu.yaml").write_text(QUICK.replace("10}", "30}"))
-        os.kill(it.process.pid, signal.SIGHUP)
-        await it.until(60)
+        os.kill(live_daemon.process.pid, signal.SIGHUP)
+        await live_daemon.until(60)
 
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert live_daemon.kubelet.registrations[METAGPU] == 1
 
 
 async def test_bad_reload_is_logged_and_ignored(tmp_path: Path) -> None:
     """A wrong file at SIGHUP is logged with its line, and the node continues unchanged."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         await anyio.Path(tmp_path / "metagpu.yaml").write_text("version: metagpu/v1\npool: []\n")
-        os.kill(it.process.pid, signal.SIGHUP)
-        await it.logged("metagpu.yaml: 2: pool: unknown key")
+        os.kill(live_daemon.process.pid, signal.SIGHUP)
+        await live_daemon.logged("metagpu.yaml: 2: pool: unknown key")
 
-        assert it.kubelet.open_streams[METAGPU] == 1
+        assert live_daemon.kubelet.open_streams[METAGPU] == 1
 
 
 async def test_operator_commands(tmp_path: Path) -> None:
@@ -213,52 +213,52 @@ async def test_operator_commands(tmp_path: Path) -> None:
     # No device check beside the events: a check at that moment finds the GPU lost before its XID.
     config = QUICK.replace("100ms", "1h")
 
-    async with daemon(tmp_path, config) as it:
-        await it.until(20)
+    async with daemon(tmp_path, config) as live_daemon:
+        await live_daemon.until(20)
 
-        assert await it.command("sim", "xid", "0", "79") == (0, "XID 79 on GPU 0\n")
+        assert await live_daemon.command("sim", "xid", "0", "79") == (0, "XID 79 on GPU 0\n")
 
-        await it.until(10)
-        status, output = await it.command("status", "--json")
+        await live_daemon.until(10)
+        status, output = await live_daemon.command("status", "--json")
         [broken] = [gpu for gpu in json.loads(output)["gpus"] if not gpu["healthy"]]
 
         assert status == 0
         assert broken["reason"] == "XID 79: GPU has fallen off the bus"
         assert broken["since"].startswith("20")
 
-        status, output = await it.command("acknowledge", "0")
+        status, output = await live_daemon.command("acknowledge", "0")
 
         assert (status, "lost" in output) == (1, True)
 
-        await it.command("sim", "reset", "0")
-        status, output = await it.command("acknowledge", "0")
+        await live_daemon.command("sim", "reset", "0")
+        status, output = await live_daemon.command("acknowledge", "0")
 
         assert (status, "is back in service" in output) == (0, True)
 
-        await it.until(20)
-        status, output = await it.command("acknowledge", "7")
+        await live_daemon.until(20)
+        status, output = await live_daemon.command("acknowledge", "7")
 
         assert (status, output) == (1, "metagpu: there is no GPU '7' here; there are: 0, 1\n")
 
 
 async def test_cordoned_and_uncordoned(tmp_path: Path) -> None:
     """`cordon` takes the free shares of a GPU away until `uncordon`; `status` says why."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
-        status, output = await it.command("cordon", "1", "--reason", "fan")
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
+        status, output = await live_daemon.command("cordon", "1", "--reason", "fan")
         assert status == 0
         assert output.endswith("is cordoned; 0 shares are still in use\n")
-        await it.until(10)
+        await live_daemon.until(10)
 
-        status, output = await it.command("status", "--json")
+        status, output = await live_daemon.command("status", "--json")
         cordons = [gpu["cordon"] for gpu in json.loads(output)["gpus"]]
         assert cordons[0] is None
         assert cordons[1]["reason"] == "fan"
 
-        status, output = await it.command("uncordon", "1")
+        status, output = await live_daemon.command("uncordon", "1")
         assert (status, "gives new shares again" in output) == (0, True)
-        await it.until(20)
-        status, output = await it.command("uncordon", "1")
+        await live_daemon.until(20)
+        status, output = await live_daemon.command("uncordon", "1")
         assert (status, "is not cordoned" in output) == (1, True)
 
 
@@ -274,25 +274,25 @@ async def test_configuration_too_large_for_the_node_is_one_line(tmp_path: Path) 
 
 async def test_second_daemon_is_refused(tmp_path: Path) -> None:
     """A second daemon on the same node ends with an error and changes nothing."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         done = await anyio.run_process(command_line(tmp_path), check=False)
 
         assert done.returncode == 1
         assert "another metagpu runs here already" in done.stderr.decode()
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert live_daemon.kubelet.registrations[METAGPU] == 1
 
 
 async def test_second_daemon_with_a_run_folder_of_its_own_is_refused(tmp_path: Path) -> None:
     """A second daemon on the same kubelet ends with an error, wherever its run folder is."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         command = [*command_line(tmp_path), "--run-dir", str(tmp_path / "other")]
         done = await anyio.run_process(command, check=False)
 
         assert done.returncode == 1
         assert "another metagpu serves the kubelet of" in done.stderr.decode()
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert live_daemon.kubelet.registrations[METAGPU] == 1
 
 
 async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
@@ -301,15 +301,15 @@ async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
     def sockets() -> list[Path]:
         return list(tmp_path.rglob("metagpu-*.sock"))
 
-    async with daemon(tmp_path) as it:
-        await it.until(20)
-        it.process.kill()
-        await it.until(0)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
+        live_daemon.process.kill()
+        await live_daemon.until(0)
         left = sockets()
         assert left
 
         async with await anyio.open_process(command_line(tmp_path)) as again:
-            await it.until(20)
+            await live_daemon.until(20)
             with anyio.fail_after(30):
                 while {*left} & {*sockets()}:  # noqa: ASYNC110 - no event
                     await anyio.sleep(0.01)
@@ -319,12 +319,12 @@ async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
 
 async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
     """A GPU whose driver hangs for an hour does not keep the daemon from ending."""
-    async with daemon(tmp_path, program=IMPATIENT) as it:
-        await it.until(20)
-        await it.command("sim", "hang", "0", "1h")
-        await it.until(10)
+    async with daemon(tmp_path, program=IMPATIENT) as live_daemon:
+        await live_daemon.until(20)
+        await live_daemon.command("sim", "hang", "0", "1h")
+        await live_daemon.until(10)
 
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
 
 
 async def test_a_plan_is_computed_by_the_daemon(tmp_path: Path) -> None:
@@ -332,11 +332,11 @@ async def test_a_plan_is_computed_by_the_daemon(tmp_path: Path) -> None:
     new = tmp_path / "new.yaml"
     await anyio.Path(new).write_text(QUICK.replace("10}", "30}"))
 
-    async with daemon(tmp_path) as it:
-        await it.until(20)
-        status, output = await it.command("plan", "--config", str(new), "--json")
-        _, drawn = await it.command("plan", "--config", str(new))
-        broken = await it.command("plan", "--config", str(tmp_path / "none.yaml"))
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
+        status, output = await live_daemon.command("plan", "--config", str(new), "--json")
+        _, drawn = await live_daemon.command("plan", "--config", str(new))
+        broken = await live_daemon.command("plan", "--config", str(tmp_path / "none.yaml"))
 
         assert status == 0
         assert json.loads(output)["resources"][METAGPU] == {
@@ -351,15 +351,15 @@ async def test_a_plan_is_computed_by_the_daemon(tmp_path: Path) -> None:
             1,
             f"metagpu: {tmp_path}/none.yaml: cannot be read: No such file or directory\n",
         )
-        assert it.kubelet.lists[METAGPU] == 1
+        assert live_daemon.kubelet.lists[METAGPU] == 1
 
 
 async def test_without_an_api_server_its_library_is_not_loaded(tmp_path: Path) -> None:
     """The daemon does not load the API client where no API server is configured."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
-        maps = await anyio.Path(f"/proc/{it.process.pid}/maps").read_text()
-        code, output = await it.command("status", "--json")
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
+        maps = await anyio.Path(f"/proc/{live_daemon.process.pid}/maps").read_text()
+        code, output = await live_daemon.command("status", "--json")
 
     assert "aiohttp" not in maps
     assert code == 0
@@ -381,15 +381,15 @@ async def test_joins_its_cluster_and_leaves_it(tmp_path: Path) -> None:
             *("--config-map", "kube-system/metagpu"),
             "--remove-labels-on-exit",
         )
-        async with daemon(tmp_path, QUICK, *options) as it:
-            await it.until(10)
+        async with daemon(tmp_path, QUICK, *options) as live_daemon:
+            await live_daemon.until(10)
             await server.until(lambda: server.labels("gpu-1").get("nvidia.com/gpu.count") == "2")
             await server.until(lambda: any("/status" in each.target for each in server.requests))
-            code, output = await it.command("status")
+            code, output = await live_daemon.command("status")
             assert code == 0
             assert "API server, condition: the API server does not allow it" in output
 
-            assert await it.stop() == 0
+            assert await live_daemon.stop() == 0
         assert dict(server.labels("gpu-1")) == {"metagpu.io/config": "five"}
 
 
@@ -409,15 +409,15 @@ async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
             while refused not in await mgctl_error():
                 pass
 
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         await answered()
-        it.process.kill()
-        await it.process.wait()
+        live_daemon.process.kill()
+        await live_daemon.process.wait()
         assert "Connection refused" in await mgctl_error()
 
         async with await anyio.open_process(command_line(tmp_path)) as again:
-            await it.until(20)
+            await live_daemon.until(20)
             await answered()
             again.terminate()
             await again.wait()
@@ -430,28 +430,28 @@ async def test_faults_and_cordons_outlive_the_daemon_and_end_with_a_reboot(tmp_p
     node.write_text('driver: "550.54"\ngpus: [{model: a100-40gb, count: 2}]', encoding="utf-8")
     simulated = ("--simulate", str(node))
 
-    async def faults(it: Daemon) -> list[object]:
-        gpu, other = json.loads((await it.command("status", "--json"))[1])["gpus"]
+    async def faults(own_daemon: Daemon) -> list[object]:
+        gpu, other = json.loads((await own_daemon.command("status", "--json"))[1])["gpus"]
         return [gpu["healthy"], gpu["reason"], gpu["since"], other["healthy"], other["cordon"]]
 
-    async with daemon(tmp_path, QUICK, *simulated) as it:
-        await it.until(20)
-        await it.command("sim", "xid", "0", "95")
-        await it.until(10)
-        await it.command("cordon", "1", "--reason", "fan")
-        await it.until(0)
-        before = await faults(it)
-        it.process.kill()
-        await it.process.wait()
+    async with daemon(tmp_path, QUICK, *simulated) as live_daemon:
+        await live_daemon.until(20)
+        await live_daemon.command("sim", "xid", "0", "95")
+        await live_daemon.until(10)
+        await live_daemon.command("cordon", "1", "--reason", "fan")
+        await live_daemon.until(0)
+        before = await faults(live_daemon)
+        live_daemon.process.kill()
+        await live_daemon.process.wait()
     assert not before[0]
 
-    async with daemon(tmp_path, QUICK, *simulated) as it:
-        await it.logged("resource registered")
-        assert await faults(it) == before
-        assert await it.stop() == 0
+    async with daemon(tmp_path, QUICK, *simulated) as live_daemon:
+        await live_daemon.logged("resource registered")
+        assert await faults(live_daemon) == before
+        assert await live_daemon.stop() == 0
 
     note = tmp_path / "faults.json"
     written = json.loads(note.read_text(encoding="utf-8"))
     note.write_text(json.dumps({**written, "boot": "another"}), encoding="utf-8")
-    async with daemon(tmp_path, QUICK, *simulated) as it:
-        await it.until(20)
+    async with daemon(tmp_path, QUICK, *simulated) as live_daemon:
+        await live_daemon.until(20)

@@ -30,7 +30,7 @@ def toolkit(request: pytest.FixtureRequest) -> Path | None:
     """Return the folder of NVIDIA's own programs, or none for a stand-in."""
     if request.param == "stand-in":
         return None
-    [found] = [it for it in go_programs() if it.name == "nvidia-ctk"]
+    [found] = [program for program in go_programs() if program.name == "nvidia-ctk"]
     if found.missing():
         pytest.skip("NVIDIA's toolkit is not built here: run `make e2e`")
     return found.folder
@@ -38,7 +38,10 @@ def toolkit(request: pytest.FixtureRequest) -> Path | None:
 
 def host_paths(spec: dict[str, Any]) -> Iterator[str]:
     """Yield all paths of a specification that the container runtime opens or starts."""
-    for edits in (spec["containerEdits"], *(it["containerEdits"] for it in spec["devices"])):
+    for edits in (
+        spec["containerEdits"],
+        *(device["containerEdits"] for device in spec["devices"]),
+    ):
         for node in edits.get("deviceNodes", ()):
             yield node.get("hostPath", node["path"])
         for mount in edits.get("mounts", ()):
@@ -54,8 +57,8 @@ async def served(
     run = tmp_path / "run"
     await anyio.Path(run).mkdir()
     more = ("--cdi-dir", str(run / "cdi"), *options)
-    async with daemon(run, CONFIG, *more, launcher=inside, simulate=False) as it:
-        await it.until(20)
+    async with daemon(run, CONFIG, *more, launcher=inside, simulate=False) as live_daemon:
+        await live_daemon.until(20)
         status = await to_thread.run_sync(send_request, run, {"command": "status"})
         text = await anyio.Path(run / "cdi/metagpu.io-gpu.json").read_text()
     assert isinstance(status, dict)
@@ -66,7 +69,7 @@ def mounts_of_a_pod(node: NodeLayout) -> dict[str, Path]:
     """Return the chart's mounts of the host's folders, which the kubelet creates if missing."""
     for folder in HOST_FOLDERS:
         (node.root / folder).mkdir(parents=True, exist_ok=True)
-    return {f"/host/{it}": node.root / it for it in HOST_FOLDERS}
+    return {f"/host/{host_folder}": node.root / host_folder for host_folder in HOST_FOLDERS}
 
 
 def check_names(node: NodeLayout, status: dict[str, Any], spec: dict[str, Any]) -> None:

@@ -63,29 +63,29 @@ async def test_a_pod_has_the_limit_of_its_annotation_until_its_end(tmp_path: Pat
             STRICT,
             cluster_settings=joined(server, tmp_path),
             host=machine.host,
-        ) as it,
+        ) as scene,
         running() as greedy,
     ):
-        await it.until(100, 100)
-        await it.wait_snapshot(lambda now: UID in now.pods.by_uid)
-        await it.kubelet.admit(POD)
-        await it.wait_holders()
+        await scene.until(100, 100)
+        await scene.wait_snapshot(lambda now: UID in now.pods.by_uid)
+        await scene.kubelet.admit(POD)
+        await scene.wait_holders()
         machine.add_container_process(greedy.pid, ALICE)
-        gpu = it.node.gpu(0)
-        it.node.start_process(gpu, SimProcess(greedy.pid, 45 * PERCENT))
+        gpu = scene.node.gpu(0)
+        scene.node.start_process(gpu, SimProcess(greedy.pid, 45 * PERCENT))
 
-        [container] = (await asked(it.agent, "usage"))["containers"]
+        [container] = (await asked(scene.agent, "usage"))["containers"]
         [part] = container["gpus"]
         assert (container["podUid"], container["podOwner"]) == (UID, "Job/train")
         assert (container["podPhase"], part["limitMiB"]) == ("Running", 20170 + 1024)
         assert not part["overLimit"]
-        assert (await asked(it.agent, "status"))["enforcement"]["warnings"] == 0
+        assert (await asked(scene.agent, "status"))["enforcement"]["warnings"] == 0
         assert greedy.returncode is None
 
-        it.node.start_process(gpu, SimProcess(greedy.pid, 60 * PERCENT))
+        scene.node.start_process(gpu, SimProcess(greedy.pid, 60 * PERCENT))
         assert await greedy.wait() == -signal.SIGTERM
         await server.until(lambda: len(server.events()) == 2)
-        done = (await asked(it.agent, "status"))["enforcement"]
+        done = (await asked(scene.agent, "status"))["enforcement"]
 
     assert (done["warnings"], done["signals"]) == (1, {"SIGTERM": 1, "SIGKILL": 0})
     exceeded, ended = server.events()
@@ -110,13 +110,13 @@ async def test_a_wrong_annotation_is_an_event_and_changes_nothing(
             STRICT,
             cluster_settings=joined(server, tmp_path),
             host=machine.host,
-        ) as it,
+        ) as scene,
     ):
-        await it.until(100, 100)
-        await it.kubelet.admit(POD)
+        await scene.until(100, 100)
+        await scene.kubelet.admit(POD)
         await server.until(server.events)
-        await it.wait_holders()
-        [container] = (await asked(it.agent, "usage"))["containers"]
+        await scene.wait_holders()
+        [container] = (await asked(scene.agent, "usage"))["containers"]
 
     assert container["gpus"][0]["limitMiB"] == 10085 + 1024
     [event] = server.events()
@@ -130,12 +130,12 @@ async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> Non
     node.add_gpu(find_model("a100-40gb"))
     machine.start(ALICE)
 
-    async with agent_at_work(tmp_path, node, STRICT, host=machine.host) as it:
-        await it.until(100, 100)
-        await it.kubelet.admit(POD)
+    async with agent_at_work(tmp_path, node, STRICT, host=machine.host) as scene:
+        await scene.until(100, 100)
+        await scene.kubelet.admit(POD)
         await becomes(lambda: list(node.gpu(0).memory_limits.values()) == [(10085 + 1024) * MIB])
-        await becomes(lambda: it.agent.usage_service.enforcement_report.driver_limits == 1)
-        [container] = (await asked(it.agent, "usage"))["containers"]
+        await becomes(lambda: scene.agent.usage_service.enforcement_report.driver_limits == 1)
+        [container] = (await asked(scene.agent, "usage"))["containers"]
 
     [part] = container["gpus"]
     assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 10085 + 1024)
@@ -152,15 +152,15 @@ async def test_an_init_container_is_held_to_its_shares(tmp_path: Path) -> None:
         containers=(SimContainer("main", {METAGPU: 1}),),
     )
     async with (
-        agent_at_work(tmp_path, "a100-40gb:1", STRICT, host=machine.host) as it,
+        agent_at_work(tmp_path, "a100-40gb:1", STRICT, host=machine.host) as scene,
         running() as modest,
         running() as greedy,
     ):
-        await it.until(100, 100)
-        await it.kubelet.admit(pod)
+        await scene.until(100, 100)
+        await scene.kubelet.admit(pod)
         for process, memory in ((modest, 300 * MIB), (greedy, 20000 * MIB)):
             machine.add_container_process(process.pid, prepare)
-            it.node.start_process(it.node.gpu(0), SimProcess(process.pid, memory))
+            scene.node.start_process(scene.node.gpu(0), SimProcess(process.pid, memory))
 
         assert await greedy.wait() == -signal.SIGTERM
         assert modest.returncode is None

@@ -47,14 +47,16 @@ pytestmark = pytest.mark.long
 KILL, TERM, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP
 
 
-async def assert_served(it: Exchanges, *daemons: Daemon) -> Daemon:
+async def assert_served(live_exchanges: Exchanges, *daemons: Daemon) -> Daemon:
     """Assert that one of these daemons has the node and serves it, and return it."""
-    await it.until_served()
-    [server] = [each for each in daemons if each.process.pid == pid_of_lock(it.folder)]
+    await live_exchanges.until_served()
+    [server] = [each for each in daemons if each.process.pid == pid_of_lock(live_exchanges.folder)]
     assert server.alive
-    it.checks += 1
-    await it.kubelet.admit(SimPod.single(f"check-{it.checks}", {FRACTION: 2}))
-    assert it.twice == []
+    live_exchanges.checks += 1
+    await live_exchanges.kubelet.admit(
+        SimPod.single(f"check-{live_exchanges.checks}", {FRACTION: 2})
+    )
+    assert live_exchanges.twice == []
     return server
 
 
@@ -64,18 +66,21 @@ async def test_a_new_daemon_that_fails_before_it_has_the_node(
     tmp_path: Path, step: str, number: signal.Signals
 ) -> None:
     """The old daemon serves on, whether the new one ends or hangs, and no pod notices."""
-    async with exchanges(tmp_path) as (it, old), it.daemon(at(step, number)) as new:
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(at(step, number)) as new,
+    ):
         await new.halted()
-        before = it.admitted
-        await until(lambda: it.admitted > before + 3)
-        assert it.failed == []
-        assert await assert_served(it, old, new) is old
+        before = live_exchanges.admitted
+        await until(lambda: live_exchanges.admitted > before + 3)
+        assert live_exchanges.failed == []
+        assert await assert_served(live_exchanges, old, new) is old
 
-        async with it.daemon() as third:  # that one which hangs keeps no slot
+        async with live_exchanges.daemon() as third:  # that one which hangs keeps no slot
             await new.end()
-            await it.until_ready()
+            await live_exchanges.until_ready()
             assert await old.end() == 0
-            assert await assert_served(it, third) is third
+            assert await assert_served(live_exchanges, third) is third
 
 
 @pytest.mark.parametrize("number", [KILL, TERM, STOP])
@@ -84,13 +89,16 @@ async def test_a_new_daemon_that_fails_when_it_has_the_node(
     tmp_path: Path, step: str, number: signal.Signals
 ) -> None:
     """A container that is started again serves, as after any crash."""
-    async with exchanges(tmp_path) as (it, old), it.daemon(at(step, number)) as new:
-        await it.until_ready()
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(at(step, number)) as new,
+    ):
+        await live_exchanges.until_ready()
         assert await old.end() == 0
         await new.halted()
-        async with it.daemon() as again:
+        async with live_exchanges.daemon() as again:
             await new.end()
-            assert await assert_served(it, again) is again
+            assert await assert_served(live_exchanges, again) is again
 
 
 @pytest.mark.parametrize("number", [KILL, TERM, STOP])
@@ -99,16 +107,19 @@ async def test_an_old_daemon_that_fails_at_its_end(
     tmp_path: Path, step: str, number: signal.Signals
 ) -> None:
     """The new daemon takes the node; an old one that hangs ends by its kubelet's SIGKILL."""
-    async with exchanges(tmp_path, first=at(step, number)) as (it, old), it.daemon() as new:
-        await it.until_ready()
+    async with (
+        exchanges(tmp_path, first=at(step, number)) as (live_exchanges, old),
+        live_exchanges.daemon() as new,
+    ):
+        await live_exchanges.until_ready()
         old.signal(TERM)
         await old.halted()
         if step == "withdraw" and old.stopped:
             assert pid_of_lock(tmp_path) == old.process.pid  # no second daemon beside it
             await old.end()
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
         await old.end()
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 @pytest.mark.parametrize("number", [KILL, STOP])
@@ -117,18 +128,18 @@ async def test_an_old_daemon_that_fails_while_the_new_one_waits(
     tmp_path: Path, step: str, number: signal.Signals
 ) -> None:
     """Whatever the new one does at that moment, it has the node in the end."""
-    async with exchanges(tmp_path) as (it, old), it.daemon() as new:
+    async with exchanges(tmp_path) as (live_exchanges, old), live_exchanges.daemon() as new:
         if step == "standby":
-            await it.until_ready()
+            await live_exchanges.until_ready()
         else:
             await new.logged("agent started")
         old.signal(number)
         await old.halted()
         if number is STOP:
-            await it.until_ready()
+            await live_exchanges.until_ready()
             assert pid_of_lock(tmp_path) == old.process.pid
         await old.end()
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 @pytest.mark.parametrize("number", [KILL, TERM])
@@ -137,10 +148,10 @@ async def test_an_exchange_beside_a_kubelet_that_changes(
     tmp_path: Path, when: str, number: signal.Signals
 ) -> None:
     """The kubelet starts, loses its checkpoint, or lists no pods while the node changes hands."""
-    async with exchanges(tmp_path, None) as (it, old), it.daemon() as new:
+    async with exchanges(tmp_path, None) as (live_exchanges, old), live_exchanges.daemon() as new:
         held = SimPod.single("held", {WHOLE: 1})
-        await it.kubelet.admit(held)
-        await it.until_ready()
+        await live_exchanges.kubelet.admit(held)
+        await live_exchanges.until_ready()
         old.signal(number)
         if when == "silent":  # its socket is away for a while
             pods = anyio.Path(tmp_path / "pr.sock")
@@ -148,24 +159,27 @@ async def test_an_exchange_beside_a_kubelet_that_changes(
             await new.logged("node taken")
             await anyio.Path(tmp_path / "pr.away").rename(pods)
         else:
-            await it.kubelet.restart(forget=when == "forgets")
-        assert await assert_served(it, new) is new
-        gpu = [share.partition("::")[0] for share in it.kubelet.devices(held)["main"][WHOLE]]
+            await live_exchanges.kubelet.restart(forget=when == "forgets")
+        assert await assert_served(live_exchanges, new) is new
+        gpu = [
+            share.partition("::")[0]
+            for share in live_exchanges.kubelet.devices(held)["main"][WHOLE]
+        ]
         other = SimPod.single("other", {WHOLE: 1})
         if when != "forgets":
-            await it.kubelet.admit(other)
-            assert it.kubelet.devices(other)["main"][WHOLE].isdisjoint(gpu)
+            await live_exchanges.kubelet.admit(other)
+            assert live_exchanges.kubelet.devices(other)["main"][WHOLE].isdisjoint(gpu)
 
 
 async def test_each_daemon_gives_its_node_to_the_next_one(tmp_path: Path) -> None:
     """A daemon that has ended, and one that waits in its place: five times."""
-    async with exchanges(tmp_path) as (it, old), AsyncExitStack() as stack:
+    async with exchanges(tmp_path) as (live_exchanges, old), AsyncExitStack() as stack:
         last = old
         for _ in range(5):
-            following = await stack.enter_async_context(it.daemon())
-            await it.until_ready()
+            following = await stack.enter_async_context(live_exchanges.daemon())
+            await live_exchanges.until_ready()
             assert await last.end() == 0
-            assert await assert_served(it, following) is following
+            assert await assert_served(live_exchanges, following) is following
             last = following
 
 
@@ -195,7 +209,10 @@ async def test_a_wrong_configuration_takes_nothing_over(
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(text)
     options = ("--metrics", address)
-    async with exchanges(tmp_path) as (it, old), it.daemon("", *options, config=wrong) as new:
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon("", *options, config=wrong) as new,
+    ):
         await new.logged("daemon not ready", problem)
         assert "last good" not in new.log
         assert await probe(address, "readyz") == 503
@@ -205,25 +222,28 @@ async def test_a_wrong_configuration_takes_nothing_over(
         assert problem in standby.problems[0]
         status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
         assert problem in status["standby"]["problems"][0]
-        assert it.failed == []
-        assert await assert_served(it, old, new) is old
+        assert live_exchanges.failed == []
+        assert await assert_served(live_exchanges, old, new) is old
 
         await anyio.Path(wrong).write_text(CONFIG)
         await until_probe(address, "readyz", 200)
         assert await old.end() == 0
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 async def test_a_wrong_configuration_gives_way_after_a_crash(tmp_path: Path) -> None:
     """The new daemon does not take the node of an old one that crashes and is started again."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(SYNTAX)
-    async with exchanges(tmp_path) as (it, old), it.daemon(config=wrong) as new:
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(config=wrong) as new,
+    ):
         await new.logged("daemon not ready")
         old.signal(KILL)
         await old.process.wait()
-        async with it.daemon() as again:
-            assert await assert_served(it, again, new) is again
+        async with live_exchanges.daemon() as again:
+            assert await assert_served(live_exchanges, again, new) is again
             assert new.alive
 
 
@@ -231,8 +251,8 @@ async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path)
     """The daemon offers nothing, says why in its status, and gives the node to a ready one."""
     await anyio.Path(tmp_path / "metagpu.yaml").write_text(SYNTAX)
     address = f"127.0.0.1:{free_port()}"
-    it = Exchanges(tmp_path, SimKubelet(tmp_path / "dp"))  # which does not run
-    async with it.daemon("", "--metrics", address) as alone:
+    live_exchanges = Exchanges(tmp_path, SimKubelet(tmp_path / "dp"))  # which does not run
+    async with live_exchanges.daemon("", "--metrics", address) as alone:
         await alone.logged("node taken")
         status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
         assert "fracton" in status["configuration"]["error"]
@@ -242,7 +262,7 @@ async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path)
 
         good = tmp_path / "good.yaml"
         good.write_text(CONFIG)
-        async with it.daemon(config=good) as ready:
+        async with live_exchanges.daemon(config=good) as ready:
             await ready.logged("resource offered")
             assert await alone.process.wait() == 0
 
@@ -250,13 +270,16 @@ async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path)
 async def test_two_daemons_never_serve_at_once(tmp_path: Path) -> None:
     """The old daemon takes no lock back, however slow the new one is on a loaded node."""
     slow = at("take", STOP)
-    async with exchanges(tmp_path, None) as (it, old), it.daemon(slow) as new:
-        await it.until_ready()
+    async with (
+        exchanges(tmp_path, None) as (live_exchanges, old),
+        live_exchanges.daemon(slow) as new,
+    ):
+        await live_exchanges.until_ready()
         assert await old.end() == 0
         await new.halted()
         assert pid_of_lock(tmp_path) == new.process.pid
         new.signal(signal.SIGCONT)
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 SLOW = """
@@ -281,10 +304,10 @@ async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
 ) -> None:
     """Nobody forwards a call: the old daemon ends once it has answered."""
     mark = tmp_path / "answer"
-    async with exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (it, old):
-        async with it.daemon() as new, anyio.create_task_group() as group:
-            await it.until_ready()
-            group.start_soon(it.kubelet.admit, SimPod.single("slow", {FRACTION: 2}))
+    async with exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (live_exchanges, old):
+        async with live_exchanges.daemon() as new, anyio.create_task_group() as group:
+            await live_exchanges.until_ready()
+            group.start_soon(live_exchanges.kubelet.admit, SimPod.single("slow", {FRACTION: 2}))
             await anyio.wait_all_tasks_blocked()
             old.signal(TERM)
             await old.logged("stopping")
@@ -292,47 +315,47 @@ async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
             mark.touch()
             assert await old.process.wait() == 0
             await new.logged("node taken")
-        assert it.failed == []
+        assert live_exchanges.failed == []
 
 
 async def test_a_daemon_killed_during_a_slow_call_leaves_no_gap(tmp_path: Path) -> None:
     """The pod of that call fails, and the new daemon serves all others at once."""
     slow = SLOW.format(mark=str(tmp_path / "never"))
     async with (
-        exchanges(tmp_path, None, slow) as (it, old),
-        it.daemon() as new,
+        exchanges(tmp_path, None, slow) as (live_exchanges, old),
+        live_exchanges.daemon() as new,
         anyio.create_task_group() as group,
     ):
-        await it.until_ready()
-        group.start_soon(admit_or_fail, it, "slow")
+        await live_exchanges.until_ready()
+        group.start_soon(admit_or_fail, live_exchanges, "slow")
         await anyio.wait_all_tasks_blocked()
         old.signal(TERM)
         await old.logged("stopping")
         old.signal(KILL)
         await new.logged("node taken")
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 async def test_a_daemon_stopped_at_its_end_is_waited_for(tmp_path: Path) -> None:
     """The new daemon does not give up: it serves as soon as the stopped one is killed."""
     slow = SLOW.format(mark=str(tmp_path / "never"))
     async with (
-        exchanges(tmp_path, None, slow) as (it, old),
-        it.daemon() as new,
+        exchanges(tmp_path, None, slow) as (live_exchanges, old),
+        live_exchanges.daemon() as new,
         anyio.create_task_group() as group,
     ):
-        await it.until_ready()
-        group.start_soon(admit_or_fail, it, "slow")
+        await live_exchanges.until_ready()
+        group.start_soon(admit_or_fail, live_exchanges, "slow")
         await anyio.wait_all_tasks_blocked()
         old.signal(TERM)
         await old.logged("stopping")
         old.signal(STOP)
         await old.halted()
-        await it.until_ready()
+        await live_exchanges.until_ready()
         assert new.alive
         assert pid_of_lock(tmp_path) == old.process.pid
         await old.end()
-        assert await assert_served(it, new) is new
+        assert await assert_served(live_exchanges, new) is new
 
 
 @pytest.mark.parametrize("step", ["prepare", "standby"])
@@ -340,65 +363,73 @@ async def test_a_new_daemon_that_hangs_keeps_the_old_one_from_nothing(
     tmp_path: Path, step: str
 ) -> None:
     """The old daemon registers with a kubelet that starts again, and answers each call."""
-    async with exchanges(tmp_path) as (it, old), it.daemon(at(step, STOP)) as new:
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(at(step, STOP)) as new,
+    ):
         await new.halted()
-        await it.kubelet.restart()
-        assert await assert_served(it, old, new) is old
+        await live_exchanges.kubelet.restart()
+        assert await assert_served(live_exchanges, old, new) is old
         assert "competing" not in old.log
 
 
 async def test_new_daemons_that_hang_keep_no_slot(tmp_path: Path) -> None:
     """A third new daemon takes the node beside one that hangs early and one that hangs late."""
     async with (
-        exchanges(tmp_path) as (it, old),
-        it.daemon(at("prepare", STOP)) as early,
-        it.daemon(at("standby", STOP)) as late,
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(at("prepare", STOP)) as early,
+        live_exchanges.daemon(at("standby", STOP)) as late,
     ):
         await early.halted()
         await late.halted()
-        async with it.daemon() as third:
+        async with live_exchanges.daemon() as third:
             await third.logged("waiting for the node")
             assert await old.end() == 0
-            assert await assert_served(it, third) is third
+            assert await assert_served(live_exchanges, third) is third
 
 
 async def test_no_amount_falls_when_a_new_daemon_is_killed(tmp_path: Path) -> None:
     """The lists of the old daemon last, from before the new one waits until after its end."""
-    async with exchanges(tmp_path, None) as (it, old), anyio.create_task_group() as group:
-        lowest = dict(it.kubelet.allocatable())
+    async with (
+        exchanges(tmp_path, None) as (live_exchanges, old),
+        anyio.create_task_group() as group,
+    ):
+        lowest = dict(live_exchanges.kubelet.allocatable())
 
         async def watch() -> None:
             while True:
-                shown = it.kubelet.allocatable()
-                lowest.update({name: min(it, shown.get(name, 0)) for name, it in lowest.items()})
+                shown = live_exchanges.kubelet.allocatable()
+                lowest.update(
+                    {name: min(number, shown.get(name, 0)) for name, number in lowest.items()}
+                )
                 await anyio.sleep(0.005)
 
         group.start_soon(watch)
         before = dict(lowest)
-        async with it.daemon() as new:
-            await it.until_ready()
+        async with live_exchanges.daemon() as new:
+            await live_exchanges.until_ready()
             new.signal(KILL)
             await new.halted()
             await until(lambda: read_standby(tmp_path) is None)
             assert lowest == before
-            assert await assert_served(it, old) is old
+            assert await assert_served(live_exchanges, old) is old
         group.cancel_scope.cancel()
 
 
-async def admit_or_fail(it: Exchanges, name: str) -> None:
+async def admit_or_fail(live_exchanges: Exchanges, name: str) -> None:
     """Admit a pod whose daemon may end meanwhile."""
     with suppress(Exception):
-        await it.kubelet.admit(SimPod.single(name, {FRACTION: 2}))
+        await live_exchanges.kubelet.admit(SimPod.single(name, {FRACTION: 2}))
 
 
 async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """An operator who cannot wait for an answer need not."""
     mark = tmp_path / "answer"
     async with (
-        exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (it, old),
+        exchanges(tmp_path, None, SLOW.format(mark=str(mark))) as (live_exchanges, old),
         anyio.create_task_group() as group,
     ):
-        group.start_soon(admit_or_fail, it, "slow")
+        group.start_soon(admit_or_fail, live_exchanges, "slow")
         await anyio.wait_all_tasks_blocked()
         old.signal(TERM)
         await old.logged("stopping")
@@ -417,14 +448,19 @@ async def test_faults_and_cordons_survive(tmp_path: Path) -> None:
         return {gpu["index"]: gpu for gpu in status["gpus"]}
 
     config = CONFIG.replace("100ms", "1h")  # the simulated GPU of the new daemon passes its checks
-    async with exchanges(tmp_path, None, config=config) as (it, old), it.daemon() as new:
-        await it.until_ready()
+    async with (
+        exchanges(tmp_path, None, config=config) as (live_exchanges, old),
+        live_exchanges.daemon() as new,
+    ):
+        await live_exchanges.until_ready()
         for request in (
             {"command": "cordon", "gpu": "0", "reason": "fan"},
             {"command": "sim", "change": {"do": "xid", "gpu": "1", "code": 79}},
         ):
             await to_thread.run_sync(send_request, tmp_path, request)
-        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(FRACTION) == 0)
+        await live_exchanges.kubelet.wait_for(
+            lambda: live_exchanges.kubelet.allocatable().get(FRACTION) == 0
+        )
         before = await states()
         assert await old.end() == 0
         await new.logged("node taken", "resource registered")
@@ -444,9 +480,9 @@ async def test_mps_daemons_go_on(tmp_path: Path, number: signal.Signals) -> None
         controls = [control_of(old, gpu) for gpu in gpus]
         before = [await each.process() for each in controls]
         assert None not in before
-        it = Exchanges(tmp_path, old.kubelet, more=())
-        async with it.daemon() as new:
-            await it.until_ready()
+        live_exchanges = Exchanges(tmp_path, old.kubelet, more=())
+        async with live_exchanges.daemon() as new:
+            await live_exchanges.until_ready()
             old.process.send_signal(number)
             await old.process.wait()
             await new.logged("node taken", "mps control daemon adopted")
@@ -485,9 +521,11 @@ async def test_mig_instances_go_on(tmp_path: Path, number: signal.Signals) -> No
     async with daemon(tmp_path, INSTANCES, "--simulate", str(node)) as old:
         kubelet = old.kubelet
         await kubelet.wait_for(lambda: kubelet.allocatable().get(SMALL) == 7)
-        it = Exchanges(tmp_path, kubelet, more=())
-        async with it.daemon("", "--simulate", str(node)) as new:
-            await it.until_ready()  # the new daemon has read its GPUs before the first instance
+        live_exchanges = Exchanges(tmp_path, kubelet, more=())
+        async with live_exchanges.daemon("", "--simulate", str(node)) as new:
+            await (
+                live_exchanges.until_ready()
+            )  # the new daemon has read its GPUs before the first instance
             first, second = (SimPod.single(name, {SMALL: 1}) for name in ("first", "second"))
             await kubelet.admit(first)
             before = await instances()
@@ -565,13 +603,13 @@ async def test_resource_claims_change_hands(
         given = tuple(str(part) for option in options.items() for part in option)
         async with exchanges(
             tmp_path, None, config=CLAIMS, resources=(FRACTION,), options=given
-        ) as (it, old):
+        ) as (live_exchanges, old):
             await kubelet.wait_registration()
             before = await kubelet.prepare(claim)
             assert not before[claim.uid].error
             kubelet.write_checkpoint({claim: before[claim.uid].devices})
-            async with it.daemon() as new:
-                await it.until_ready()
+            async with live_exchanges.daemon() as new:
+                await live_exchanges.until_ready()
                 if away:
                     serving.cancel()
                 old.signal(number)
@@ -620,17 +658,17 @@ async def test_an_api_server_that_is_away(tmp_path: Path, step: str) -> None:
         await api.come()
         cluster = ("--node-name", CLAIM_NODE, "--cluster", "pods")
         options = (*GPUS, *cluster, "--kubeconfig", str(api.server.kubeconfig(tmp_path)))
-        async with exchanges(tmp_path, None, options=options) as (it, old):
+        async with exchanges(tmp_path, None, options=options) as (live_exchanges, old):
             if step in {"prepare", "crash"}:
                 api.go()
-            async with it.daemon(at("take", STOP) if step == "take" else "") as new:
+            async with live_exchanges.daemon(at("take", STOP) if step == "take" else "") as new:
                 if step in {"prepare", "crash"}:
                     await new.logged("daemon not ready", "the API server")
-                    assert await assert_served(it, old, new) is old
+                    assert await assert_served(live_exchanges, old, new) is old
                 if step == "prepare":
                     await api.come()
                 if step != "crash":
-                    await it.until_ready()
+                    await live_exchanges.until_ready()
                 if step == "withdraw":
                     api.go()
                 old.signal(KILL if step == "crash" else TERM)
@@ -639,7 +677,7 @@ async def test_an_api_server_that_is_away(tmp_path: Path, step: str) -> None:
                     await new.halted()
                     api.go()
                     new.signal(signal.SIGCONT)
-                assert await assert_served(it, new) is new
+                assert await assert_served(live_exchanges, new) is new
         group.cancel_scope.cancel()
 
 
@@ -649,14 +687,17 @@ async def test_an_api_server_that_is_away(tmp_path: Path, step: str) -> None:
 async def test_probes_of_a_daemon_that_waits(tmp_path: Path) -> None:
     """A daemon that waits is alive and ready, and its metrics are the other one's."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    async with exchanges(tmp_path, None, options=(*GPUS, "--metrics", addresses[0])) as (it, old):
+    async with exchanges(tmp_path, None, options=(*GPUS, "--metrics", addresses[0])) as (
+        live_exchanges,
+        old,
+    ):
         await until_probe(addresses[0], "readyz", 200)
-        async with it.daemon("", "--metrics", addresses[1]) as new:
+        async with live_exchanges.daemon("", "--metrics", addresses[1]) as new:
             await until_probe(addresses[1], "readyz", 200)
             assert await probe(addresses[1], "healthz") == 200
             assert await probe(addresses[1], "metrics") == 503
             assert await old.end() == 0
-            await assert_served(it, new)
+            await assert_served(live_exchanges, new)
             await until_probe(addresses[1], "readyz", 200)
             assert await probe(addresses[1], "metrics") == 200
 
@@ -672,12 +713,15 @@ HealthWatch.survey = lambda self: anyio.sleep_forever()
 async def test_a_daemon_without_a_driver_takes_nothing_over(tmp_path: Path) -> None:
     """The kubelet does not restart it, and a rollout waits: it is alive and not ready."""
     address = f"127.0.0.1:{free_port()}"
-    async with exchanges(tmp_path) as (it, old), it.daemon(BLIND, "--metrics", address) as new:
+    async with (
+        exchanges(tmp_path) as (live_exchanges, old),
+        live_exchanges.daemon(BLIND, "--metrics", address) as new,
+    ):
         await new.logged("daemon not ready", "the driver")
         assert await probe(address, "healthz") == 200
         assert await probe(address, "readyz") == 503
-        assert it.failed == []
-        assert await assert_served(it, old, new) is old
+        assert live_exchanges.failed == []
+        assert await assert_served(live_exchanges, old, new) is old
 
 
 def free_port() -> int:

@@ -74,12 +74,12 @@ async def test_the_time_alone_begins_anew_after_each_readiness(
         return unready()
 
     looks = Looks([unready, unready, ready, ready, unready_alone, unready, unready])
-    it = exchange(tmp_path, looks, ExchangeTiming(poll=0.001, look=0.001, alone=3600.0))
+    live_exchange = exchange(tmp_path, looks, ExchangeTiming(poll=0.001, look=0.001, alone=3600.0))
     async with AsyncExitStack() as held:
         with looks.ended:
-            await it.wait_and_take(held)
+            await live_exchange.wait_and_take(held)
     assert looks.steps == []
-    assert not it.taken.is_set()
+    assert not live_exchange.taken.is_set()
 
 
 @dataclass
@@ -103,10 +103,15 @@ class Note:
 
 async def test_an_end_writes_over_no_note_that_is_not_read(tmp_path: Path) -> None:
     """A SIGTERM right after the node is taken keeps the faults that the old daemon knew."""
-    it = exchange(tmp_path, Looks([lambda: ()]), ExchangeTiming(look=3600.0))
+    live_exchange = exchange(tmp_path, Looks([lambda: ()]), ExchangeTiming(look=3600.0))
     note = Note()
     life = Lifecycle(
-        it, cast("Any", note), preparing=(), health=anyio.sleep_forever, guests=(), kubelet=()
+        live_exchange,
+        cast("Any", note),
+        preparing=(),
+        health=anyio.sleep_forever,
+        guests=(),
+        kubelet=(),
     )
 
     async with anyio.create_task_group() as group:

@@ -145,4 +145,4 @@ async def test_a_note_that_cannot_be_written_ends_no_daemon(tmp_path: Path) -> N
         file.health.surveyed.set()
         with capture_module_logs(fault_note_file) as logs:
             await file.save()
-    assert [it["event"] for it in logs] == ["note of faults not written"]
+    assert [log["event"] for log in logs] == ["note of faults not written"]

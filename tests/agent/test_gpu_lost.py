@@ -18,7 +18,7 @@ from tests.rigs.agent import METAGPU, agent_at_work
 from tests.rigs.mig import a_node, hurry, until
 from tests.rigs.nvml_library import NvmlLibrary
 
-KEPT, GONE, OTHER = (f"GPU-11111111-0000-0000-0000-00000000000{it}" for it in (1, 2, 3))
+KEPT, GONE, OTHER = (f"GPU-11111111-0000-0000-0000-00000000000{number}" for number in (1, 2, 3))
 BACKENDS = {
     "whole": ("backend: whole", 1, 1),
     "fraction": ("backend: fraction, sharesPerGpu: 2", 2, 2),
@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpus(*uuids: str) -> str:
     """Describe GPUs as in a node file."""
-    return ", ".join(f"{{model: t4, uuid: {it}}}" for it in uuids)
+    return ", ".join(f"{{model: t4, uuid: {uuid}}}" for uuid in uuids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -51,31 +51,33 @@ async def test_a_pod_whose_gpu_is_gone_is_reported(
         f"pools: [{{name: all, backends: [{{{options}, resource: x.y/gpu}}]}}]\n"
     )
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
-    pods = [SimPod.single(it, {"x.y/gpu": wanted}) for it in ("a", "b")]
+    pods = [SimPod.single(key, {"x.y/gpu": wanted}) for key in ("a", "b")]
     server = SimApiServer()
     server.add_node(NODE)
     uses = frozenset({Feature.POD_EVENTS})
 
     async with server.running(), kubelet.running():
         node = await a_node(tmp_path, gpus(KEPT, GONE))
-        async with agent_at_work(tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK) as it:
-            await it.until(2 * per_gpu, 2 * per_gpu, "x.y/gpu")
+        async with agent_at_work(
+            tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK
+        ) as scene:
+            await scene.until(2 * per_gpu, 2 * per_gpu, "x.y/gpu")
             given = {
                 (await kubelet.admit(each))["main"].envs["NVIDIA_VISIBLE_DEVICES"]: each
                 for each in pods
             }
-            await it.wait_holders()
+            await scene.wait_holders()
 
         node = await a_node(tmp_path, gpus(*after))
         joins = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=uses)
         async with agent_at_work(
             tmp_path, node, config, kubelet=kubelet, cluster_settings=joins, usage_timing=QUICK
-        ) as it:
+        ) as scene:
             await server.until(server.events)
-            [found] = await lost_devices_of(it)
-            finding = check_lost_devices(read_report(await it.status(), StatusReport))
+            [found] = await lost_devices_of(scene)
+            finding = check_lost_devices(read_report(await scene.status(), StatusReport))
             await kubelet.delete(given[GONE])
-            await until(lambda: not it.agent.usage_service.lost_devices)
+            await until(lambda: not scene.agent.usage_service.lost_devices)
 
     name = given[GONE].name
     assert (found["holder"], found["devices"]) == (f"default/{name} (main)", [GONE])
@@ -99,16 +101,16 @@ async def test_a_gpu_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
     async with kubelet.running():
         async with agent_at_work(
             tmp_path, driver=NvmlDriver(library.load()), kubelet=kubelet, usage_timing=QUICK
-        ) as it:
-            await it.until(20, 20)
+        ) as scene:
+            await scene.until(20, 20)
             await kubelet.admit(SimPod.single("a", {METAGPU: 20}))
-            await it.wait_holders()
+            await scene.wait_holders()
         library.fail("nvmlDeviceGetUUID", 1, pynvml.NVML_ERROR_GPU_IS_LOST)
         async with agent_at_work(
             tmp_path, driver=NvmlDriver(library.load()), kubelet=kubelet, usage_timing=QUICK
-        ) as it:
-            await it.wait_snapshot(lambda now: bool(now.vanished))
-            watch = it.agent.usage_service._lost
+        ) as scene:
+            await scene.wait_snapshot(lambda now: bool(now.vanished))
+            watch = scene.agent.usage_service._lost
             check = watch._check
 
             async def counted() -> Any:  # noqa: ANN401 - as it is read
@@ -118,4 +120,4 @@ async def test_a_gpu_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
 
             watch._check = counted  # type: ignore[method-assign]
             await until(lambda: looks > 3)
-            assert await lost_devices_of(it) == []
+            assert await lost_devices_of(scene) == []

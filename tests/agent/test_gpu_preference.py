@@ -33,13 +33,13 @@ async def at_work(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Scene]:
         server.running(),
         agent_at_work(
             tmp_path, "a100-40gb:3", POOL, cluster_settings=settings(server, tmp_path)
-        ) as it,
+        ) as scene,
     ):
-        await it.until(30, 30)
-        yield it
+        await scene.until(30, 30)
+        yield scene
 
 
-async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -> SimPod:
+async def run(scene: Scene, server: SimApiServer, name: str, size: int, gpu: str) -> SimPod:
     """Bind a pod that names a GPU, as the scheduler does, and run it."""
     admitted = SimPod.single(name, {METAGPU: size})
     server.add_pod(
@@ -51,8 +51,8 @@ async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -
         phase="Pending",
         requests={METAGPU: size},
     )
-    await it.wait_snapshot(lambda now: admitted.uid in now.pods.by_uid)
-    await it.kubelet.admit(admitted)
+    await scene.wait_snapshot(lambda now: admitted.uid in now.pods.by_uid)
+    await scene.kubelet.admit(admitted)
     running = {"status": {"phase": "Running"}}
     server.store.merge(("pods", "default", name), running, status=True, manager="kubelet")
     return admitted
@@ -61,14 +61,14 @@ async def run(it: Scene, server: SimApiServer, name: str, size: int, gpu: str) -
 async def test_a_pod_on_another_gpu_has_an_event(tmp_path: Path) -> None:
     """A pod runs on the GPU that it names; one that finds it full has an Event with the reason."""
     server = SimApiServer()
-    async with at_work(server, tmp_path) as it:
-        gpu = list(it.agent.registry.snapshot.gpus)[2]
-        first = await run(it, server, "first", 8, gpu)
-        second = await run(it, server, "second", 3, gpu)
+    async with at_work(server, tmp_path) as scene:
+        gpu = list(scene.agent.registry.snapshot.gpus)[2]
+        first = await run(scene, server, "first", 8, gpu)
+        second = await run(scene, server, "second", 3, gpu)
         await server.until(lambda: len(server.events()) > 0)
         [event] = server.events()
         held = [
-            {share.partition("::")[0] for share in it.kubelet.devices(pod)["main"][METAGPU]}
+            {share.partition("::")[0] for share in scene.kubelet.devices(pod)["main"][METAGPU]}
             for pod in (first, second)
         ]
 
@@ -92,22 +92,22 @@ async def test_the_main_container_fits_beside_its_init_container(tmp_path: Path)
         for name, limits in sizes.items()
     ]
     listed[1]["restartPolicy"] = "Always"
-    async with at_work(server, tmp_path) as it:
-        first, second, _ = it.agent.registry.snapshot.gpus
-        await run(it, server, "neighbour", 7, first)
+    async with at_work(server, tmp_path) as scene:
+        first, second, _ = scene.agent.registry.snapshot.gpus
+        await run(scene, server, "neighbour", 7, first)
         pod = server.add_pod("default", "train", NODE, uid=admitted.uid, phase="Pending")
         spec = {"nodeName": NODE, "initContainers": listed[:2], "containers": listed[2:]}
         server.store.put(("pods", "default", "train"), pod | {"spec": spec})
-        await it.wait_snapshot(
+        await scene.wait_snapshot(
             lambda now: (
                 (known := now.pods.by_uid.get(admitted.uid)) is not None
                 and known.handing_on == {"prepare"}
             )
         )
-        await it.kubelet.admit(admitted)
-        devices = it.kubelet.devices(admitted)
+        await scene.kubelet.admit(admitted)
+        devices = scene.kubelet.devices(admitted)
         held = {
-            name: {it.partition("::")[0] for it in devices[name][METAGPU]}
+            name: {device.partition("::")[0] for device in devices[name][METAGPU]}
             for name in ("sidecar", "main")
         }
 

@@ -59,10 +59,10 @@ async def mgctl(socket: Path) -> tuple[int | None, str]:
     return done.returncode, done.stderr.decode()
 
 
-async def admit(it: Daemon, name: str) -> int:
+async def admit(live_daemon: Daemon, name: str) -> int:
     """Start a pod: the kubelet gets its answer to Allocate; return the ticks that it took."""
     async with within(lambda: 3000, lambda: f"no answer for {name}") as ticks:
-        await it.kubelet.admit(SimPod.single(name, {METAGPU: 1}))
+        await live_daemon.kubelet.admit(SimPod.single(name, {METAGPU: 1}))
     return ticks.count
 
 
@@ -78,10 +78,10 @@ async def test_descriptors_that_linger_delay_nobody(
     """
     require_built()
     socket = tmp_path / "pod" / "mgctl.sock"
-    async with daemon(tmp_path, MANY, program=program) as it:
-        await it.until(80)
+    async with daemon(tmp_path, MANY, program=program) as live_daemon:
+        await live_daemon.until(80)
         await until(anyio.Path(socket).exists)
-        before = [await admit(it, f"early-{number}") for number in range(20)]
+        before = [await admit(live_daemon, f"early-{number}") for number in range(20)]
         async with attacker("linger", socket, count) as hostile:
             outcome = await hostile.attack()
             assert outcome == "sent" if program is BEFORE_6_16 else outcome in {"sent", "refused"}
@@ -90,45 +90,45 @@ async def test_descriptors_that_linger_delay_nobody(
 
             async with attacker("siege", socket, 0) as siege:
                 assert await siege.attack() == "sent"
-                took = [await admit(it, f"victim-{number}") for number in range(20)]
+                took = [await admit(live_daemon, f"victim-{number}") for number in range(20)]
                 assert median(took) <= 5 + 5 * median(before)
-                assert (await it.command("status"))[0] == 0
+                assert (await live_daemon.command("status"))[0] == 0
 
     assert (status, "this socket answers containers of pods alone" in error) == (1, True)
 
 
 async def test_another_user_does_not_reach_the_control_socket(tmp_path: Path) -> None:
     """Descriptors of a user of the host never arrive at root's socket."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         async with attacker("linger", tmp_path / "metagpu.sock", 1) as hostile:
             assert await hostile.attack() == "refused"
-            assert (await it.command("status"))[0] == 0
+            assert (await live_daemon.command("status"))[0] == 0
 
 
 async def test_the_relay_ends_with_the_daemon(tmp_path: Path) -> None:
     """However the daemon ends, no relay stays behind, not even a stopped one."""
-    async with daemon(tmp_path) as it:
+    async with daemon(tmp_path) as live_daemon:
         await until(anyio.Path(tmp_path / "pod" / "mgctl.sock").exists)
-        (relay,) = children(it.process.pid)
+        (relay,) = children(live_daemon.process.pid)
         os.kill(relay, signal.SIGSTOP)
-        it.process.kill()
+        live_daemon.process.kill()
         await becomes(lambda: has_ended(relay))
 
 
 async def test_without_mgctl_in_pods_there_is_no_socket(tmp_path: Path) -> None:
     """`inPods: false` ends the relay and removes the socket; `true` brings both back."""
     socket, config = anyio.Path(tmp_path / "pod" / "mgctl.sock"), anyio.Path(tmp_path)
-    async with daemon(tmp_path, "mgctl: {inPods: false}" + QUICK) as it:
-        await it.until(20)
+    async with daemon(tmp_path, "mgctl: {inPods: false}" + QUICK) as live_daemon:
+        await live_daemon.until(20)
         assert not await socket.exists()
-        assert children(it.process.pid) == []
+        assert children(live_daemon.process.pid) == []
 
         await (config / "metagpu.yaml").write_text(QUICK)
-        it.process.send_signal(signal.SIGHUP)
+        live_daemon.process.send_signal(signal.SIGHUP)
         await until(socket.exists)
 
         await (config / "metagpu.yaml").write_text("mgctl: {inPods: false}" + QUICK)
-        it.process.send_signal(signal.SIGHUP)
+        live_daemon.process.send_signal(signal.SIGHUP)
         await becomes(lambda: not (tmp_path / "pod" / "mgctl.sock").exists())
-        await becomes(lambda: children(it.process.pid) == [])
+        await becomes(lambda: children(live_daemon.process.pid) == [])

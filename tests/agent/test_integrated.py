@@ -36,8 +36,8 @@ async def test_a_gpu_of_unknown_memory_is_shared(
         library.fail(function, "*", pynvml.NVML_ERROR_NOT_SUPPORTED)
     driver = NvmlDriver(library.load())
 
-    async with agent_at_work(tmp_path, config=CONFIG.format(backend), driver=driver) as it:
-        await it.until(count, count, resource)
-        [container] = (await it.kubelet.admit(SimPod.single("pod", {resource: 1}))).values()
+    async with agent_at_work(tmp_path, config=CONFIG.format(backend), driver=driver) as scene:
+        await scene.until(count, count, resource)
+        [container] = (await scene.kubelet.admit(SimPod.single("pod", {resource: 1}))).values()
 
         assert container.envs.get(MEMORY, "").partition("=")[2] == memory

@@ -35,8 +35,8 @@ async def test_a_layout_is_computed_beside_the_loop(
         return build_layout(config, gpus, injection, existing)
 
     monkeypatch.setattr(layout_manager, "build_layout", recorded)
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
 
     assert threads
     assert threading.main_thread() not in threads
@@ -57,13 +57,13 @@ async def test_gpus_that_hang_cost_one_deadline_together(
         answered.append(gpu)
         return found
 
-    async with agent_at_work(tmp_path, node, mig_pool("existing: true"), driver=driver) as it:
-        await it.until(3, 3, "nvidia.com/mig-1g.5gb")
-        manager, results = it.agent.layout_manager, list[Existing]()
+    async with agent_at_work(tmp_path, node, mig_pool("existing: true"), driver=driver) as scene:
+        await scene.until(3, 3, "nvidia.com/mig-1g.5gb")
+        manager, results = scene.agent.layout_manager, list[Existing]()
         monkeypatch.setattr(NvmlMigDriver, "instances", recorded)
 
         async def read() -> None:
-            results.append(await manager.read_existing(it.agent.config))
+            results.append(await manager.read_existing(scene.agent.config))
 
         async def read_while_two_hang() -> None:
             async with anyio.create_task_group() as group:
@@ -72,8 +72,8 @@ async def test_gpus_that_hang_cost_one_deadline_together(
                 for index in (0, 1):
                     node.hang_gpu(node.gpu(index), 600)
                 group.start_soon(read)
-                await becomes(lambda: it.state(2).gpu.id in answered)
-                await becomes(lambda: {it.state(0).gpu.id, it.state(1).gpu.id} <= {*asked})
+                await becomes(lambda: scene.state(2).gpu.id in answered)
+                await becomes(lambda: {scene.state(0).gpu.id, scene.state(1).gpu.id} <= {*asked})
                 group.cancel_scope.cancel()  # as SIGTERM does: nothing waits for the two
 
         try:
@@ -86,4 +86,4 @@ async def test_gpus_that_hang_cost_one_deadline_together(
                 node.reset_gpu(node.gpu(index))  # their threads end
 
     [found] = results
-    assert [len(it) for it in found.values()] == [1, 1, 1]
+    assert [len(instances) for instances in found.values()] == [1, 1, 1]

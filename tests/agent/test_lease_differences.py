@@ -175,4 +175,4 @@ async def test_a_container_that_was_never_seen_is_unknown(tmp_path: Path) -> Non
         await until(lambda: ALICE in node.scene.agent.usage_service._absent.last_seen)
         shutil.rmtree(node.machine.start(ALICE))
         await node.wait_differences(1)
-        assert [it["holder"] for it in await node.differences()] == [str(ALICE)]
+        assert [difference["holder"] for difference in await node.differences()] == [str(ALICE)]

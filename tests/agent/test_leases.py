@@ -30,17 +30,17 @@ ALONE = QUICK.replace("fraction, sharesPerGpu: 10", "whole")
 MIXED = QUICK.replace("sharesPerGpu: 10}]", "sharesPerGpu: 10}, {backend: whole}]")
 
 
-async def run(it: Scene, name: str, shares: int) -> frozenset[str]:
+async def run(scene: Scene, name: str, shares: int) -> frozenset[str]:
     """Run a pod; return the ids of its shares."""
     pod = SimPod.single(name, {METAGPU: shares})
-    await it.kubelet.admit(pod)
-    await it.kubelet.start_container(pod, "main")
-    return it.kubelet.devices(pod)["main"][METAGPU]
+    await scene.kubelet.admit(pod)
+    await scene.kubelet.start_container(pod, "main")
+    return scene.kubelet.devices(pod)["main"][METAGPU]
 
 
-def unconfirmed(it: Scene) -> set[str]:
+def unconfirmed(scene: Scene) -> set[str]:
     """Return the shares that the present kubelet does not know as held."""
-    gpus = it.agent.registry.snapshot.gpus.values()
+    gpus = scene.agent.registry.snapshot.gpus.values()
     return {i for gpu in gpus for i, lease in gpu.leases.items() if lease.unconfirmed}
 
 
@@ -54,18 +54,18 @@ async def test_what_the_checkpoint_names_is_held_before_the_kubelet_answers(
         raise GRPCError(Status.UNAVAILABLE, "not now")
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await it.until(2, 2, WHOLE)
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
+            await scene.until(2, 2, WHOLE)
             await kubelet.admit(SimPod.single("train", {METAGPU: 5}))
         monkeypatch.setattr(PodResourcesSource, "check_rate", fail)
         before = kubelet.lists[WHOLE]
-        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as scene:
             await kubelet.wait_for(lambda: kubelet.lists[WHOLE] > before)
             assert kubelet.allocatable()[WHOLE] == 1
 
             monkeypatch.undo()
-            await it.wait_holders()
+            await scene.wait_holders()
             assert kubelet.allocatable()[WHOLE] == 1
 
 
@@ -123,9 +123,9 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
     train = SimPod.single("train", {METAGPU: 5})
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await it.until(2, 2, WHOLE)
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
+            await scene.until(2, 2, WHOLE)
             await kubelet.admit(train)
             await kubelet.start_container(train, "main")
         late.hang()
@@ -137,16 +137,16 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
                 offered.append(kubelet.allocatable()[WHOLE])
             return offered[-1:] == [1]
 
-        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as it:
+        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as scene:
             await late.wait_asked(1)
             if how != "good":
-                reason = it.state(0).kubelet.unknown_leases
+                reason = scene.state(0).kubelet.unknown_leases
                 assert reason.startswith("the kubelet's checkpoint and its list")
             skip(60)
             await kubelet.wait_for(lambda: is_right() or bool(offered))
             late.answer()
             await kubelet.wait_for(is_right)
-            await it.wait_holders()
+            await scene.wait_holders()
 
     assert 2 not in offered
 
@@ -160,9 +160,9 @@ async def test_the_kubelets_list_alone_says_what_is_held(
     late = Lateness(monkeypatch, kubelet, tmp_path)
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await run(it, "train", 5)
+        async with agent_at_work(tmp_path, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
+            await run(scene, "train", 5)
         late.damage(how)
         offered = set[int]()
 
@@ -181,9 +181,12 @@ async def test_where_no_kubelet_has_been_everything_is_offered(tmp_path: Path) -
     """Without a checkpoint and without a kubelet, no pod holds anything."""
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
 
-    async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-        await it.wait_snapshot(lambda now: bool(now.offers) and not now.unknown_leases)
-        assert [count_free(it.state(index), ResourceName(METAGPU)) for index in (0, 1)] == [10, 10]
+    async with agent_at_work(tmp_path, kubelet=kubelet) as scene:
+        await scene.wait_snapshot(lambda now: bool(now.offers) and not now.unknown_leases)
+        assert [count_free(scene.state(index), ResourceName(METAGPU)) for index in (0, 1)] == [
+            10,
+            10,
+        ]
 
 
 async def test_a_gpu_that_pods_hold_by_another_configuration_is_offered_by_nobody(
@@ -198,17 +201,17 @@ async def test_a_gpu_that_pods_hold_by_another_configuration_is_offered_by_nobod
         return read_allocated_ids(directory)
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await run(it, "train", 20)
+        async with agent_at_work(tmp_path, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
+            await run(scene, "train", 20)
         monkeypatch.setattr(pod_resources, "read_allocated_ids", read_late)
-        async with agent_at_work(tmp_path, config=ALONE, kubelet=kubelet) as it:
-            await it.wait_snapshot(lambda now: bool(now.offers))
+        async with agent_at_work(tmp_path, config=ALONE, kubelet=kubelet) as scene:
+            await scene.wait_snapshot(lambda now: bool(now.offers))
             for _ in range(2000):  # more than an offer takes
                 await anyio.lowlevel.checkpoint()
             offered = kubelet.lists[WHOLE]
             ready.set()
-            await it.until(2, 0, WHOLE)
+            await scene.until(2, 0, WHOLE)
 
     assert offered == 0
 
@@ -224,60 +227,62 @@ async def test_shares_of_an_ended_pod_are_granted_by_a_daemon_that_has_just_star
     once = replace(TIMING, settle=60.0, contended_period=60.0)
 
     async with kubelet.running():
-        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as it:
-            await it.until(20, 20)
-            await run(it, "train", 20)
-            await it.wait_holders()
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet) as agent:
+            await agent.until(20, 20)
+            await run(agent, "train", 20)
+            await agent.wait_holders()
         await kubelet.delete(*kubelet.pods)
         before = kubelet.lists[METAGPU]
         async with agent_at_work(
             tmp_path, config=MIXED, kubelet=kubelet, kubelet_timing=once
-        ) as it:
+        ) as scene:
             await kubelet.wait_for(lambda: kubelet.lists[METAGPU] > before)
-            assert len(await run(it, "next", 20)) == 20
+            assert len(await run(scene, "next", 20)) == 20
 
 
 async def test_a_kubelet_that_lost_its_checkpoint_takes_nothing_from_running_pods(
     tmp_path: Path,
 ) -> None:
     """The shares of running pods are preferred last, refused with the reason, and stay held."""
-    async with agent_at_work(tmp_path, config=MIXED) as it:
-        await it.until(20, 20)
-        await it.until(2, 2, WHOLE)
-        held = await run(it, "train", 5)
-        await it.wait_holders()
+    async with agent_at_work(tmp_path, config=MIXED) as scene:
+        await scene.until(20, 20)
+        await scene.until(2, 2, WHOLE)
+        held = await run(scene, "train", 5)
+        await scene.wait_holders()
 
-        await it.kubelet.restart(forget=True)
-        await it.until(20, 20)
-        await it.wait_snapshot(lambda _: unconfirmed(it) == held)
-        await it.until(2, 1, WHOLE)
+        await scene.kubelet.restart(forget=True)
+        await scene.until(20, 20)
+        await scene.wait_snapshot(lambda _: unconfirmed(scene) == held)
+        await scene.until(2, 1, WHOLE)
 
-        others = await run(it, "other", 15)
+        others = await run(scene, "other", 15)
         assert not others & held
         with pytest.raises(AdmissionError, match=r"default/train \(main\) still runs with it"):
-            await run(it, "late", 1)
-        await it.wait_holders()
-        assert unconfirmed(it) == held
+            await run(scene, "late", 1)
+        await scene.wait_holders()
+        assert unconfirmed(scene) == held
 
 
 async def test_a_share_that_a_kubelet_forgot_is_free_when_its_pod_is_gone(tmp_path: Path) -> None:
     """The lease of a forgotten pod ends with the pod."""
-    async with agent_at_work(tmp_path, config=MIXED) as it:
-        await it.until(20, 20)
-        await it.until(2, 2, WHOLE)
-        await run(it, "train", 5)
-        await it.wait_holders()
-        await it.kubelet.restart(forget=True)
-        await it.until(2, 1, WHOLE)
-        await it.until(20, 20)
-        await run(it, "other", 1)
+    async with agent_at_work(tmp_path, config=MIXED) as scene:
+        await scene.until(20, 20)
+        await scene.until(2, 2, WHOLE)
+        await run(scene, "train", 5)
+        await scene.wait_holders()
+        await scene.kubelet.restart(forget=True)
+        await scene.until(2, 1, WHOLE)
+        await scene.until(20, 20)
+        await run(scene, "other", 1)
 
-        [train, other] = it.kubelet.pods
-        await it.wait_holders()
-        await it.kubelet.delete(train)
-        await it.wait_snapshot(lambda now: sum(len(gpu.leases) for gpu in now.gpus.values()) == 1)
-        await it.kubelet.delete(other)
-        await it.until(2, 2, WHOLE)
+        [train, other] = scene.kubelet.pods
+        await scene.wait_holders()
+        await scene.kubelet.delete(train)
+        await scene.wait_snapshot(
+            lambda now: sum(len(gpu.leases) for gpu in now.gpus.values()) == 1
+        )
+        await scene.kubelet.delete(other)
+        await scene.until(2, 2, WHOLE)
 
 
 async def test_a_pod_deleted_while_the_kubelet_restarts_freezes_no_lease(tmp_path: Path) -> None:
@@ -290,17 +295,17 @@ async def test_a_pod_deleted_while_the_kubelet_restarts_freezes_no_lease(tmp_pat
 
     async with server.running():
         settings = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=ALL_FEATURES)
-        async with agent_at_work(tmp_path, config=MIXED, cluster_settings=settings) as it:
-            await it.until(20, 20)
+        async with agent_at_work(tmp_path, config=MIXED, cluster_settings=settings) as scene:
+            await scene.until(20, 20)
             for pod in pods:
-                await it.kubelet.admit(pod)
-                await it.kubelet.start_container(pod, "main")
-            await it.wait_holders()
+                await scene.kubelet.admit(pod)
+                await scene.kubelet.start_container(pod, "main")
+            await scene.wait_holders()
 
-            await it.kubelet.delete(pods[0])
+            await scene.kubelet.delete(pods[0])
             server.delete_pod("default", "gone")
-            await it.kubelet.restart()
-            await it.kubelet.delete(pods[1])
+            await scene.kubelet.restart()
+            await scene.kubelet.delete(pods[1])
             server.delete_pod("default", "later")
 
-            await it.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))
+            await scene.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))

@@ -45,10 +45,10 @@ pools:
 """
 
 
-async def port_of(it: Scene) -> int:
+async def port_of(scene: Scene) -> int:
     """Return the port of the metrics server, once it listens."""
-    assert it.agent.exporter is not None
-    server = it.agent.exporter.server
+    assert scene.agent.exporter is not None
+    server = scene.agent.exporter.server
 
     async def listens() -> bool:
         return server.port != 0
@@ -57,17 +57,17 @@ async def port_of(it: Scene) -> int:
     return server.port
 
 
-async def page_of(it: Scene) -> Page:
+async def page_of(scene: Scene) -> Page:
     """Scrape the metrics once."""
-    return await page_at(await port_of(it))
+    return await page_at(await port_of(scene))
 
 
-async def page_when(it: Scene, is_so: Callable[[Page], bool]) -> Page:
+async def page_when(scene: Scene, is_so: Callable[[Page], bool]) -> Page:
     """Scrape until a page fulfils a condition."""
     pages = []
 
     async def look() -> bool:
-        pages.append(await page_of(it))
+        pages.append(await page_of(scene))
         return is_so(pages[-1])
 
     await until(look, deadline=30)
@@ -79,16 +79,20 @@ async def test_a_node_and_a_pod(tmp_path: Path) -> None:
     machine = SimHost(tmp_path)
     scene = agent_at_work(tmp_path, host=machine.host, metrics=ANY)
 
-    async with scene as it, running() as process:
-        await it.until(20, 20)
-        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await it.wait_holders()
-        [state] = [gpu for gpu in it.agent.registry.snapshot.gpus.values() if gpu.leases]
+    async with scene as live_scene, running() as process:
+        await live_scene.until(20, 20)
+        await live_scene.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await live_scene.wait_holders()
+        [state] = [gpu for gpu in live_scene.agent.registry.snapshot.gpus.values() if gpu.leases]
         machine.add_container_process(process.pid, ALICE)
-        it.node.start_process(it.node.gpu(state.gpu.index), SimProcess(process.pid, 100 * MIB))
+        live_scene.node.start_process(
+            live_scene.node.gpu(state.gpu.index), SimProcess(process.pid, 100 * MIB)
+        )
         of_alice = {**NAMES, **labels_of(state.gpu)}
         used = "metagpu_container_memory_used_bytes"
-        page = await page_when(it, lambda page: page.values(used, **of_alice) == [100 * MIB])
+        page = await page_when(
+            live_scene, lambda page: page.values(used, **of_alice) == [100 * MIB]
+        )
 
     assert page.value("metagpu_build_info", version=__version__) == 1
     assert page.value("metagpu_resource_capacity_shares", resource=METAGPU) == 20
@@ -121,16 +125,16 @@ async def test_a_scrape_reads_no_command_lines(
 
     monkeypatch.setattr(machine.host, "describe", note)
     scene = agent_at_work(tmp_path, "a100-40gb:1", host=machine.host, metrics=ANY)
-    async with scene as it, running() as process:
-        await it.until(10, 10)
-        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await it.wait_holders()
+    async with scene as live_scene, running() as process:
+        await live_scene.until(10, 10)
+        await live_scene.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await live_scene.wait_holders()
         machine.add_container_process(process.pid, ALICE)
-        it.node.start_process(it.node.gpu(0), SimProcess(process.pid, 100 * MIB))
+        live_scene.node.start_process(live_scene.node.gpu(0), SimProcess(process.pid, 100 * MIB))
         used = "metagpu_container_memory_used_bytes"
-        await page_when(it, lambda page: page.values(used) == [100 * MIB])
+        await page_when(live_scene, lambda page: page.values(used) == [100 * MIB])
         assert described == []
-        report = await it.agent.usage_service.report()
+        report = await live_scene.agent.usage_service.report()
 
     [container] = report.containers
     assert container.gpus[0].known_processes[0].command
@@ -139,13 +143,14 @@ async def test_a_scrape_reads_no_command_lines(
 
 async def test_faults_are_counted_and_recoveries_too(tmp_path: Path) -> None:
     """An XID is counted by its number, fatal or not; a fault by its kind while the GPU is out."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        await it.until(20, 20)
-        first = labels_of(it.state(0).gpu)
-        it.node.raise_xid(it.node.gpu(0), 31)
-        it.node.raise_xid(it.node.gpu(0), 79)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        await scene.until(20, 20)
+        first = labels_of(scene.state(0).gpu)
+        scene.node.raise_xid(scene.node.gpu(0), 31)
+        scene.node.raise_xid(scene.node.gpu(0), 79)
         page = await page_when(
-            it, lambda page: page.value("metagpu_gpu_faults_total", fault=Fault.XID, **first) == 1
+            scene,
+            lambda page: page.value("metagpu_gpu_faults_total", fault=Fault.XID, **first) == 1,
         )
         assert page.value("metagpu_gpu_healthy", **first) == 0
         assert page.value("metagpu_gpu_fault", fault=Fault.XID, **first) == 1
@@ -154,10 +159,10 @@ async def test_faults_are_counted_and_recoveries_too(tmp_path: Path) -> None:
         assert page.value("metagpu_resource_allocatable_shares", resource=METAGPU) == 10
 
         with pytest.raises(AdmissionError):
-            await it.kubelet.admit(SimPod.single("greedy", {METAGPU: 15}))
-        it.node.reset_gpu(it.node.gpu(0))
+            await scene.kubelet.admit(SimPod.single("greedy", {METAGPU: 15}))
+        scene.node.reset_gpu(scene.node.gpu(0))
         page = await page_when(
-            it, lambda page: page.value("metagpu_gpu_recoveries_total", **first) == 1
+            scene, lambda page: page.value("metagpu_gpu_recoveries_total", **first) == 1
         )
         assert page.value("metagpu_gpu_healthy", **first) == 1
         assert sum(page.values("metagpu_gpu_faults_total")) == 1
@@ -167,19 +172,19 @@ async def test_dcgms_name_of_an_xid_outlives_the_gpu_and_ends_with_the_fault(
     tmp_path: Path,
 ) -> None:
     """`DCGM_FI_DEV_XID_ERRORS` says 79 while the GPU is off the bus, and 0 after its reset."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        await it.until(20, 20)
-        port = await port_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        await scene.until(20, 20)
+        port = await port_of(scene)
 
         async def reads(code: int) -> bool:
             _, _, text = await asked(port, "/dcgm")
             last = "DCGM_FI_DEV_XID_ERRORS"
             return Page(text).values(last, gpu="0", err_code=str(code)) == [code]
 
-        it.node.raise_xid(it.node.gpu(0), 79)
-        await it.until(20, 10)
+        scene.node.raise_xid(scene.node.gpu(0), 79)
+        await scene.until(20, 10)
         await until(partial(reads, 79), deadline=30)
-        it.node.reset_gpu(it.node.gpu(0))
+        scene.node.reset_gpu(scene.node.gpu(0))
         await until(partial(reads, 0), deadline=30)
 
 
@@ -188,18 +193,18 @@ async def test_enforcement_is_counted(tmp_path: Path) -> None:
     machine = SimHost(tmp_path)
     scene = agent_at_work(tmp_path, "a100-40gb:1", HARD, host=machine.host, metrics=ANY)
 
-    async with scene as it, running(sys.executable, "-c", STUBBORN) as greedy:
+    async with scene as live_scene, running(sys.executable, "-c", STUBBORN) as greedy:
         assert greedy.stdout is not None
         await greedy.stdout.receive()
-        await it.until(10, 10)
-        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 1}))
-        await it.wait_holders()
+        await live_scene.until(10, 10)
+        await live_scene.kubelet.admit(SimPod.single("alice", {METAGPU: 1}))
+        await live_scene.wait_holders()
         machine.add_container_process(greedy.pid, ALICE)
-        it.node.start_process(it.node.gpu(0), SimProcess(greedy.pid, 20000 * MIB))
+        live_scene.node.start_process(live_scene.node.gpu(0), SimProcess(greedy.pid, 20000 * MIB))
         with anyio.fail_after(30):
             await greedy.wait()
         signals = "metagpu_enforcement_signals_total"
-        page = await page_when(it, lambda page: page.value(signals, signal="SIGKILL") >= 1)
+        page = await page_when(live_scene, lambda page: page.value(signals, signal="SIGKILL") >= 1)
 
     assert page.value(signals, signal="SIGTERM") == 1
     assert page.value("metagpu_enforcement_warnings_total") >= 1
@@ -207,26 +212,26 @@ async def test_enforcement_is_counted(tmp_path: Path) -> None:
 
 async def test_a_refused_configuration_is_a_metric(tmp_path: Path) -> None:
     """The last good configuration stays, and its time of load is a metric."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        await it.until(20, 20)
-        good = await page_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        await scene.until(20, 20)
+        good = await page_of(scene)
         assert good.value("metagpu_config_last_reload_successful") == 1
         assert good.value("metagpu_config_last_reload_failure_timestamp_seconds") == 0
         assert good.labels("metagpu_config_info")["format"] == "metagpu/v1"
 
-        await anyio.Path(it.config_file).write_text("version: metagpu/v9\n")
-        await it.agent.reload()
+        await anyio.Path(scene.config_file).write_text("version: metagpu/v9\n")
+        await scene.agent.reload()
         bad = await page_when(
-            it, lambda page: page.value("metagpu_config_last_reload_successful") == 0
+            scene, lambda page: page.value("metagpu_config_last_reload_successful") == 0
         )
         assert bad.value("metagpu_config_reloads_total", outcome="rejected") >= 1
         assert bad.value("metagpu_config_last_reload_failure_timestamp_seconds") > 1e9
         taken = "metagpu_config_last_reload_success_timestamp_seconds"
         assert bad.value(taken) == good.value(taken)
 
-        await anyio.Path(it.config_file).write_text(QUICK)
-        await it.agent.reload()
-        page = await page_of(it)
+        await anyio.Path(scene.config_file).write_text(QUICK)
+        await scene.agent.reload()
+        page = await page_of(scene)
         assert page.value("metagpu_config_last_reload_successful") == 1
 
 
@@ -235,9 +240,9 @@ async def test_instances_and_the_free_capacity_of_a_gpu(tmp_path: Path) -> None:
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     config = on_demand_pool("keepWarm: 1h", "1g.5gb, 2g.10gb, 7g.40gb")
 
-    async with agent_at_work(tmp_path, node, config, metrics=ANY) as it:
-        await it.until(1, 1, "nvidia.com/mig-7g.40gb")
-        page = await page_of(it)
+    async with agent_at_work(tmp_path, node, config, metrics=ANY) as scene:
+        await scene.until(1, 1, "nvidia.com/mig-7g.40gb")
+        page = await page_of(scene)
         assert page.value("metagpu_mig_largest_placeable_slices") == 8
         assert page.value("metagpu_mig_fragmentation_ratio") == 0
         assert not page.values("metagpu_mig_instances")
@@ -245,10 +250,10 @@ async def test_instances_and_the_free_capacity_of_a_gpu(tmp_path: Path) -> None:
         assert page.value(free, resource="nvidia.com/mig-1g.5gb") == 7
 
         asking = SimPod.single("train", {"nvidia.com/mig-2g.10gb": 1})
-        await it.kubelet.admit(asking)
-        await it.wait_holders()
+        await scene.kubelet.admit(asking)
+        await scene.wait_holders()
         page = await page_when(
-            it,
+            scene,
             lambda page: page.value("metagpu_mig_instances", profile="2g.10gb", state="held") == 1,
         )
         assert page.value("metagpu_mig_largest_placeable_slices") == 2
@@ -261,9 +266,9 @@ async def test_probes(tmp_path: Path) -> None:
     """The daemon is alive without a kubelet, and ready while every resource is registered."""
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
 
-    async with agent_at_work(tmp_path, kubelet=kubelet, metrics=ANY) as it:
-        port = await port_of(it)
-        await it.wait_snapshot(lambda now: bool(now.offers))
+    async with agent_at_work(tmp_path, kubelet=kubelet, metrics=ANY) as scene:
+        port = await port_of(scene)
+        await scene.wait_snapshot(lambda now: bool(now.offers))
         assert (await asked(port, "/healthz"))[::2] == (200, "ok\n")
         assert (await asked(port, "/readyz"))[::2] == (
             503,
@@ -291,27 +296,27 @@ async def test_a_daemon_with_an_ended_part_is_not_alive(
         """Return at once from a part that should never end."""
 
     monkeypatch.setattr("metagpu.core.layout.backend_runner.BackendRunner.run", end_at_once)
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        port = await port_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        port = await port_of(scene)
         assert (await asked(port, "/healthz"))[::2] == (
             503,
             "the main task backends has ended: it returned\n",
         )
-        status = await it.status()
+        status = await scene.status()
         assert status["endedTasks"] == {"backends": "it returned"}
 
 
 async def test_nvml_that_hangs_delays_a_page_a_little(tmp_path: Path) -> None:
     """While NVML hangs, a page has everything but the processes of the GPUs."""
     timing = replace(UNHURRIED, nvml_timeout=0.0)
-    async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as it:
-        await it.until(20, 20)
-        it.node.hang_gpu(it.node.gpu(0), 1.0)
-        page = await page_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY, metrics_timing=timing) as scene:
+        await scene.until(20, 20)
+        scene.node.hang_gpu(scene.node.gpu(0), 1.0)
+        page = await page_of(scene)
 
         assert page.value("metagpu_resource_capacity_shares", resource=METAGPU) == 20
         assert page.values("metagpu_usage_timestamp_seconds") == []
-        await page_when(it, lambda page: bool(page.values("metagpu_usage_timestamp_seconds")))
+        await page_when(scene, lambda page: bool(page.values("metagpu_usage_timestamp_seconds")))
 
 
 async def test_a_fault_in_a_page_is_no_reason_to_restart(
@@ -322,8 +327,8 @@ async def test_a_fault_in_a_page_is_no_reason_to_restart(
     def fail(*_: object) -> bytes:
         raise ZeroDivisionError
 
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        port = await port_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        port = await port_of(scene)
         with monkeypatch.context() as broken, capture_module_logs(server):
             broken.setattr(PageRenderer, "render", fail)
             assert (await asked(port))[::2] == (
@@ -336,12 +341,12 @@ async def test_a_fault_in_a_page_is_no_reason_to_restart(
 
 async def test_without_nvml(tmp_path: Path) -> None:
     """Without NVML the page is there and reports the missing driver."""
-    async with agent_at_work(tmp_path, drivers=False, metrics=ANY) as it:
-        page = await page_when(it, lambda page: page.value("metagpu_nvml_up") == 0)
+    async with agent_at_work(tmp_path, drivers=False, metrics=ANY) as scene:
+        page = await page_when(scene, lambda page: page.value("metagpu_nvml_up") == 0)
         assert page.values("metagpu_gpu_healthy") == []
-        await it.agent.preparation.look()
-        status, _, body = await asked(await port_of(it), "/readyz")
-        assert (status, body.splitlines()) == (503, list(it.agent.preparation.problems))
+        await scene.agent.preparation.look()
+        status, _, body = await asked(await port_of(scene), "/readyz")
+        assert (status, body.splitlines()) == (503, list(scene.agent.preparation.problems))
         assert body.startswith("the driver: the NVIDIA driver is not loaded")
 
 
@@ -354,8 +359,10 @@ async def test_the_api_server_has_metrics(tmp_path: Path) -> None:
         joins = ClusterSettings(
             "gpu-1", server.kubeconfig(tmp_path), features=frozenset([Feature.LABELS])
         )
-        async with agent_at_work(tmp_path, cluster_settings=joins, metrics=ANY) as it:
-            page = await page_when(it, lambda page: page.value("metagpu_api_server_connected") == 1)
+        async with agent_at_work(tmp_path, cluster_settings=joins, metrics=ANY) as scene:
+            page = await page_when(
+                scene, lambda page: page.value("metagpu_api_server_connected") == 1
+            )
             assert page.value("metagpu_api_server_feature_healthy", feature="labels") == 1
             assert page.value("metagpu_api_server_events_dropped_total", regarding="node") == 0
 
@@ -363,8 +370,8 @@ async def test_the_api_server_has_metrics(tmp_path: Path) -> None:
 async def test_callers_of_one_moment_share_a_page(tmp_path: Path) -> None:
     """Scrapes at the same moment share one reading of the GPUs and the snapshot."""
     timing = HttpTiming(page_age=3600.0)
-    async with agent_at_work(tmp_path, metrics=ANY, http_timing=timing) as it:
-        port = await port_of(it)
+    async with agent_at_work(tmp_path, metrics=ANY, http_timing=timing) as scene:
+        port = await port_of(scene)
         pages = set()
 
         async def scrape() -> None:
@@ -378,11 +385,11 @@ async def test_callers_of_one_moment_share_a_page(tmp_path: Path) -> None:
 
 async def test_only_known_metrics_are_served(tmp_path: Path) -> None:
     """The page has all families of the table, and otherwise only those of the process."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        page = await page_of(it)
-        status, headers, _ = await asked(await port_of(it))
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        page = await page_of(scene)
+        status, headers, _ = await asked(await port_of(scene))
 
-    names = {it.name.removesuffix("_total") for it in FAMILIES}
+    names = {family.name.removesuffix("_total") for family in FAMILIES}
     others = page.families.keys() - names
     assert names <= page.families.keys()
     assert {name.split("_")[0] for name in others} == {"metagpu", "process"}
@@ -395,18 +402,18 @@ async def test_only_known_metrics_are_served(tmp_path: Path) -> None:
 
 async def test_the_daemon_serves_at_the_configured_address(tmp_path: Path) -> None:
     """`run --metrics` and METAGPU_METRICS set the address, which the log names."""
-    async with daemon(tmp_path, QUICK, "--metrics", "127.0.0.1:0") as it:
-        assert it.process.stderr is not None
+    async with daemon(tmp_path, QUICK, "--metrics", "127.0.0.1:0") as live_daemon:
+        assert live_daemon.process.stderr is not None
         seen = b""
         with anyio.fail_after(30):
             while b"metrics served" not in seen or not seen.endswith(b"\n"):
-                seen += await it.process.stderr.receive()
+                seen += await live_daemon.process.stderr.receive()
         [line] = [line for line in seen.splitlines() if b"metrics served" in line]
         port = int(line.split(b'"address": "127.0.0.1:')[1].split(b'"')[0])
-        await it.until(20)
+        await live_daemon.until(20)
         page = await page_at(port)
         assert page.value("metagpu_resource_capacity_shares", resource=METAGPU) == 20
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
 
 
 async def test_a_daemon_without_metrics_does_not_load_their_library(tmp_path: Path) -> None:

@@ -81,26 +81,26 @@ def of_mig(**counts: int) -> dict[str, int]:
 
 def of_pools(**counts: int) -> dict[str, int]:
     """Return numbers of pods by resource, as many in each of the three pools."""
-    return {f"example.com/{it}-{pool}": n for it, n in counts.items() for pool in "abc"}
+    return {f"example.com/{name}-{pool}": n for name, n in counts.items() for pool in "abc"}
 
 
-def has_free(it: Scene, resource: str) -> bool:
+def has_free(scene: Scene, resource: str) -> bool:
     """Return whether the kubelet could admit one more pod."""
-    held = sum(pod.request(resource) for pod in it.kubelet.pods)
-    return it.kubelet.allocatable().get(resource, 0) > held
+    held = sum(pod.request(resource) for pod in scene.kubelet.pods)
+    return scene.kubelet.allocatable().get(resource, 0) > held
 
 
 async def test_a_full_node_has_a_thousand_series_at_most(tmp_path: Path) -> None:
     """With 8 GPUs and 40 pods in 4 namespaces the page has at most 1000 series."""
-    async with agent_at_work(tmp_path, f"a100-40gb:{GPUS}", metrics=ANY) as it:
-        await it.until(80, 80)
+    async with agent_at_work(tmp_path, f"a100-40gb:{GPUS}", metrics=ANY) as scene:
+        await scene.until(80, 80)
         for number in range(PODS):
             pod = SimPod.single(f"pod-{number}", {METAGPU: 2})
-            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
-        await it.wait_holders()
-        page = await page_of(it)
-        plain = await fetched(await port_of(it), "/metrics")
-        small = await fetched(await port_of(it), "/metrics", "accept-encoding: gzip\r\n")
+            await scene.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await scene.wait_holders()
+        page = await page_of(scene)
+        plain = await fetched(await port_of(scene), "/metrics")
+        small = await fetched(await port_of(scene), "/metrics", "accept-encoding: gzip\r\n")
 
     assert len(page.values("metagpu_container_shares")) == PODS
     assert len(page.values("metagpu_gpu_power_watts")) == GPUS
@@ -117,20 +117,20 @@ async def test_a_full_node_with_mig_has_a_thousand_series_at_most(tmp_path: Path
     node = await a_node(tmp_path, ", ".join(["{model: a100-40gb, mig: true}"] * GPUS))
     config = on_demand_pool("keepWarm: 1h", "1g.5gb, 2g.10gb, 7g.40gb")
     resource = "nvidia.com/mig-1g.5gb"
-    async with agent_at_work(tmp_path, node, config, metrics=ANY) as it:
-        await it.until(7 * GPUS, 7 * GPUS, resource)
+    async with agent_at_work(tmp_path, node, config, metrics=ANY) as scene:
+        await scene.until(7 * GPUS, 7 * GPUS, resource)
         for number in range(PODS):
             pod = SimPod.single(f"pod-{number}", {resource: 1})
-            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
-        await it.wait_holders()
+            await scene.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await scene.wait_holders()
         page = await page_when(
-            it, lambda page: len(page.values("metagpu_container_mig_info")) == PODS
+            scene, lambda page: len(page.values("metagpu_container_mig_info")) == PODS
         )
         labels = page.labels("metagpu_container_mig_info", pod="pod-0")
         [gpu] = [gpu for gpu in node.gpus if gpu.id == labels["uuid"]]
         program = SimProcess(7, 100 * MIB, gi=int(labels["gpu_instance"]), ci=0)
-        it.node.start_process(gpu, program)
-        _, _, body = await asked(await port_of(it), "/dcgm")
+        scene.node.start_process(gpu, program)
+        _, _, body = await asked(await port_of(scene), "/dcgm")
         of_dcgm = Page(body)
     used, profile = "DCGM_FI_DEV_FB_USED", {"GPU_I_PROFILE": labels["profile"]}
     instance = {"UUID": gpu.id, "GPU_I_ID": labels["gpu_instance"], "pod": "pod-0"}
@@ -170,15 +170,15 @@ async def test_sizes_and_refusals_stay_within_the_number(
     node = await a_node(tmp_path, ", ".join(gpus))
     wanted = [resource for resource, count in pods.items() for _ in range(count)]
     assert len(wanted) == PODS
-    async with agent_at_work(tmp_path, node, config, metrics=ANY) as it:
+    async with agent_at_work(tmp_path, node, config, metrics=ANY) as scene:
         for number, resource in enumerate(wanted):
-            await it.kubelet.wait_for(partial(has_free, it, resource))
+            await scene.kubelet.wait_for(partial(has_free, scene, resource))
             pod = SimPod.single(f"pod-{number}", {resource: 1})
-            await it.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
-        await it.wait_holders()
-        refused = it.agent.context.call_stats.of_resource(ResourceName(wanted[0])).refusals
+            await scene.kubelet.admit(replace(pod, namespace=f"team-{number % 4}"))
+        await scene.wait_holders()
+        refused = scene.agent.context.call_stats.of_resource(ResourceName(wanted[0])).refusals
         refused.update(RequestError.__subclasses__()[:12])
-        page = await page_of(it)
+        page = await page_of(scene)
     assert len(page.values("metagpu_container_shares")) == PODS
     assert len(page.values("metagpu_kubelet_refusals_total")) == 12
     assert len(page.values("metagpu_resource_capacity_shares")) == resources
@@ -187,20 +187,20 @@ async def test_sizes_and_refusals_stay_within_the_number(
 
 async def test_sensors_and_their_dcgm_names_are_one_reading(tmp_path: Path) -> None:
     """Both pages have the load of a GPU, in their own units, and its last XID."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        await it.until(20, 20)
-        it.node.start_process(it.node.gpu(0), SimProcess(7, 100 * MIB, sm=100))
-        it.node.raise_xid(it.node.gpu(0), 31)
-        first = labels_of(it.state(0).gpu)
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        await scene.until(20, 20)
+        scene.node.start_process(scene.node.gpu(0), SimProcess(7, 100 * MIB, sm=100))
+        scene.node.raise_xid(scene.node.gpu(0), 31)
+        first = labels_of(scene.state(0).gpu)
         power, xids = "metagpu_gpu_power_watts", "metagpu_gpu_xid_events_total"
         await page_when(
-            it,
+            scene,
             lambda page: (
                 page.values(power, **first) == [400]
                 and page.values(xids, severity="application", **first) == [1]
             ),
         )
-        status, _, body = await asked(await port_of(it), "/dcgm")
+        status, _, body = await asked(await port_of(scene), "/dcgm")
         page = Page(body)
 
     assert status == 200
@@ -216,27 +216,27 @@ async def test_a_gpu_that_hangs_costs_no_other_its_sensors(tmp_path: Path) -> No
     node = build_node("a100-40gb:2")
     driver = NvmlDriver(SimLibrary(node), deadline=0.5)
     scene = agent_at_work(tmp_path, node, driver=driver, metrics=ANY, metrics_timing=timing)
-    async with scene as it:
-        await it.wait_snapshot(lambda now: len(now.gpus) == 2)
-        it.node.hang_gpu(it.node.gpu(0), 60.0)
+    async with scene as live_scene:
+        await live_scene.wait_snapshot(lambda now: len(now.gpus) == 2)
+        live_scene.node.hang_gpu(live_scene.node.gpu(0), 60.0)
         power, overdue = "metagpu_gpu_power_watts", "metagpu_nvml_overdue_calls"
         await page_when(
-            it,
+            live_scene,
             lambda page: (
                 len(page.values(power)) == len(page.values(power, gpu="1")) == 1
                 and page.value(overdue) >= 1
             ),
         )
-        it.node.hang_gpu(it.node.gpu(0), 0.0)
+        live_scene.node.hang_gpu(live_scene.node.gpu(0), 0.0)
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST])
 async def test_a_lost_gpu_has_no_sensors(tmp_path: Path, code: int) -> None:
     """A lost GPU has no temperature, and its faults say why."""
-    async with agent_at_work(tmp_path, metrics=ANY) as it:
-        await it.until(20, 20)
-        it.node.gpu(0).failure = code
+    async with agent_at_work(tmp_path, metrics=ANY) as scene:
+        await scene.until(20, 20)
+        scene.node.gpu(0).failure = code
         page = await page_when(
-            it, lambda page: not page.values("metagpu_gpu_temperature_celsius", gpu="0")
+            scene, lambda page: not page.values("metagpu_gpu_temperature_celsius", gpu="0")
         )
         assert page.values("metagpu_gpu_temperature_celsius", gpu="1") == [32]

@@ -44,50 +44,50 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("profiles", [PROFILES, "1g, 2g, 3g, 7g"])
 async def test_a_pod_gets_an_instance_that_did_not_exist(tmp_path: Path, profiles: str) -> None:
     """The instance is created at admission, is the one in the answer, and ends with the pod."""
-    async with mig_at_work(tmp_path, profiles=profiles) as it:
-        await it.until(3, 3, TWO)
-        assert placements(it.node) == []
+    async with mig_at_work(tmp_path, profiles=profiles) as scene:
+        await scene.until(3, 3, TWO)
+        assert placements(scene.node) == []
 
         asking = pod("train")
-        options = (await it.kubelet.admit(asking))["main"]
-        [place] = placements(it.node)
+        options = (await scene.kubelet.admit(asking))["main"]
+        [place] = placements(scene.node)
         assert place.startswith("2g.10gb@")
-        [(_, device)] = [(i, c.uuid) for i, c in it.node.gpus[0].mig.compute_instances]
+        [(_, device)] = [(i, c.uuid) for i, c in scene.node.gpus[0].mig.compute_instances]
         assert options.envs["NVIDIA_VISIBLE_DEVICES"] == device
         assert options.envs["METAGPU_MEMORY_MIB"] == f"{device}=9856"
-        await it.until(3, 3, TWO)
-        await it.until(1, 0, WHOLE)
+        await scene.until(3, 3, TWO)
+        await scene.until(1, 0, WHOLE)
 
-        await it.wait_holders()
-        await it.kubelet.delete(asking)
-        await until_placed(it)
-        await it.until(1, 1, WHOLE)
+        await scene.wait_holders()
+        await scene.kubelet.delete(asking)
+        await until_placed(scene)
+        await scene.until(1, 1, WHOLE)
 
 
 async def test_two_pods_never_overlap(tmp_path: Path) -> None:
     """Shares that overlap a pod's instance are unavailable, so the next pod gets other slices."""
-    async with mig_at_work(tmp_path) as it:
-        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
-        await it.kubelet.admit(pod("a", "3g.20gb"))
-        await it.until(1, 0, WHOLE)
-        await it.kubelet.admit(pod("b", "3g.20gb"))
+    async with mig_at_work(tmp_path) as scene:
+        await scene.until(2, 2, "nvidia.com/mig-3g.20gb")
+        await scene.kubelet.admit(pod("a", "3g.20gb"))
+        await scene.until(1, 0, WHOLE)
+        await scene.kubelet.admit(pod("b", "3g.20gb"))
 
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
         with pytest.raises(AdmissionError):
-            await it.kubelet.admit(pod("c", "1g.5gb"))
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+            await scene.kubelet.admit(pod("c", "1g.5gb"))
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
 
 
 async def test_two_instances_of_ten_gigabytes_on_one_gpu(tmp_path: Path) -> None:
     """A container that asks for two 2g.10gb on an empty A100-PCIE-40GB gets both."""
     gpus = "{model: a100-pcie-40gb, mig: true}"
-    async with mig_at_work(tmp_path, gpus=gpus) as it:
-        await it.until(3, 3, TWO)
-        options = (await it.kubelet.admit(pod("gpu-pod1", count=2)))["main"]
+    async with mig_at_work(tmp_path, gpus=gpus) as scene:
+        await scene.until(3, 3, TWO)
+        options = (await scene.kubelet.admit(pod("gpu-pod1", count=2)))["main"]
 
         devices = options.envs["NVIDIA_VISIBLE_DEVICES"].split(",")
-        assert {m.device for m in created(it).values()} == {*devices}
-        assert len(placements(it.node)) == 2
+        assert {m.device for m in created(scene).values()} == {*devices}
+        assert len(placements(scene.node)) == 2
         assert [
             part.partition("=")[2] for part in options.envs["METAGPU_MEMORY_MIB"].split(",")
         ] == [*("9856", "9856")]
@@ -95,31 +95,31 @@ async def test_two_instances_of_ten_gigabytes_on_one_gpu(tmp_path: Path) -> None
 
 async def test_a_freed_instance_is_kept_warm_and_used_again(tmp_path: Path) -> None:
     """The next pod of the profile gets the instance of the pod before it."""
-    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
-        await it.until(3, 3, TWO)
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as scene:
+        await scene.until(3, 3, TWO)
         first = pod("first")
-        before = (await it.kubelet.admit(first))["main"]
-        await it.wait_holders()
-        await it.kubelet.delete(first)
-        await until(lambda: [m.idle for m in created(it).values()] == [True])
-        await it.until(1, 1, WHOLE)
+        before = (await scene.kubelet.admit(first))["main"]
+        await scene.wait_holders()
+        await scene.kubelet.delete(first)
+        await until(lambda: [m.idle for m in created(scene).values()] == [True])
+        await scene.until(1, 1, WHOLE)
 
-        after = (await it.kubelet.admit(pod("second")))["main"]
+        after = (await scene.kubelet.admit(pod("second")))["main"]
         assert after.envs == before.envs
 
 
 async def test_a_warm_instance_gives_way_to_another(tmp_path: Path) -> None:
     """A warm instance is removed when another share needs its slices."""
-    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
-        await it.until(3, 3, TWO)
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as scene:
+        await scene.until(3, 3, TWO)
         first = pod("first")
-        await it.kubelet.admit(first)
-        await it.wait_holders()
-        await it.kubelet.delete(first)
-        await it.until(1, 1, WHOLE)
+        await scene.kubelet.admit(first)
+        await scene.wait_holders()
+        await scene.kubelet.delete(first)
+        await scene.until(1, 1, WHOLE)
 
-        await it.kubelet.admit(pod("large", "7g.40gb"))
-        assert placements(it.node) == ["7g.40gb@0"]
+        await scene.kubelet.admit(pod("large", "7g.40gb"))
+        assert placements(scene.node) == ["7g.40gb@0"]
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,17 @@ async def test_a_failure_has_its_reason_and_leaves_nothing(
     tmp_path: Path, making: SimProvisioning
 ) -> None:
     """A pod whose instance fails gets NVML's reason; the next pod gets its own instance."""
-    async with mig_at_work(tmp_path) as it:
-        await it.until(3, 3, TWO)
-        it.node.gpus[0].mig.provisioning = making
+    async with mig_at_work(tmp_path) as scene:
+        await scene.until(3, 3, TWO)
+        scene.node.gpus[0].mig.provisioning = making
         with pytest.raises(
             AdmissionError, match=r"2g.10gb@\d could not be created: .*Unknown Error"
         ):
-            await it.kubelet.admit(pod("unlucky"))
+            await scene.kubelet.admit(pod("unlucky"))
 
-        assert placements(it.node) == []
-        await it.kubelet.admit(pod("lucky"))
-        assert len(placements(it.node)) == 1
+        assert placements(scene.node) == []
+        await scene.kubelet.admit(pod("lucky"))
+        assert len(placements(scene.node)) == 1
 
 
 @pytest.mark.parametrize(
@@ -156,113 +156,113 @@ async def test_what_nvml_did_despite_its_error_is_ours(
     tmp_path: Path, making: SimProvisioning
 ) -> None:
     """An instance of a creation that NVML calls failed is used or removed, never foreign."""
-    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
-        await it.until(3, 3, TWO)
-        it.node.gpus[0].mig.provisioning = making
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as scene:
+        await scene.until(3, 3, TWO)
+        scene.node.gpus[0].mig.provisioning = making
         unlucky = pod("unlucky")
         try:
-            await it.kubelet.admit(unlucky)
-            await it.wait_holders()
-            await it.kubelet.delete(unlucky)
+            await scene.kubelet.admit(unlucky)
+            await scene.wait_holders()
+            await scene.kubelet.delete(unlucky)
         except AdmissionError as error:
             assert "Unknown Error" in str(error)  # noqa: PT017 - a creation that fails
 
-        await until_placed(it)
-        await it.until(1, 1, WHOLE)
-        assert not blocked(it)
+        await until_placed(scene)
+        await scene.until(1, 1, WHOLE)
+        assert not blocked(scene)
 
 
 async def test_a_busy_driver_is_asked_again(tmp_path: Path) -> None:
     """While NVML reports the GPU in use the pod waits, and then gets its instance."""
-    async with mig_at_work(tmp_path) as it:
-        await it.until(3, 3, TWO)
-        it.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
+    async with mig_at_work(tmp_path) as scene:
+        await scene.until(3, 3, TWO)
+        scene.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
         async with anyio.create_task_group() as group:
-            group.start_soon(it.kubelet.admit, pod("patient"))
-            await it.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
-            it.node.gpus[0].mig.provisioning = SimProvisioning()
+            group.start_soon(scene.kubelet.admit, pod("patient"))
+            await scene.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
+            scene.node.gpus[0].mig.provisioning = SimProvisioning()
 
-        assert len(placements(it.node)) == 1
+        assert len(placements(scene.node)) == 1
 
 
 async def test_an_instance_that_comes_too_late_is_removed(tmp_path: Path) -> None:
     """A pod waits until the deadline; an instance that comes later is removed."""
-    async with mig_at_work(tmp_path, options="deadline: 1s, keepWarm: 0s") as it:
-        await it.until(3, 3, TWO)
-        it.node.gpus[0].mig.provisioning = SimProvisioning(duration=1.5)
+    async with mig_at_work(tmp_path, options="deadline: 1s, keepWarm: 0s") as scene:
+        await scene.until(3, 3, TWO)
+        scene.node.gpus[0].mig.provisioning = SimProvisioning(duration=1.5)
         with pytest.raises(AdmissionError, match=r"no answer from NVML within (1|0\.\d+) s"):
-            await it.kubelet.admit(pod("hasty"))
+            await scene.kubelet.admit(pod("hasty"))
 
-        await until(lambda: it.node.handles_issued > 0)
-        await until_placed(it)
+        await until(lambda: scene.node.handles_issued > 0)
+        await until_placed(scene)
 
 
 async def test_an_instance_in_use_outlives_its_pod(tmp_path: Path) -> None:
     """An instance with a running program stays unavailable, and other instances are created."""
-    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
-        await it.until(2, 2, THREE)
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as scene:
+        await scene.until(2, 2, THREE)
         gone = pod("gone", "3g.20gb")
-        await it.kubelet.admit(gone)
-        await it.wait_holders()
-        [(_, device)] = created(it).items()
+        await scene.kubelet.admit(gone)
+        await scene.wait_holders()
+        [(_, device)] = created(scene).items()
         where = device.gpu_instance, device.compute_instance
-        it.node.start_process(it.node.gpus[0], SimProcess(4242, None, *where))
-        await it.kubelet.delete(gone)
-        await until(lambda: not it.state(0).leases)
-        await it.until(2, 1, THREE)
+        scene.node.start_process(scene.node.gpus[0], SimProcess(4242, None, *where))
+        await scene.kubelet.delete(gone)
+        await until(lambda: not scene.state(0).leases)
+        await scene.until(2, 1, THREE)
         there = "instance 3g.20gb@4 was released, and process 4242 still runs on it"
-        await until(lambda: blocked(it) == {there})
+        await until(lambda: blocked(scene) == {there})
 
-        await it.kubelet.admit(pod("other", "3g.20gb"))
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
-        it.node.end_process(it.node.gpus[0], 4242)
-        await until_placed(it, "3g.20gb@0")
+        await scene.kubelet.admit(pod("other", "3g.20gb"))
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
+        scene.node.end_process(scene.node.gpus[0], 4242)
+        await until_placed(scene, "3g.20gb@0")
 
 
 async def test_an_instance_that_cannot_be_removed_blocks_only_itself(tmp_path: Path) -> None:
     """The instance is not offered, the rest of the GPU is, and its removal is tried again."""
-    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
-        await it.until(2, 2, THREE)
-        it.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as scene:
+        await scene.until(2, 2, THREE)
+        scene.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
         gone = pod("gone", "3g.20gb")
-        it.node.gpus[0].mig.provisioning = SimProvisioning()
-        await it.kubelet.admit(gone)
-        await it.wait_holders()
-        it.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
-        await it.kubelet.delete(gone)
-        await it.until(2, 1, THREE)
+        scene.node.gpus[0].mig.provisioning = SimProvisioning()
+        await scene.kubelet.admit(gone)
+        await scene.wait_holders()
+        scene.node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
+        await scene.kubelet.delete(gone)
+        await scene.until(2, 1, THREE)
 
-        it.node.gpus[0].mig.provisioning = SimProvisioning()
-        await it.kubelet.admit(pod("other", "3g.20gb"))
-        await until_placed(it, "3g.20gb@0")
-        await it.until(2, 2, THREE)
+        scene.node.gpus[0].mig.provisioning = SimProvisioning()
+        await scene.kubelet.admit(pod("other", "3g.20gb"))
+        await until_placed(scene, "3g.20gb@0")
+        await scene.until(2, 2, THREE)
 
 
 async def test_instances_of_an_administrator_are_left_alone(tmp_path: Path) -> None:
     """An instance of an administrator is not touched, and its slices are not offered."""
-    async with mig_at_work(tmp_path, options="keepWarm: 0s") as it:
-        await it.until(2, 2, THREE)
-        foreign.create_instance(it.node, it.node.gpus[0], "3g.20gb@4")
-        await it.until(2, 1, THREE)
+    async with mig_at_work(tmp_path, options="keepWarm: 0s") as scene:
+        await scene.until(2, 2, THREE)
+        foreign.create_instance(scene.node, scene.node.gpus[0], "3g.20gb@4")
+        await scene.until(2, 1, THREE)
 
-        await it.kubelet.admit(pod("mine", "3g.20gb"))
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
-        foreign.destroy_instance(it.node, it.node.gpus[0], "3g.20gb@4")
-        await it.until(2, 2, THREE)
+        await scene.kubelet.admit(pod("mine", "3g.20gb"))
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
+        foreign.destroy_instance(scene.node, scene.node.gpus[0], "3g.20gb@4")
+        await scene.until(2, 2, THREE)
 
 
 async def test_idle_instances_of_before_are_taken_over(tmp_path: Path) -> None:
     """An earlier daemon's idle instance is removed after a delay, a foreign one stays."""
     gpus = "{model: a100-40gb, mig: true, instances: [2g.10gb@0, 4g.20gb@0]}"
     one = gpus.replace(", 4g.20gb@0", "")
-    async with mig_at_work(tmp_path, gpus=one, options="keepWarm: 0s") as it:
-        await until_placed(it)
-        await it.until(3, 3, TWO)
+    async with mig_at_work(tmp_path, gpus=one, options="keepWarm: 0s") as mig:
+        await until_placed(mig)
+        await mig.until(3, 3, TWO)
 
-    async with mig_at_work(tmp_path, gpus=gpus.replace("2g.10gb@0, ", "")) as it:
-        await it.until(3, 1, TWO)
-        await it.kubelet.admit(pod("beside"))
-        assert placements(it.node) == ["2g.10gb@4", "4g.20gb@0"]
+    async with mig_at_work(tmp_path, gpus=gpus.replace("2g.10gb@0, ", "")) as scene:
+        await scene.until(3, 1, TWO)
+        await scene.kubelet.admit(pod("beside"))
+        assert placements(scene.node) == ["2g.10gb@4", "4g.20gb@0"]
 
 
 async def test_a_new_daemon_knows_the_instances_of_its_pods(tmp_path: Path) -> None:
@@ -271,20 +271,20 @@ async def test_a_new_daemon_knows_the_instances_of_its_pods(tmp_path: Path) -> N
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
     kept = pod("kept")
     async with kubelet.running():
-        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as it:
-            await it.until(3, 3, TWO)
+        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as agent:
+            await agent.until(3, 3, TWO)
             await kubelet.admit(kept)
-            before = created(it)
-            await it.wait_holders()
+            before = created(agent)
+            await agent.wait_holders()
         assert len(placements(node)) == 1
 
-        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as it:
-            await it.wait_snapshot(lambda now: bool(now.gpus))
-            await until(lambda: created(it) == before)
-            await it.until(1, 0, WHOLE)
+        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as scene:
+            await scene.wait_snapshot(lambda now: bool(now.gpus))
+            await until(lambda: created(scene) == before)
+            await scene.until(1, 0, WHOLE)
             await kubelet.delete(kept)
-            await until_placed(it)
-            await it.until(1, 1, WHOLE)
+            await until_placed(scene)
+            await scene.until(1, 1, WHOLE)
 
 
 async def test_nothing_stays_of_a_daemon_killed_meanwhile(tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ async def test_nothing_stays_of_a_daemon_killed_meanwhile(tmp_path: Path) -> Non
     async with kubelet.running(), anyio.create_task_group() as group:
         async with agent_at_work(
             tmp_path, node, on_demand_pool(), kubelet=kubelet, kubelet_timing=timing
-        ) as it:
-            await it.until(3, 3, TWO)
+        ) as scene:
+            await scene.until(3, 3, TWO)
 
             async def fails() -> None:
                 with pytest.raises(AdmissionError):
@@ -308,16 +308,16 @@ async def test_nothing_stays_of_a_daemon_killed_meanwhile(tmp_path: Path) -> Non
             await until(lambda: node.gpus[0].mig.provisioning.requested == 1)
         assert len(placements(node)) == 1
 
-        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as it:
-            await until_placed(it)
-            await it.until(1, 1, WHOLE)
+        async with agent_at_work(tmp_path, node, on_demand_pool(), kubelet=kubelet) as scene:
+            await until_placed(scene)
+            await scene.until(1, 1, WHOLE)
 
 
 async def test_mig_that_is_off_is_reported(tmp_path: Path) -> None:
     """Without MIG mode nothing is offered, and the reason names the command that helps."""
-    async with mig_at_work(tmp_path, gpus="{model: a100-40gb}") as it:
-        await it.until(3, 0, TWO)
-        await until(lambda: "`nvidia-smi -i 0 -mig 1`" in blocker(it))
+    async with mig_at_work(tmp_path, gpus="{model: a100-40gb}") as scene:
+        await scene.until(3, 0, TWO)
+        await until(lambda: "`nvidia-smi -i 0 -mig 1`" in blocker(scene))
 
 
 async def test_mig_is_turned_on_for_an_idle_gpu(tmp_path: Path) -> None:
@@ -326,13 +326,13 @@ async def test_mig_is_turned_on_for_an_idle_gpu(tmp_path: Path) -> None:
     two = "nvidia.com/mig-2g.20gb"
     async with mig_at_work(
         tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.20gb"
-    ) as it:
-        await until(lambda: "process 77" in blocker(it))
-        it.node.end_process(it.node.gpus[0], 77)
-        await it.until(3, 3, two)
+    ) as scene:
+        await until(lambda: "process 77" in blocker(scene))
+        scene.node.end_process(scene.node.gpus[0], 77)
+        await scene.until(3, 3, two)
 
-        assert it.node.gpus[0].mig.enabled
-        await it.kubelet.admit(pod("train", "2g.20gb"))
+        assert scene.node.gpus[0].mig.enabled
+        await scene.kubelet.admit(pod("train", "2g.20gb"))
 
 
 async def test_mig_stays_off_where_nothing_would_be_offered(tmp_path: Path) -> None:
@@ -340,24 +340,24 @@ async def test_mig_stays_off_where_nothing_would_be_offered(tmp_path: Path) -> N
     gpus = "{model: h100-80gb}"
     async with mig_at_work(
         tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.10gb"
-    ) as it:
-        await until(lambda: blocker(it) == "it has none of the MIG profiles of its pool")
-        await it.wait_snapshot(
+    ) as scene:
+        await until(lambda: blocker(scene) == "it has none of the MIG profiles of its pool")
+        await scene.wait_snapshot(
             lambda now: all(
                 gpu.kubelet.mig_devices_of_other_plugins is not None for gpu in now.gpus.values()
             )
         )
 
-        assert not it.node.gpus[0].mig.pending
+        assert not scene.node.gpus[0].mig.pending
 
 
 async def test_mig_waits_for_a_reset_on_ampere(tmp_path: Path) -> None:
     """On Ampere the reason names the reset that the mode needs; after it shares are given."""
-    async with mig_at_work(tmp_path, gpus="{model: a100-40gb}", options="enableMig: true") as it:
-        await until(lambda: "`nvidia-smi --gpu-reset -i 0`" in blocker(it))
-        assert it.state(0).suspended["mig"].until_reset
-        it.node.reset_gpu(it.node.gpus[0])
-        await it.until(3, 3, TWO)
+    async with mig_at_work(tmp_path, gpus="{model: a100-40gb}", options="enableMig: true") as scene:
+        await until(lambda: "`nvidia-smi --gpu-reset -i 0`" in blocker(scene))
+        assert scene.state(0).suspended["mig"].until_reset
+        scene.node.reset_gpu(scene.node.gpus[0])
+        await scene.until(3, 3, TWO)
 
 
 async def test_mig_that_cannot_be_turned_on_has_a_reason(
@@ -374,79 +374,79 @@ async def test_mig_that_cannot_be_turned_on_has_a_reason(
     gpus = "{model: h100-80gb}"
     async with mig_at_work(
         tmp_path, gpus=gpus, options="enableMig: true", profiles="2g.20gb"
-    ) as it:
-        await until(lambda: blocker(it).startswith("MIG mode is off and cannot be enabled: "))
-        assert "Insufficient Permissions" in blocker(it)
-        await until(lambda: not any(s.exclusive for s in it.state(0).provisioned.values()))
+    ) as scene:
+        await until(lambda: blocker(scene).startswith("MIG mode is off and cannot be enabled: "))
+        assert "Insufficient Permissions" in blocker(scene)
+        await until(lambda: not any(s.exclusive for s in scene.state(0).provisioned.values()))
 
         refusing = False
-        await it.until(3, 3, "nvidia.com/mig-2g.20gb")
+        await scene.until(3, 3, "nvidia.com/mig-2g.20gb")
 
 
 async def test_a_reset_takes_the_instances_of_pods(tmp_path: Path) -> None:
     """A pod's instance is not created again after a reset; other pods are served."""
-    async with mig_at_work(tmp_path) as it:
-        await it.until(2, 2, THREE)
+    async with mig_at_work(tmp_path) as scene:
+        await scene.until(2, 2, THREE)
         lost = pod("lost", "3g.20gb")
-        await it.kubelet.admit(lost)
-        await it.wait_holders()
-        it.node.reset_gpu(it.node.gpus[0])
-        await until(lambda: not created(it))
+        await scene.kubelet.admit(lost)
+        await scene.wait_holders()
+        scene.node.reset_gpu(scene.node.gpus[0])
+        await until(lambda: not created(scene))
 
-        await it.kubelet.admit(pod("new", "3g.20gb"))
-        assert placements(it.node) == ["3g.20gb@0"]
-        await it.kubelet.delete(lost)
-        await until(lambda: len(it.state(0).leases) == 1)
-        assert placements(it.node) == ["3g.20gb@0"]
+        await scene.kubelet.admit(pod("new", "3g.20gb"))
+        assert placements(scene.node) == ["3g.20gb@0"]
+        await scene.kubelet.delete(lost)
+        await until(lambda: len(scene.state(0).leases) == 1)
+        assert placements(scene.node) == ["3g.20gb@0"]
 
 
 async def test_a_pool_that_goes_lets_its_pods_end(tmp_path: Path) -> None:
     """After a reload without the pool a pod keeps its instance, which is removed with the pod."""
-    async with mig_at_work(tmp_path, options="keepWarm: 1h") as it:
-        await it.until(3, 3, TWO)
+    async with mig_at_work(tmp_path, options="keepWarm: 1h") as scene:
+        await scene.until(3, 3, TWO)
         last = pod("last")
-        await it.kubelet.admit(last)
-        await it.wait_holders()
-        await anyio.Path(it.config_file).write_text(
+        await scene.kubelet.admit(last)
+        await scene.wait_holders()
+        await anyio.Path(scene.config_file).write_text(
             on_demand_pool().replace("name: mig", "name: mig\n    gpus: {index: 7}")
         )
-        await it.agent.reload()
-        await it.until(0, 0, TWO)
-        assert len(placements(it.node)) == 1
+        await scene.agent.reload()
+        await scene.until(0, 0, TWO)
+        assert len(placements(scene.node)) == 1
 
-        await it.kubelet.delete(last)
-        await until_placed(it)
+        await scene.kubelet.delete(last)
+        await until_placed(scene)
 
 
 async def test_pods_come_and_go(tmp_path: Path) -> None:
     """Over many pods of all sizes, the GPUs have exactly the instances of the answers."""
     chance = random.Random(4)  # noqa: S311 - chance, not secrets
     gpus = "{model: a100-40gb, count: 2, mig: true}"
-    async with mig_at_work(tmp_path, gpus=gpus, options="keepWarm: 50ms") as it:
-        await it.until(6, 6, TWO)
+    async with mig_at_work(tmp_path, gpus=gpus, options="keepWarm: 50ms") as scene:
+        await scene.until(6, 6, TWO)
         pods: dict[str, tuple[SimPod, str]] = {}
         refused = 0
 
         for number in range(60):
             if pods and chance.random() < 0.4:
                 gone, _ = pods.pop(chance.choice(list(pods)))
-                await it.kubelet.delete(gone)
+                await scene.kubelet.delete(gone)
                 continue
             profile = chance.choice(["1g.5gb", "1g.5gb+me", "2g.10gb", "3g.20gb", "7g.40gb"])
             new = pod(f"pod{number}", profile)
             try:
-                options = await it.kubelet.admit(new)
+                options = await scene.kubelet.admit(new)
             except AdmissionError:
                 refused += 1
                 continue
-            await it.wait_holders()
+            await scene.wait_holders()
             device = options["main"].envs["NVIDIA_VISIBLE_DEVICES"]
             pods[new.name] = new, device
-            there = {m.device for index in (0, 1) for m in created(it, index).values()}
+            there = {m.device for index in (0, 1) for m in created(scene, index).values()}
             assert {device for _, device in pods.values()} <= there
 
         assert refused < 30
         for gone, _ in pods.values():
-            await it.kubelet.delete(gone)
-        await until_placed(it, index=0)
-        await until_placed(it, index=1)
+            await scene.kubelet.delete(gone)
+        await until_placed(scene, index=0)
+        await until_placed(scene, index=1)

@@ -47,10 +47,10 @@ async def at_work(tmp_path: Path, options: str, *, rescan: str = "100ms") -> Asy
         yield scene
 
 
-def numbers(it: Scene, place: str) -> tuple[int, int]:
+def numbers(scene: Scene, place: str) -> tuple[int, int]:
     """Return the numbers by which NVML knows an instance and its compute instance."""
-    gpu = it.node.gpus[0]
-    with it.node.changed:
+    gpu = scene.node.gpus[0]
+    with scene.node.changed:
         return next(
             (instance.number, compute.number)
             for instance, compute in gpu.mig.compute_instances
@@ -58,14 +58,14 @@ def numbers(it: Scene, place: str) -> tuple[int, int]:
         )
 
 
-def fault(it: Scene, place: str, code: int = 94) -> None:
+def fault(scene: Scene, place: str, code: int = 94) -> None:
     """Report an XID inside an instance, as the driver does."""
-    it.node.raise_xid(it.node.gpus[0], code, *numbers(it, place))
+    scene.node.raise_xid(scene.node.gpus[0], code, *numbers(scene, place))
 
 
-def out_of_service(it: Scene) -> dict[str, str]:
+def out_of_service(scene: Scene) -> dict[str, str]:
     """Return the MIG devices that are out of service, each with its reason."""
-    return {device: verdict.reason for device, verdict in it.state(0).mig_faults.items()}
+    return {device: verdict.reason for device, verdict in scene.state(0).mig_faults.items()}
 
 
 DYNAMIC = "profiles: [2g.10gb, 3g.20gb], keepWarm: 1h"
@@ -73,224 +73,230 @@ DYNAMIC = "profiles: [2g.10gb, 3g.20gb], keepWarm: 1h"
 
 async def test_a_fault_inside_an_instance_is_that_instances_alone(tmp_path: Path) -> None:
     """The instance's share turns Unhealthy with reason and time; its neighbours are not touched."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
         for name in ("a", "b"):
-            await it.kubelet.admit(pod(name, "3g.20gb"))
-        await it.wait_holders()
-        [device] = [m.device for slot, m in created(it).items() if slot == "3g.20gb@0"]
-        fault(it, "3g.20gb@0")
+            await scene.kubelet.admit(pod(name, "3g.20gb"))
+        await scene.wait_holders()
+        [device] = [m.device for slot, m in created(scene).items() if slot == "3g.20gb@0"]
+        fault(scene, "3g.20gb@0")
 
-        await it.until(2, 1, THREE)
-        assert out_of_service(it) == {device: REASON}
-        assert it.state(0).verdict.healthy
-        assert shares_on_faulty_devices(it.state(0)) == {f"{it.state(0).gpu.id}::3g.20gb@0"}
-        [expected] = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus[0].faults
+        await scene.until(2, 1, THREE)
+        assert out_of_service(scene) == {device: REASON}
+        assert scene.state(0).verdict.healthy
+        assert shares_on_faulty_devices(scene.state(0)) == {f"{scene.state(0).gpu.id}::3g.20gb@0"}
+        [expected] = (
+            explain_report(scene.agent.registry.snapshot, scene.agent.layout).gpus[0].faults
+        )
         assert (expected.device, expected.reason) == (device, REASON)
-        assert expected.shares == [f"{it.state(0).gpu.id}::3g.20gb@0"]
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        assert expected.shares == [f"{scene.state(0).gpu.id}::3g.20gb@0"]
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
 
 
 async def test_a_faulty_instance_is_created_again_after_its_pod(tmp_path: Path) -> None:
     """A faulty instance is not kept warm; the next pod gets another device in its place."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
         first = pod("first", "3g.20gb")
-        before = (await it.kubelet.admit(first))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
-        await it.wait_holders()
-        [place] = placements(it.node)
-        fault(it, place)
-        await it.until(2, 1, THREE)
+        before = (await scene.kubelet.admit(first))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await scene.wait_holders()
+        [place] = placements(scene.node)
+        fault(scene, place)
+        await scene.until(2, 1, THREE)
 
-        await it.kubelet.delete(first)
-        await until_placed(it)
-        await it.until(2, 2, THREE)
-        assert out_of_service(it) == {}
-        after = (await it.kubelet.admit(pod("next", "3g.20gb")))["main"]
+        await scene.kubelet.delete(first)
+        await until_placed(scene)
+        await scene.until(2, 2, THREE)
+        assert out_of_service(scene) == {}
+        after = (await scene.kubelet.admit(pod("next", "3g.20gb")))["main"]
         assert after.envs["NVIDIA_VISIBLE_DEVICES"] != before
-        assert placements(it.node) == [place]
+        assert placements(scene.node) == [place]
 
 
 async def test_a_faulty_instance_in_use_stays(tmp_path: Path) -> None:
     """While a program runs on a faulty instance, it is unavailable, and the reason names both."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
         gone = pod("gone", "3g.20gb")
-        await it.kubelet.admit(gone)
-        await it.wait_holders()
-        [place] = placements(it.node)
-        it.node.start_process(it.node.gpus[0], SimProcess(4242, None, *numbers(it, place)))
-        fault(it, place)
-        await it.until(2, 1, THREE)
-        await it.kubelet.delete(gone)
+        await scene.kubelet.admit(gone)
+        await scene.wait_holders()
+        [place] = placements(scene.node)
+        scene.node.start_process(scene.node.gpus[0], SimProcess(4242, None, *numbers(scene, place)))
+        fault(scene, place)
+        await scene.until(2, 1, THREE)
+        await scene.kubelet.delete(gone)
         expected = (
             f"instance {place} is out of service ({REASON}) and will be created again; "
             "process 4242 still runs on it"
         )
-        await until(lambda: blocked(it) == {expected})
+        await until(lambda: blocked(scene) == {expected})
 
-        it.node.end_process(it.node.gpus[0], 4242)
-        await until_placed(it)
-        await it.until(2, 2, THREE)
+        scene.node.end_process(scene.node.gpus[0], 4242)
+        await until_placed(scene)
+        await scene.until(2, 2, THREE)
 
 
 async def test_a_faulty_instance_of_a_layout_is_created_again(tmp_path: Path) -> None:
     """All its replicas are Unhealthy until the last pod has gone; then the instance returns."""
     shared = f"{TWO}.shared"
-    async with at_work(tmp_path, "layout: {2g.10gb: 3}, replicas: 2") as it:
-        await it.until(6, 6, shared)
+    async with at_work(tmp_path, "layout: {2g.10gb: 3}, replicas: 2") as scene:
+        await scene.until(6, 6, shared)
         one = SimPod.single("one", {shared: 1})
-        device = (await it.kubelet.admit(one))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
-        await it.wait_holders()
-        [place] = {slot.partition("-t")[0] for slot, m in created(it).items() if m.device == device}
-        fault(it, place)
-        await it.until(6, 4, shared)
-        assert out_of_service(it) == {device: REASON}
+        device = (await scene.kubelet.admit(one))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await scene.wait_holders()
+        [place] = {
+            slot.partition("-t")[0] for slot, m in created(scene).items() if m.device == device
+        }
+        fault(scene, place)
+        await scene.until(6, 4, shared)
+        assert out_of_service(scene) == {device: REASON}
 
-        await it.kubelet.delete(one)
-        await it.until(6, 6, shared)
-        assert out_of_service(it) == {}
-        assert len(placements(it.node)) == 3
-        assert device not in {m.device for m in created(it).values()}
+        await scene.kubelet.delete(one)
+        await scene.until(6, 6, shared)
+        assert out_of_service(scene) == {}
+        assert len(placements(scene.node)) == 3
+        assert device not in {m.device for m in created(scene).values()}
 
 
 async def test_no_replica_of_a_faulted_instance_is_given(tmp_path: Path) -> None:
     """A free replica is refused too, until the holder of another replica ends."""
-    async with at_work(tmp_path, "layout: {7g.40gb: 1}, replicas: 2") as it:
+    async with at_work(tmp_path, "layout: {7g.40gb: 1}, replicas: 2") as scene:
         shared = "nvidia.com/mig-7g.40gb.shared"
-        await it.until(2, 2, shared)
-        await it.kubelet.admit(SimPod.single("one", {shared: 1}))
-        await it.wait_holders()
-        fault(it, "7g.40gb@0")
-        await it.until(2, 0, shared)
+        await scene.until(2, 2, shared)
+        await scene.kubelet.admit(SimPod.single("one", {shared: 1}))
+        await scene.wait_holders()
+        fault(scene, "7g.40gb@0")
+        await scene.until(2, 0, shared)
         with pytest.raises(AdmissionError):
-            await it.kubelet.admit(SimPod.single("two", {shared: 1}))
+            await scene.kubelet.admit(SimPod.single("two", {shared: 1}))
 
 
 async def test_an_operator_acknowledges_an_instance(tmp_path: Path) -> None:
     """The device's uuid acknowledges an instance, as does its GPU, which may be healthy."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
-        await it.kubelet.admit(pod("a", "3g.20gb"))
-        await it.wait_holders()
-        [place] = placements(it.node)
-        acknowledge = it.agent.commands["acknowledge"]
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
+        await scene.kubelet.admit(pod("a", "3g.20gb"))
+        await scene.wait_holders()
+        [place] = placements(scene.node)
+        acknowledge = scene.agent.commands["acknowledge"]
 
-        fault(it, place)
-        await it.until(2, 1, THREE)
-        [device] = out_of_service(it)
+        fault(scene, place)
+        await scene.until(2, 1, THREE)
+        [device] = out_of_service(scene)
         answer = await acknowledge({"gpu": device})
-        assert answer == f"MIG device {device} of GPU {it.state(0).gpu} is back in service"
-        await it.until(2, 2, THREE)
+        assert answer == f"MIG device {device} of GPU {scene.state(0).gpu} is back in service"
+        await scene.until(2, 2, THREE)
 
-        fault(it, place)
-        await it.until(2, 1, THREE)
+        fault(scene, place)
+        await scene.until(2, 1, THREE)
         await acknowledge({"gpu": "0"})
-        await it.until(2, 2, THREE)
+        await scene.until(2, 2, THREE)
         with pytest.raises(MetagpuError, match="is in service"):
             await acknowledge({"gpu": "0"})
 
 
 async def test_a_verdict_does_not_pass_to_the_next_instance(tmp_path: Path) -> None:
     """A verdict belongs to a device; the next device with its number is healthy."""
-    async with at_work(tmp_path, "profiles: [7g.40gb], keepWarm: 0s") as it:
+    async with at_work(tmp_path, "profiles: [7g.40gb], keepWarm: 0s") as scene:
         whole = "nvidia.com/mig-7g.40gb"
-        await it.until(1, 1, whole)
+        await scene.until(1, 1, whole)
         first = pod("first", "7g.40gb")
-        await it.kubelet.admit(first)
-        await it.wait_holders()
-        number = numbers(it, "7g.40gb@0")
-        fault(it, "7g.40gb@0")
-        await it.until(1, 0, whole)
-        await it.kubelet.delete(first)
-        await it.until(1, 1, whole)
+        await scene.kubelet.admit(first)
+        await scene.wait_holders()
+        number = numbers(scene, "7g.40gb@0")
+        fault(scene, "7g.40gb@0")
+        await scene.until(1, 0, whole)
+        await scene.kubelet.delete(first)
+        await scene.until(1, 1, whole)
 
-        await it.kubelet.admit(pod("next", "7g.40gb"))
-        assert numbers(it, "7g.40gb@0") == number
-        assert out_of_service(it) == {}
-        await it.until(1, 1, whole)
+        await scene.kubelet.admit(pod("next", "7g.40gb"))
+        assert numbers(scene, "7g.40gb@0") == number
+        assert out_of_service(scene) == {}
+        await scene.until(1, 1, whole)
 
 
 @pytest.mark.parametrize("code", [95, 79])
 async def test_some_faults_are_the_whole_gpus_wherever_they_are(tmp_path: Path, code: int) -> None:
     """A fault that is not contained takes the whole GPU out, whatever instance the driver names."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
-        await it.kubelet.admit(pod("a", "3g.20gb"))
-        await it.wait_holders()
-        [place] = placements(it.node)
-        fault(it, place, code)
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
+        await scene.kubelet.admit(pod("a", "3g.20gb"))
+        await scene.wait_holders()
+        [place] = placements(scene.node)
+        fault(scene, place, code)
 
-        await it.until(2, 0, THREE)
-        assert not it.state(0).verdict.healthy
-        assert out_of_service(it) == {}
+        await scene.until(2, 0, THREE)
+        assert not scene.state(0).verdict.healthy
+        assert out_of_service(scene) == {}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_neighbours_of_faulty_instances_do_not_change(tmp_path: Path, seed: int) -> None:
     """Of seven full instances the faulty ones are created again; the other devices stay."""
     one, chance = "nvidia.com/mig-1g.5gb", random.Random(seed)  # noqa: S311 - chance, no secret
-    async with at_work(tmp_path, "profiles: [1g.5gb], keepWarm: 1h") as it:
-        await it.until(7, 7, one)
+    async with at_work(tmp_path, "profiles: [1g.5gb], keepWarm: 1h") as scene:
+        await scene.until(7, 7, one)
         pods = {f"pod{n}": pod(f"pod{n}", "1g.5gb") for n in range(7)}
         for each in pods.values():
-            await it.kubelet.admit(each)
-        await it.wait_holders()
-        before = {slot: m.device for slot, m in created(it).items()}
+            await scene.kubelet.admit(each)
+        await scene.wait_holders()
+        before = {slot: m.device for slot, m in created(scene).items()}
         ill = set(chance.sample(sorted(before), 3))
         for slot in sorted(ill):
-            fault(it, slot)
+            fault(scene, slot)
 
-        await it.until(7, 4, one)
-        assert shares_on_faulty_devices(it.state(0)) == {
-            f"{it.state(0).gpu.id}::{slot}" for slot in ill
+        await scene.until(7, 4, one)
+        assert shares_on_faulty_devices(scene.state(0)) == {
+            f"{scene.state(0).gpu.id}::{slot}" for slot in ill
         }
-        holders = {i: lease.holder for i, lease in it.state(0).leases.items()}
+        holders = {i: lease.holder for i, lease in scene.state(0).leases.items()}
         for slot in ill:
-            holder = holders[ShareId(f"{it.state(0).gpu.id}::{slot}")]
+            holder = holders[ShareId(f"{scene.state(0).gpu.id}::{slot}")]
             assert holder is not None
-            await it.kubelet.delete(pods[holder.pod])
-        await it.until(7, 7, one)
+            await scene.kubelet.delete(pods[holder.pod])
+        await scene.until(7, 7, one)
 
-        assert it.state(0).verdict.healthy
-        stayed = {slot: m.device for slot, m in created(it).items()}
+        assert scene.state(0).verdict.healthy
+        stayed = {slot: m.device for slot, m in created(scene).items()}
         assert stayed == {slot: device for slot, device in before.items() if slot not in ill}
         for n in range(3):
-            await it.kubelet.admit(pod(f"new{n}", "1g.5gb"))
-        assert {m.device for m in created(it).values()}.isdisjoint({before[slot] for slot in ill})
+            await scene.kubelet.admit(pod(f"new{n}", "1g.5gb"))
+        assert {m.device for m in created(scene).values()}.isdisjoint(
+            {before[slot] for slot in ill}
+        )
 
 
 async def test_a_recovery_action_after_a_contained_fault_is_the_gpus(tmp_path: Path) -> None:
     """A reset that the driver requests takes the GPU out, even after a contained fault."""
-    async with at_work(tmp_path, DYNAMIC) as it:
-        await it.until(2, 2, THREE)
-        await it.kubelet.admit(pod("a", "3g.20gb"))
-        await it.wait_holders()
-        [place] = placements(it.node)
-        it.node.gpus[0].recovery_action = RecoveryAction.GPU_RESET
-        fault(it, place)
+    async with at_work(tmp_path, DYNAMIC) as scene:
+        await scene.until(2, 2, THREE)
+        await scene.kubelet.admit(pod("a", "3g.20gb"))
+        await scene.wait_holders()
+        [place] = placements(scene.node)
+        scene.node.gpus[0].recovery_action = RecoveryAction.GPU_RESET
+        fault(scene, place)
 
-        await it.until(2, 0, THREE)
-        assert "GPU reset" in it.state(0).verdict.reason
+        await scene.until(2, 0, THREE)
+        assert "GPU reset" in scene.state(0).verdict.reason
 
 
 async def test_a_fault_of_a_foreign_instance_stays_with_it(tmp_path: Path) -> None:
     """A foreign instance's fault is reported by its device, and forgotten with the instance."""
-    async with at_work(tmp_path, "profiles: [3g.20gb]") as it:
-        await it.until(2, 2, THREE)
-        foreign.create_instance(it.node, it.node.gpus[0], "2g.10gb@0")
-        with it.node.changed:
-            [(_, compute)] = it.node.gpus[0].mig.compute_instances
-        fault(it, "2g.10gb@0")
-        event = await it.next_event(InstanceFaulted)
+    async with at_work(tmp_path, "profiles: [3g.20gb]") as scene:
+        await scene.until(2, 2, THREE)
+        foreign.create_instance(scene.node, scene.node.gpus[0], "2g.10gb@0")
+        with scene.node.changed:
+            [(_, compute)] = scene.node.gpus[0].mig.compute_instances
+        fault(scene, "2g.10gb@0")
+        event = await scene.next_event(InstanceFaulted)
         assert isinstance(event, InstanceFaulted)
         assert event.device == compute.uuid
-        assert it.state(0).verdict.healthy
-        await it.until(2, 1, THREE)
+        assert scene.state(0).verdict.healthy
+        await scene.until(2, 1, THREE)
 
-        foreign.destroy_instance(it.node, it.node.gpus[0], "2g.10gb@0")
-        await until(lambda: out_of_service(it) == {})
-        await it.until(2, 2, THREE)
+        foreign.destroy_instance(scene.node, scene.node.gpus[0], "2g.10gb@0")
+        await until(lambda: out_of_service(scene) == {})
+        await scene.until(2, 2, THREE)
 
 
 async def test_an_instance_named_on_a_gpu_without_mig_is_the_gpu(tmp_path: Path) -> None:
@@ -299,8 +305,8 @@ async def test_an_instance_named_on_a_gpu_without_mig_is_the_gpu(tmp_path: Path)
         "version: metagpu/v1\nhealth: {xids: {94: fatal}}\n"
         "pools: [{name: a, backends: [{backend: fraction, sharesPerGpu: 2}]}]\n"
     )
-    async with agent_at_work(tmp_path, "a100-40gb:1", config) as it:
-        await it.until(2, 2)
-        it.node.raise_xid(it.node.gpus[0], 94, 0, 0)
-        assert isinstance(await it.next_event(GpuFaulted), GpuFaulted)
-        await it.until(2, 0)
+    async with agent_at_work(tmp_path, "a100-40gb:1", config) as scene:
+        await scene.until(2, 2)
+        scene.node.raise_xid(scene.node.gpus[0], 94, 0, 0)
+        assert isinstance(await scene.next_event(GpuFaulted), GpuFaulted)
+        await scene.until(2, 0)

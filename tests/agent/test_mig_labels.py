@@ -37,7 +37,7 @@ class Cluster:
     def __init__(self, tmp_path: Path, **labels: str) -> None:
         self.server = SimApiServer()
         named = {name.replace("__", "."): value for name, value in labels.items()}
-        self.server.add_node(NODE, {f"nvidia.com/{name}": it for name, it in named.items()})
+        self.server.add_node(NODE, {f"nvidia.com/{name}": text for name, text in named.items()})
         self.folder = tmp_path
 
     def settings(self) -> ClusterSettings:
@@ -54,7 +54,7 @@ class Cluster:
 
     def notes(self, reason: str) -> list[str]:
         """Return the notes of the Node's Events of one kind."""
-        return [it["note"] for it in self.server.events() if it["reason"] == reason]
+        return [event["note"] for event in self.server.events() if event["reason"] == reason]
 
 
 async def source_of(tmp_path: Path, *texts: str, **environment: str) -> ConfigSource:
@@ -90,19 +90,19 @@ async def test_a_label_chooses_among_the_layouts_of_the_gpus(
         cluster.server.running(),
         agent_at_work(
             tmp_path, node, source=ConfigSource(), cluster_settings=cluster.settings()
-        ) as it,
+        ) as scene,
     ):
-        await it.until(100, 100, METAGPU)  # the T4 alone: the other GPU is in MIG mode
+        await scene.until(100, 100, METAGPU)  # the T4 alone: the other GPU is in MIG mode
         cluster.choose("all-1g.10gb")
-        await it.until(7, 7, mig("1g.10gb"))
-        await it.until(100, 100, METAGPU)
+        await scene.until(7, 7, mig("1g.10gb"))
+        await scene.until(100, 100, METAGPU)
         await cluster.answers("success")
-        assert (await configuration(it))["migLayout"] == "all-1g.10gb"
+        assert (await configuration(scene))["migLayout"] == "all-1g.10gb"
 
         cluster.choose("all-balanced")
-        await it.until(2, 2, mig("1g.10gb"))
-        await it.until(1, 1, mig("2g.20gb"))
-        await it.until(1, 1, mig("3g.40gb"))
+        await scene.until(2, 2, mig("1g.10gb"))
+        await scene.until(1, 1, mig("2g.20gb"))
+        await scene.until(1, 1, mig("3g.40gb"))
         await cluster.answers("success")
 
         cluster.choose("all-1g.5gb")
@@ -116,13 +116,13 @@ async def test_a_label_chooses_among_the_layouts_of_the_gpus(
                 "the GPUs stay as they are"
             )
         ]
-        await it.until(1, 1, mig("3g.40gb"))
-        assert (await configuration(it))["migLayout"] == "all-balanced"
+        await scene.until(1, 1, mig("3g.40gb"))
+        assert (await configuration(scene))["migLayout"] == "all-balanced"
 
         cluster.choose("all-disabled")
-        await becomes(lambda: not it.node.gpus[0].mig.enabled)
-        await it.agent.health.survey()
-        await it.until(200, 200, METAGPU)
+        await becomes(lambda: not scene.node.gpus[0].mig.enabled)
+        await scene.agent.health.survey()
+        await scene.until(200, 200, METAGPU)
         await cluster.answers("success")
         cluster.choose(None)
         await cluster.answers(None)
@@ -139,10 +139,10 @@ async def test_the_plugins_file_names_and_shares_what_the_label_leaves(
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as scene,
     ):
-        await it.until(2, 2, mig("3g.40gb"))
-        await it.until(4, 4, ResourceName("nvidia.com/gpu"))
+        await scene.until(2, 2, mig("3g.40gb"))
+        await scene.until(4, 4, ResourceName("nvidia.com/gpu"))
         await cluster.answers("success")
 
 
@@ -154,11 +154,11 @@ async def test_a_wrong_label_at_start_leaves_the_rest_on_offer(tmp_path: Path) -
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as scene,
     ):
-        await it.until(8, 8, ResourceName("nvidia.com/gpu"))
+        await scene.until(8, 8, ResourceName("nvidia.com/gpu"))
         await cluster.answers("failed")
-        status = await it.status()
+        status = await scene.status()
         assert isinstance(status, dict)
         assert "there is no layout 'all-of-it'" in status["cluster"]["refusal"]
 
@@ -176,18 +176,22 @@ async def test_a_node_without_the_label_stays_as_it_is(
     settings = cluster.settings
 
     async with cluster.server.running():
-        async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings()) as it:
-            await it.until(8, 8, ResourceName("nvidia.com/gpu"))
+        async with agent_at_work(
+            tmp_path, node, source=source, cluster_settings=settings()
+        ) as agent:
+            await agent.until(8, 8, ResourceName("nvidia.com/gpu"))
             cluster.choose(wanted)
-            await it.until(2, 2, mig("3g.40gb"))
+            await agent.until(2, 2, mig("3g.40gb"))
             await cluster.answers("success")
-            offers = it.agent.registry.snapshot.offers
+            offers = agent.agent.registry.snapshot.offers
             cluster.choose(None)
             await cluster.answers(None)
-            assert it.agent.registry.snapshot.offers == offers
-        async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings()) as it:
-            await it.until(2, 2, mig("3g.40gb"))
-            await it.until(4, 4, ResourceName("nvidia.com/gpu"))
+            assert agent.agent.registry.snapshot.offers == offers
+        async with agent_at_work(
+            tmp_path, node, source=source, cluster_settings=settings()
+        ) as scene:
+            await scene.until(2, 2, mig("3g.40gb"))
+            await scene.until(4, 4, ResourceName("nvidia.com/gpu"))
 
 
 async def test_a_label_that_is_not_read_yet_is_not_absent(
@@ -221,8 +225,8 @@ async def test_the_option_chooses_among_the_layouts_of_the_gpus(
     environment = {"MIG_STRATEGY": "single"}
     context = ConversionContext(mig_config="all-2g.10gb", environment=environment)
 
-    async with agent_at_work(tmp_path, node, source=ConfigSource(context=context)) as it:
-        await it.until(3, 3, ResourceName("nvidia.com/gpu"))
+    async with agent_at_work(tmp_path, node, source=ConfigSource(context=context)) as scene:
+        await scene.until(3, 3, ResourceName("nvidia.com/gpu"))
 
 
 async def test_a_node_of_mig_manager_is_left_to_it(tmp_path: Path) -> None:
@@ -234,11 +238,11 @@ async def test_a_node_of_mig_manager_is_left_to_it(tmp_path: Path) -> None:
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as scene,
     ):
-        await it.until(8, 8, ResourceName("nvidia.com/gpu"))
+        await scene.until(8, 8, ResourceName("nvidia.com/gpu"))
         assert STATE not in cluster.server.labels(NODE)
-        assert (await configuration(it))["notes"] == [
+        assert (await configuration(scene))["notes"] == [
             (
                 "label: nvidia.com/mig.config: is left to NVIDIA's MIG manager, which "
                 "nvidia.com/gpu.deploy.mig-manager=true runs on this node; with false, metagpu "
@@ -246,7 +250,7 @@ async def test_a_node_of_mig_manager_is_left_to_it(tmp_path: Path) -> None:
             )
         ]
         cluster.server.label(NODE, {"nvidia.com/gpu.deploy.mig-manager": "false"})
-        await it.until(7, 7, mig("1g.10gb"))
+        await scene.until(7, 7, mig("1g.10gb"))
         await cluster.answers("success")
 
 
@@ -271,9 +275,9 @@ async def test_a_file_of_our_own_decides(
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, pools, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, pools, cluster_settings=cluster.settings()) as scene,
     ):
-        await it.until(1, 1, ResourceName("nvidia.com/gpu"))
+        await scene.until(1, 1, ResourceName("nvidia.com/gpu"))
         await cluster.answers(state)
         if state == "failed":
             await cluster.server.until(lambda: cluster.notes("ConfigRejected") != [])
@@ -302,17 +306,17 @@ async def test_the_answer_follows_the_file(tmp_path: Path, monkeypatch: pytest.M
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as scene,
     ):
         await cluster.answers("failed")
         await file.write_text(HALVES.replace("halves", "whole").replace("3g.40gb: 2", "7g.80gb: 1"))
-        await it.agent.reload()
-        await it.until(1, 1, mig("7g.80gb"))
+        await scene.agent.reload()
+        await scene.until(1, 1, mig("7g.80gb"))
         await cluster.answers("success")
 
         await file.write_text("mig-configs: 7")
-        await it.agent.reload()
-        status = await it.status()
+        await scene.agent.reload()
+        status = await scene.status()
         assert isinstance(status, dict)
         assert "mig-configs" in status["configuration"]["error"]
         assert (status["configuration"]["migLayout"], status["cluster"]["refusal"]) == (
@@ -338,9 +342,9 @@ mig-configs:
 
     async with (
         cluster.server.running(),
-        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as it,
+        agent_at_work(tmp_path, node, source=source, cluster_settings=cluster.settings()) as scene,
     ):
-        await it.until(1, 1, mig("7g.80gb"))
+        await scene.until(1, 1, mig("7g.80gb"))
         await cluster.answers("failed")
         await cluster.server.until(lambda: cluster.notes("MIGLayoutRejected") != [])
         assert cluster.notes("MIGLayoutRejected") == [
@@ -350,5 +354,5 @@ mig-configs:
             )
         ]
         cluster.choose("halves")
-        await it.until(4, 4, mig("3g.40gb"))
+        await scene.until(4, 4, mig("3g.40gb"))
         await cluster.answers("success")

@@ -31,9 +31,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-async def lost_devices_of(it: Scene) -> Sequence[Mapping[str, Any]]:
+async def lost_devices_of(scene: Scene) -> Sequence[Mapping[str, Any]]:
     """Return the lost devices in `metagpu status`."""
-    status: Any = await it.status()
+    status: Any = await scene.status()
     found: Sequence[Mapping[str, Any]] = status["lostDevices"]
     return found
 
@@ -59,11 +59,11 @@ async def test_a_pod_with_a_device_lost_in_a_reboot_is_reported(
 
     async with (
         kubelet.running(),
-        agent_at_work(tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK) as it,
+        agent_at_work(tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK) as agent,
     ):
-        await it.until(3, 3, TWO)
+        await agent.until(3, 3, TWO)
         device = (await kubelet.admit(train))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
-        await it.wait_holders()
+        await agent.wait_holders()
 
     reboot(node)
     with capture_module_logs(lost_devices) as lines:
@@ -76,13 +76,13 @@ async def test_a_pod_with_a_device_lost_in_a_reboot_is_reported(
                 kubelet=kubelet,
                 usage_timing=QUICK,
                 metrics=ListenAddress("127.0.0.1", 0),
-            ) as it,
+            ) as scene,
         ):
-            await until(lambda: bool(it.agent.usage_service.lost_devices))
-            [found] = await lost_devices_of(it)
-            page = await page_of(it)
+            await until(lambda: bool(scene.agent.usage_service.lost_devices))
+            [found] = await lost_devices_of(scene)
+            page = await page_of(scene)
             await kubelet.delete(train)
-            await until(lambda: not it.agent.usage_service.lost_devices)
+            await until(lambda: not scene.agent.usage_service.lost_devices)
 
     assert (found["holder"], found["devices"]) == ("default/train (main)", [device])
     assert found["podUid"] == train.uid
@@ -101,14 +101,14 @@ async def test_a_pod_that_a_reset_left_a_dead_device_has_an_event(tmp_path: Path
         joins = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=uses)
         async with agent_at_work(
             tmp_path, node, on_demand_pool(), cluster_settings=joins, usage_timing=QUICK
-        ) as it:
+        ) as scene:
             await server.watched(NODES)
-            await it.until(3, 3, TWO)
-            await it.kubelet.admit(pod("train"))
-            await it.wait_holders()
+            await scene.until(3, 3, TWO)
+            await scene.kubelet.admit(pod("train"))
+            await scene.wait_holders()
             reboot(node)
             await server.until(server.events)
-            [found] = await lost_devices_of(it)
+            [found] = await lost_devices_of(scene)
 
     [event] = server.events()
     assert (event["reason"], event["type"]) == ("GPUDeviceLost", "Warning")
@@ -124,16 +124,16 @@ async def test_a_pod_whose_device_is_there_is_not_reported(tmp_path: Path) -> No
     async with kubelet.running():
         async with agent_at_work(
             tmp_path, node, on_demand_pool(), kubelet=kubelet, usage_timing=QUICK
-        ) as it:
-            await it.until(3, 3, TWO)
+        ) as scene:
+            await scene.until(3, 3, TWO)
             await kubelet.admit(pod("train"))
-            await it.wait_holders()
+            await scene.wait_holders()
         async with agent_at_work(
             tmp_path, node, on_demand_pool(), kubelet=kubelet, usage_timing=QUICK
-        ) as it:
-            await it.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
-            await it.wait_holders()
-            watch = it.agent.usage_service._lost
+        ) as scene:
+            await scene.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
+            await scene.wait_holders()
+            watch = scene.agent.usage_service._lost
             read = watch._read
 
             async def counted() -> Any:  # noqa: ANN401 - as it is read
@@ -143,4 +143,4 @@ async def test_a_pod_whose_device_is_there_is_not_reported(tmp_path: Path) -> No
 
             watch._read = counted
             await until(lambda: looks > 3)
-            assert await lost_devices_of(it) == []
+            assert await lost_devices_of(scene) == []

@@ -33,12 +33,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-async def change(it: Scene, before: str, after: str) -> None:
+async def change(scene: Scene, before: str, after: str) -> None:
     """Change the configuration; return when the change is in force."""
     assert before in POOLS
-    await anyio.Path(it.config_file).write_text(POOLS.replace(before, after))
-    await it.agent.reload()
-    assert it.agent.config_loader.error is None
+    await anyio.Path(scene.config_file).write_text(POOLS.replace(before, after))
+    await scene.agent.reload()
+    assert scene.agent.config_loader.error is None
 
 
 @pytest.mark.parametrize(
@@ -56,25 +56,25 @@ async def test_a_pod_gets_the_instance_that_was_being_created(
 ) -> None:
     """A pod gets its instance, as ours, whatever backend has the GPU after the change."""
     node = await a_node(tmp_path, GPUS)
-    async with agent_at_work(tmp_path, node, POOLS) as it:
-        await it.until(3, 3, TWO)
+    async with agent_at_work(tmp_path, node, POOLS) as scene:
+        await scene.until(3, 3, TWO)
         node.gpus[0].mig.provisioning = SimProvisioning(duration=0.7)
         train, devices = pod("train"), list[str]()
 
         async def admit() -> None:
-            options = (await it.kubelet.admit(train))["main"]
+            options = (await scene.kubelet.admit(train))["main"]
             devices.append(options.envs["NVIDIA_VISIBLE_DEVICES"])
 
         async with anyio.create_task_group() as group:
             group.start_soon(admit)
             await until(lambda: node.gpus[0].mig.provisioning.requested > 0)
-            await change(it, before, after)
+            await change(scene, before, after)
 
         assert node.gpus[0].mig.provisioning.requested == 1
-        assert devices == [instance.device for instance in created(it).values()]
-        await it.wait_holders()
-        await it.kubelet.delete(train)
-        await until_placed(it)
+        assert devices == [instance.device for instance in created(scene).values()]
+        await scene.wait_holders()
+        await scene.kubelet.delete(train)
+        await until_placed(scene)
 
 
 @pytest.mark.parametrize(
@@ -92,25 +92,25 @@ async def test_a_pod_whose_share_is_gone_is_refused_at_once(
     """The pod gets the reason at once, before its resource's list ends."""
     monkeypatch.setattr(MigBackend, "timing", replace(MigBackend.timing, busy=0.01))
     node = await a_node(tmp_path, GPUS)
-    async with agent_at_work(tmp_path, node, POOLS) as it:
-        await it.until(3, 3, TWO)
+    async with agent_at_work(tmp_path, node, POOLS) as scene:
+        await scene.until(3, 3, TWO)
         node.gpus[0].mig.provisioning = SimProvisioning(in_use_until=float("inf"))
         refused: list[str] = []
 
         async def admit() -> None:
             with pytest.raises(AdmissionError) as error:
-                await it.kubelet.admit(pod("train"))
+                await scene.kubelet.admit(pod("train"))
             refused.append(str(error.value))
 
         async with anyio.create_task_group() as group:
             group.start_soon(admit)
-            await it.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
-            await change(it, before, after)
+            await scene.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
+            await change(scene, before, after)
 
         assert (
             "2g.10gb@2 could not be created: the configuration was changed meanwhile, and it is "
             "not on offer any more; a new pod gets what is on offer now"
         ) in refused[0]
         node.gpus[0].mig.provisioning = SimProvisioning()
-        await it.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))
+        await scene.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))
         assert placements(node) == []

@@ -38,9 +38,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-async def mixed_of(it: Scene) -> list[dict[str, Any]]:
+async def mixed_of(scene: Scene) -> list[dict[str, Any]]:
     """Return the mixed requests in `metagpu status`."""
-    status: Any = await it.status()
+    status: Any = await scene.status()
     found: list[dict[str, Any]] = status["mixedRequests"]
     return found
 
@@ -57,18 +57,18 @@ async def test_a_container_that_sees_one_of_its_gpus_is_reported(tmp_path: Path)
             settings = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=features)
             async with agent_at_work(
                 tmp_path, config=text, cluster_settings=settings, usage_timing=TIMING
-            ) as it:
-                await it.until(10, 10)
-                await it.until(4, 4, SLICED)
+            ) as scene:
+                await scene.until(10, 10)
+                await scene.until(4, 4, SLICED)
                 server.add_pod("default", pod.name, NODE, uid=pod.uid)
-                await it.wait_snapshot(lambda now: pod.uid in now.pods.by_uid)
-                options = (await it.kubelet.admit(pod))["main"]
+                await scene.wait_snapshot(lambda now: pod.uid in now.pods.by_uid)
+                options = (await scene.kubelet.admit(pod))["main"]
                 assert options.envs["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 1  # not both
                 await server.until(lambda: len(server.events()) > 0)
-                [mixed] = await mixed_of(it)
+                [mixed] = await mixed_of(scene)
                 [event] = server.events()
-                await it.kubelet.delete(pod)
-                await until(lambda: not it.agent.usage_service.mixed_requests)
+                await scene.kubelet.delete(pod)
+                await until(lambda: not scene.agent.usage_service.mixed_requests)
 
     assert (mixed["podUid"], event["regarding"]["uid"]) == (pod.uid, pod.uid)
     assert mixed["holder"] == "default/train (main)"
@@ -87,13 +87,13 @@ async def both_granted(
     host(tmp_path, gpus=2)
     async with agent_at_work(
         tmp_path, config=text, usage_timing=TIMING, cdi_dir=tmp_path / "cdi"
-    ) as it:
-        await it.until(10, 10)
-        await it.until(4, 4, SLICED)
-        options = (await it.kubelet.admit(SimPod.single("train", BOTH)))["main"]
-        await it.wait_holders()
-        it.agent.usage_service._mixed._check()
-        yield it, options
+    ) as scene:
+        await scene.until(10, 10)
+        await scene.until(4, 4, SLICED)
+        options = (await scene.kubelet.admit(SimPod.single("train", BOTH)))["main"]
+        await scene.wait_holders()
+        scene.agent.usage_service._mixed._check()
+        yield scene, options
 
 
 @pytest.mark.parametrize(
@@ -101,38 +101,38 @@ async def both_granted(
 )
 async def test_other_strategies_give_both_gpus(tmp_path: Path, strategy: str) -> None:
     """By mounts or CDI the container has both GPUs, and nothing is reported."""
-    async with both_granted(tmp_path, TWO.replace("STRATEGY", strategy)) as (it, options):
+    async with both_granted(tmp_path, TWO.replace("STRATEGY", strategy)) as (scene, options):
         given = [mount.container_path for mount in options.mounts]
         given += [*options.cdi_devices, *options.annotations.values()]
-        for state in it.agent.registry.snapshot.gpus.values():
+        for state in scene.agent.registry.snapshot.gpus.values():
             assert any(name.endswith(state.gpu.id) for name in given)
-        assert await mixed_of(it) == []
+        assert await mixed_of(scene) == []
 
 
 async def test_containers_of_one_resource_each_are_no_mixed_request(tmp_path: Path) -> None:
     """Two containers of a pod, each with its own resource, see their GPUs."""
     text = TWO.replace("STRATEGY", "envvar")
-    async with agent_at_work(tmp_path, config=text, usage_timing=TIMING) as it:
-        await it.until(10, 10)
-        await it.until(4, 4, SLICED)
-        await it.kubelet.admit(SimPod.single("one", {METAGPU: 3}))
-        await it.kubelet.admit(SimPod.single("other", {SLICED: 1}))
-        await it.wait_holders()
-        it.agent.usage_service._mixed._check()
+    async with agent_at_work(tmp_path, config=text, usage_timing=TIMING) as scene:
+        await scene.until(10, 10)
+        await scene.until(4, 4, SLICED)
+        await scene.kubelet.admit(SimPod.single("one", {METAGPU: 3}))
+        await scene.kubelet.admit(SimPod.single("other", {SLICED: 1}))
+        await scene.wait_holders()
+        scene.agent.usage_service._mixed._check()
 
-        assert await mixed_of(it) == []
+        assert await mixed_of(scene) == []
 
 
 async def test_two_instances_of_a_gpu_are_two_devices(tmp_path: Path) -> None:
     """Two MIG profiles in one container are two devices, also on one GPU."""
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
-    async with agent_at_work(tmp_path, node, on_demand_pool(), usage_timing=TIMING) as it:
+    async with agent_at_work(tmp_path, node, on_demand_pool(), usage_timing=TIMING) as scene:
         names = ("nvidia.com/mig-1g.5gb", "nvidia.com/mig-2g.10gb")
-        await it.until(3, 3, names[1])
-        await it.kubelet.admit(SimPod.single("train", dict.fromkeys(names, 1)))
-        await it.wait_holders()
-        await until(lambda: bool(it.agent.usage_service.mixed_requests))
+        await scene.until(3, 3, names[1])
+        await scene.kubelet.admit(SimPod.single("train", dict.fromkeys(names, 1)))
+        await scene.wait_holders()
+        await until(lambda: bool(scene.agent.usage_service.mixed_requests))
 
-        [devices] = find_mixed_requests(it.agent.registry.snapshot).values()
+        [devices] = find_mixed_requests(scene.agent.registry.snapshot).values()
         assert list(devices) == list(names)
         assert all(text.endswith(" of GPU 0") for text in devices.values())

@@ -38,13 +38,13 @@ pools:
 """
 
 
-def control_of(it: Scene | Daemon, gpu: str) -> StandIn:
+def control_of(live_daemon: Scene | Daemon, gpu: str) -> StandIn:
     """Return the control daemon's client of a GPU."""
-    if isinstance(it, Scene):
-        return StandIn(MpsDirectories(it.config_file.parent / "mps" / gpu), gpu)
+    if isinstance(live_daemon, Scene):
+        return StandIn(MpsDirectories(live_daemon.config_file.parent / "mps" / gpu), gpu)
     # `metagpu run` gives its stand-ins the version of the simulated driver.
     daemons = sim_daemons(SimNode().driver_branch)
-    return StandIn(MpsDirectories(it.folder / "mps" / gpu), gpu, daemons)
+    return StandIn(MpsDirectories(live_daemon.folder / "mps" / gpu), gpu, daemons)
 
 
 @asynccontextmanager
@@ -52,24 +52,24 @@ async def mixed(
     folder: Path, gpu_models: str = "a100-40gb:1", kubelet_timing: KubeletTiming | None = None
 ) -> AsyncIterator[Scene]:
     """Offer GPUs by MPS and whole; no control daemon is left when the block ends."""
-    async with agent_at_work(folder, gpu_models, MIXED, kubelet_timing=kubelet_timing) as it:
-        count = len(it.node.gpus)
+    async with agent_at_work(folder, gpu_models, MIXED, kubelet_timing=kubelet_timing) as scene:
+        count = len(scene.node.gpus)
         try:
-            await it.until(100 * count, 100 * count, MPS)
-            yield it
+            await scene.until(100 * count, 100 * count, MPS)
+            yield scene
         finally:
             with anyio.CancelScope(shield=True):
-                for gpu in it.node.gpus:
-                    await control_of(it, gpu.id).gone()
+                for gpu in scene.node.gpus:
+                    await control_of(scene, gpu.id).gone()
 
 
 async def test_unequal_parts_of_one_gpu(tmp_path: Path) -> None:
     """Two pods have 30 and 50 % of a GPU's threads and of its usable memory."""
-    async with mixed(tmp_path) as it:
-        small = (await it.kubelet.admit(SimPod.single("small", {MPS: 30})))["main"]
-        large = (await it.kubelet.admit(SimPod.single("large", {MPS: 50})))["main"]
+    async with mixed(tmp_path) as scene:
+        small = (await scene.kubelet.admit(SimPod.single("small", {MPS: 30})))["main"]
+        large = (await scene.kubelet.admit(SimPod.single("large", {MPS: 50})))["main"]
 
-    gpu = it.node.gpus[0].id
+    gpu = scene.node.gpus[0].id
     assert small.envs["NVIDIA_VISIBLE_DEVICES"] == large.envs["NVIDIA_VISIBLE_DEVICES"] == gpu
     assert small.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
     assert large.envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
@@ -85,36 +85,36 @@ async def test_unequal_parts_of_one_gpu(tmp_path: Path) -> None:
 
 async def test_a_request_lands_on_one_gpu_or_is_refused(tmp_path: Path) -> None:
     """A pod has units of one GPU; a larger request is refused with advice to ask for whole GPUs."""
-    async with mixed(tmp_path, "a100-40gb:2") as it:
-        await it.kubelet.admit(SimPod.single("one", {MPS: 60}))
-        two = (await it.kubelet.admit(SimPod.single("two", {MPS: 60})))["main"]
+    async with mixed(tmp_path, "a100-40gb:2") as scene:
+        await scene.kubelet.admit(SimPod.single("one", {MPS: 60}))
+        two = (await scene.kubelet.admit(SimPod.single("two", {MPS: 60})))["main"]
         assert "," not in two.envs["NVIDIA_VISIBLE_DEVICES"]
 
         with pytest.raises(AdmissionError, match="MPS serves a container on one GPU") as caught:
-            await it.kubelet.admit(SimPod.single("three", {MPS: 70}))
+            await scene.kubelet.admit(SimPod.single("three", {MPS: 70}))
         assert "free now: GPU 0: 40, GPU 1: 40. Ask for less" in caught.value.message
 
 
 async def test_claimed_and_given_back(tmp_path: Path) -> None:
     """An idle GPU belongs to MPS with its first pod, and is whole again after its last one."""
     timing = KubeletTiming(poll_period=0.1, contended_period=0.05, settle=0.02)
-    async with mixed(tmp_path, kubelet_timing=timing) as it:
-        await it.until(1, 1, WHOLE)
+    async with mixed(tmp_path, kubelet_timing=timing) as scene:
+        await scene.until(1, 1, WHOLE)
         pod = SimPod.single("mps", {MPS: 1})
-        await it.kubelet.admit(pod)
-        await it.until(1, 0, WHOLE)
+        await scene.kubelet.admit(pod)
+        await scene.until(1, 0, WHOLE)
 
         async def exclusive() -> bool:
-            return it.node.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+            return scene.node.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
         await until(exclusive)
-        await it.wait_holders()
+        await scene.wait_holders()
 
-        await it.kubelet.delete(pod)
-        await it.until(1, 1, WHOLE)
-        assert it.node.gpus[0].compute_mode == ComputeMode.DEFAULT
-        whole = (await it.kubelet.admit(SimPod.single("whole", {WHOLE: 1})))["main"]
-        await it.until(100, 0, MPS)
+        await scene.kubelet.delete(pod)
+        await scene.until(1, 1, WHOLE)
+        assert scene.node.gpus[0].compute_mode == ComputeMode.DEFAULT
+        whole = (await scene.kubelet.admit(SimPod.single("whole", {WHOLE: 1})))["main"]
+        await scene.until(100, 0, MPS)
 
         assert "CUDA_MPS_PIPE_DIRECTORY" not in whole.envs
 
@@ -133,20 +133,26 @@ async def test_explain_counts_without_starting_control_daemons(tmp_path: Path) -
 
 async def test_control_daemons_of_a_killed_daemon_are_adopted(tmp_path: Path) -> None:
     """After SIGKILL the next daemon adopts the control daemons; clients run on."""
-    async with daemon(tmp_path, MIXED) as it:
-        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
-        options = (await it.kubelet.admit(SimPod.single("pod", {MPS: 10})))["main"]
-        control = control_of(it, options.envs["NVIDIA_VISIBLE_DEVICES"])
+    async with daemon(tmp_path, MIXED) as live_daemon:
+        await live_daemon.kubelet.wait_for(
+            lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
+        )
+        options = (await live_daemon.kubelet.admit(SimPod.single("pod", {MPS: 10})))["main"]
+        control = control_of(live_daemon, options.envs["NVIDIA_VISIBLE_DEVICES"])
         process = await control.process()
-        others = [control_of(it, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
+        others = [control_of(live_daemon, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
         try:
             with closing(socket.socket(socket.AF_UNIX)) as client:
                 client.connect(f"{options.envs['CUDA_MPS_PIPE_DIRECTORY']}/control")
-                it.process.kill()
-                await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 0)
+                live_daemon.process.kill()
+                await live_daemon.kubelet.wait_for(
+                    lambda: live_daemon.kubelet.allocatable().get(MPS) == 0
+                )
 
                 async with await anyio.open_process(command_line(tmp_path)) as again:
-                    await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
+                    await live_daemon.kubelet.wait_for(
+                        lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
+                    )
                     assert await control.process() == process
                     assert len(await control.servers()) == 1
                     again.terminate()
@@ -161,12 +167,14 @@ async def test_control_daemons_of_a_killed_daemon_are_adopted(tmp_path: Path) ->
 
 async def test_a_daemon_that_stops_leaves_nothing_idle(tmp_path: Path) -> None:
     """SIGTERM ends the control daemons that have no clients."""
-    async with daemon(tmp_path, MIXED) as it:
-        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
-        controls = [control_of(it, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
+    async with daemon(tmp_path, MIXED) as live_daemon:
+        await live_daemon.kubelet.wait_for(
+            lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
+        )
+        controls = [control_of(live_daemon, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
         processes = [await control.process() for control in controls]
 
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
         assert None not in processes
         assert await ends(controls)
 
@@ -179,9 +187,11 @@ async def test_a_container_that_replaces_the_pid_file_stops_nothing(
 
     SIGTERM ends metagpu, and nothing is left.
     """
-    async with daemon(tmp_path, MIXED) as it:
-        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
-        controls = [control_of(it, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
+    async with daemon(tmp_path, MIXED) as live_daemon:
+        await live_daemon.kubelet.wait_for(
+            lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
+        )
+        controls = [control_of(live_daemon, name) for name in os.listdir(tmp_path / "mps")]  # noqa: PTH208
         control, first = controls[0], await controls[0].process()
         assert first is not None
         file = control.folders.pipes / "nvidia-cuda-mps-control.pid"
@@ -194,13 +204,15 @@ async def test_a_container_that_replaces_the_pid_file_stops_nothing(
             return await control.process() not in {None, first}
 
         await until(replaced, 30)
-        await it.kubelet.wait_for(lambda: it.kubelet.allocatable().get(MPS) == 200)
+        await live_daemon.kubelet.wait_for(
+            lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
+        )
         assert file.read_text() == str((await control.process() or first).pid)
-        memory = await anyio.Path(f"/proc/{it.process.pid}/status").read_text()
+        memory = await anyio.Path(f"/proc/{live_daemon.process.pid}/status").read_text()
         [peak] = [int(line.split()[1]) for line in memory.splitlines() if "VmHWM" in line]
         assert peak < 300 * 1024  # KiB
 
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
         assert await ends(controls)
 
 

@@ -92,7 +92,7 @@ def set_from_outside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append(f"{type(self).__name__}.{name} at {place}")
         object.__setattr__(self, name, value)
 
-    for kind in {type(it) for it in reachable(full_agent())}:
+    for kind in {type(value) for value in reachable(full_agent())}:
         if kind.__module__.startswith(ADAPTERS):
             continue
         if kind.__setattr__ is object.__setattr__:
@@ -102,7 +102,7 @@ def set_from_outside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_parts_are_found() -> None:
     """The walk reaches what is deep inside, as the parts of a connection to the API server."""
-    names = {type(it).__name__ for it in reachable(full_agent())}
+    names = {type(value).__name__ for value in reachable(full_agent())}
 
     assert {"LayoutManager", "HealthWatch", "EventRecorder", "LeaseFollower"} <= names
     assert len(names) > 60
@@ -125,9 +125,9 @@ async def test_nothing_is_set_on_a_part_of_a_running_agent(
         settings = full_settings(server.kubeconfig(tmp_path))
         async with agent_at_work(
             tmp_path, cluster_settings=settings, metrics=ANY_PORT, web_address=ANY_PORT
-        ) as it:
-            await it.until(20, 20)
-            cluster: Any = it.agent.cluster
+        ) as scene:
+            await scene.until(20, 20)
+            cluster: Any = scene.agent.cluster
             await becomes(lambda: cluster.report().connected)
 
     assert sorted(set(set_from_outside)) == []

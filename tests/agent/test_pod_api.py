@@ -94,11 +94,11 @@ async def node(
         for name, shares in (("alice", 3), ("bob", 2)):
             await scene.kubelet.admit(SimPod.single(name, {METAGPU: shares}))
         await scene.wait_holders()
-        it = Node(machine, folder, group, scene=scene, alices=alices, bobs=bobs)
+        live_node = Node(machine, folder, group, scene=scene, alices=alices, bobs=bobs)
         for process, holder, mib in ((alices, ALICE, 1000), (bobs, BOB, 777)):
             machine.add_container_process(process.pid, holder)
-            it.use(process, mib)
-        yield it
+            live_node.use(process, mib)
+        yield live_node
 
 
 def pids_of(answer: Any) -> list[int]:  # noqa: ANN401 - JSON
@@ -112,14 +112,20 @@ def pids_of(answer: Any) -> list[int]:  # noqa: ANN401 - JSON
 
 async def test_a_container_sees_its_own_processes(tmp_path: Path) -> None:
     """In a pod, `get processes` lists the pod's own, with MetaGPU's columns, and no neighbour's."""
-    async with node(tmp_path) as it:
-        result = await it.mgctl(ALICE, "get", "processes")
+    async with node(tmp_path) as live_node:
+        result = await live_node.mgctl(ALICE, "get", "processes")
 
     assert (result.status, result.err) == (0, "")
     head, _, row, _, total = (line.split() for line in result.out.splitlines())
     assert head == ["POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ"]
     assert row[:3] == ["alice", "default", "0"]
-    assert row[5:] == ["1000/12288", "MiB", str(it.alices and it.alices.pid), "sleep", "3"]
+    assert row[5:] == [
+        "1000/12288",
+        "MiB",
+        str(live_node.alices and live_node.alices.pid),
+        "sleep",
+        "3",
+    ]
     assert total == ["1", "1000", "MiB", "3"]
     assert "bob" not in result.out
 
@@ -127,13 +133,19 @@ async def test_a_container_sees_its_own_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 async def test_no_output_shows_anything_of_a_neighbour(tmp_path: Path, form: str) -> None:
     """No output has names, pids, memory or shares of another pod."""
-    async with node(tmp_path) as it:
-        result = {kind: await it.mgctl(ALICE, "get", kind, "-o", form) for kind in KINDS}
-        result["top"] = await it.mgctl(ALICE, "top", "-o", form)
+    async with node(tmp_path) as live_node:
+        result = {kind: await live_node.mgctl(ALICE, "get", kind, "-o", form) for kind in KINDS}
+        result["top"] = await live_node.mgctl(ALICE, "top", "-o", form)
 
     assert {each.status for each in result.values()} == {0}
-    assert it.bobs
-    for leak in ("bob", "777", "sleep 61", f"pid: {it.bobs.pid}", f'pid": {it.bobs.pid}'):
+    assert live_node.bobs
+    for leak in (
+        "bob",
+        "777",
+        "sleep 61",
+        f"pid: {live_node.bobs.pid}",
+        f'pid": {live_node.bobs.pid}',
+    ):
         assert not any(re.search(rf"\b{leak}\b", each.out) for each in result.values())
     if form in {"json", "yaml"}:
         answers = [yaml.safe_load(each.out) for each in result.values()]  # JSON is YAML
@@ -142,19 +154,24 @@ async def test_no_output_shows_anything_of_a_neighbour(tmp_path: Path, form: str
 
 async def test_each_sees_itself_at_the_same_time(tmp_path: Path) -> None:
     """Two pods that ask at once, and share one usage collection, each get their own."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         answers: dict[Holder, Any] = {}
 
         async def ask(holder: Holder) -> None:
-            answers[holder] = json.loads((await it.mgctl(holder, "get", "p", "-o", "json")).out)
+            answers[holder] = json.loads(
+                (await live_node.mgctl(holder, "get", "p", "-o", "json")).out
+            )
 
         async with anyio.create_task_group() as group:
             for holder in (ALICE, BOB):
                 group.start_soon(ask, holder)
 
-    assert it.alices
-    assert it.bobs
-    assert (pids_of(answers[ALICE]), pids_of(answers[BOB])) == ([it.alices.pid], [it.bobs.pid])
+    assert live_node.alices
+    assert live_node.bobs
+    assert (pids_of(answers[ALICE]), pids_of(answers[BOB])) == (
+        [live_node.alices.pid],
+        [live_node.bobs.pid],
+    )
 
 
 async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
@@ -164,9 +181,9 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
     """
     web = [sys.executable, "-m", "metagpu.cli.mgctl", "web", "--address", "127.0.0.1:0"]
     address = ListenAddress("127.0.0.1", 0)
-    async with node(tmp_path, web=address) as it, it.started(ALICE, *web) as process:
-        assert it.scene
-        machine, recent = it.scene.node, it.scene.agent.recent_events
+    async with node(tmp_path, web=address) as live_node, live_node.started(ALICE, *web) as process:
+        assert live_node.scene
+        machine, recent = live_node.scene.node, live_node.scene.agent.recent_events
         assert recent
         machine.raise_xid(machine.gpu(1), 48)  # of a GPU that Alice holds nothing of
         machine.raise_xid(machine.gpu(0), 48)
@@ -178,7 +195,7 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
             return reasons["GPUUnhealthy"] == reasons["GPUSharesGranted"] == 2
 
         await becomes(have_come)
-        since = it.scene.agent.registry.snapshot.gpus[machine.gpu(0).id].verdict.since
+        since = live_node.scene.agent.registry.snapshot.gpus[machine.gpu(0).id].verdict.since
         assert process.stdout is not None
         with anyio.fail_after(30):
             line = (await process.stdout.receive()).decode()
@@ -201,23 +218,25 @@ async def test_the_page_of_a_pod_has_nothing_of_others(tmp_path: Path) -> None:
         ("GPUUnhealthy", 0, shown["name"]),
     }
     [gpu] = shown["usage"]["gpus"]
-    assert (gpu["usedMiB"], [it["held"] for it in gpu["shares"]]) == (1000, [3])
+    assert (gpu["usedMiB"], [share["held"] for share in gpu["shares"]]) == (1000, [3])
     [part] = shown["usage"]["containers"][0]["gpus"]
     assert (part["usedMiB"], part["limitMiB"], part["processes"]) == (1000, 12614, 1)
-    assert [it["holder"] for it in shown["status"]["leases"]] == ["default/alice (main)"]
+    assert [lease["holder"] for lease in shown["status"]["leases"]] == ["default/alice (main)"]
     assert shown["status"]["gpus"][0]["shares"] == {METAGPU: {"capacity": 10}}
     assert b"bob" not in answer.body
 
 
 async def test_a_pod_of_a_gpu_that_is_lost_still_sees_it(tmp_path: Path) -> None:
     """A GPU off the bus has no readable processes: its pod keeps its part, and use is unknown."""
-    async with node(tmp_path) as it:
-        assert it.scene
-        machine = it.scene.node
+    async with node(tmp_path) as live_node:
+        assert live_node.scene
+        machine = live_node.scene.node
         machine.raise_xid(machine.gpu(0), 79)
-        await it.scene.until(20, 10)
-        gpus = json.loads((await it.mgctl(ALICE, "get", "devices", "-o", "json")).out)["gpus"]
-        pods = (await it.mgctl(ALICE, "get", "pods")).out
+        await live_node.scene.until(20, 10)
+        gpus = json.loads((await live_node.mgctl(ALICE, "get", "devices", "-o", "json")).out)[
+            "gpus"
+        ]
+        pods = (await live_node.mgctl(ALICE, "get", "pods")).out
 
     assert [(gpu["index"], gpu["healthy"], gpu["usedMiB"]) for gpu in gpus] == [(0, False, None)]
     assert "?/12288 MiB" in pods
@@ -226,14 +245,14 @@ async def test_a_pod_of_a_gpu_that_is_lost_still_sees_it(tmp_path: Path) -> None
 
 async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:
     """No command reads other pods; the answer is status 2 and one line."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         for arguments in (
             ("get", "pods", "bob"),
             ("get", "pods", "-n", "default", "bob"),
             ("get", "processes", "--pod=bob"),
             ("--token", "l0", "get", "processes"),
         ):
-            result = await it.mgctl(ALICE, *arguments)
+            result = await live_node.mgctl(ALICE, *arguments)
 
             assert (result.status, result.out) == (2, ""), result.err
             assert result.err.startswith("mgctl: ")
@@ -242,9 +261,9 @@ async def test_a_request_for_other_pods_is_misuse(tmp_path: Path) -> None:
 
 async def test_an_unknown_field_has_a_reason(tmp_path: Path) -> None:
     """A field that no row has is a failure with a reason, as on the node."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         words = "get", "processes", "--sort-by", "nothing", "-o", "json"
-        result = await it.mgctl(ALICE, *words)
+        result = await live_node.mgctl(ALICE, *words)
 
     assert (result.status, result.out, json.loads(result.err)["reason"]) == (1, "", "unknown_field")
 
@@ -252,26 +271,26 @@ async def test_an_unknown_field_has_a_reason(tmp_path: Path) -> None:
 async def test_watching_ends_with_the_watcher(tmp_path: Path) -> None:
     """`-w` with JSON is a line each second, and ends with the program."""
     async with (
-        node(tmp_path) as it,
-        it.started(ALICE, PROGRAM, "get", "processes", "-w", "-o", "json") as process,
+        node(tmp_path) as live_node,
+        live_node.started(ALICE, PROGRAM, "get", "processes", "-w", "-o", "json") as process,
     ):
         assert process.stdout
         lines = b""
         with anyio.fail_after(30):
             while lines.count(b"\n") < 2:
                 lines += await process.stdout.receive()
-        assert it.alices
+        assert live_node.alices
         first_two = lines.splitlines()[:2]
-        assert [pids_of(json.loads(line)) for line in first_two] == [[it.alices.pid]] * 2
+        assert [pids_of(json.loads(line)) for line in first_two] == [[live_node.alices.pid]] * 2
 
         process.kill()
-        assert (await it.mgctl(ALICE, "version")).out == f"metagpu {__version__}\n"
+        assert (await live_node.mgctl(ALICE, "version")).out == f"metagpu {__version__}\n"
 
 
 async def test_top_is_drawn_once_without_a_terminal(tmp_path: Path) -> None:
     """Without a terminal, `top` prints the pod's own table once, without colours."""
-    async with node(tmp_path) as it:
-        result = await it.mgctl(ALICE, "top")
+    async with node(tmp_path) as live_node:
+        result = await live_node.mgctl(ALICE, "top")
 
     assert "default/alice (main)" in result.out
     assert "1000/40340 MiB" in result.out
@@ -281,15 +300,15 @@ async def test_top_is_drawn_once_without_a_terminal(tmp_path: Path) -> None:
 
 async def test_help_and_version(tmp_path: Path) -> None:
     """Help and version are the daemon's own texts."""
-    async with node(tmp_path) as it:
-        assert (await it.mgctl(ALICE, "--help")).out.startswith("usage: mgctl get")
-        assert (await it.mgctl(BOB, "version")).out == f"metagpu {__version__}\n"
+    async with node(tmp_path) as live_node:
+        assert (await live_node.mgctl(ALICE, "--help")).out.startswith("usage: mgctl get")
+        assert (await live_node.mgctl(BOB, "version")).out == f"metagpu {__version__}\n"
 
 
 async def test_metagpus_variables_are_reported_as_unused(tmp_path: Path) -> None:
     """An image with MetaGPU's address and token gets a note that both are unused."""
-    async with node(tmp_path) as it:
-        result = await it.mgctl(ALICE, "get", "pods", env={"MG_CTL_TOKEN": "secret"})
+    async with node(tmp_path) as live_node:
+        result = await live_node.mgctl(ALICE, "get", "pods", env={"MG_CTL_TOKEN": "secret"})
 
     assert result.status == 0
     assert result.err == (
@@ -300,9 +319,11 @@ async def test_metagpus_variables_are_reported_as_unused(tmp_path: Path) -> None
 
 async def test_a_failure_as_json_has_no_line_beside_it(tmp_path: Path) -> None:
     """A program that reads the object of a failure reads no remark before it."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         env = {"MG_CTL_TOKEN": "secret"}
-        result = await it.mgctl(ALICE, "get", "pods", "-o", "json", "--sort-by", "no", env=env)
+        result = await live_node.mgctl(
+            ALICE, "get", "pods", "-o", "json", "--sort-by", "no", env=env
+        )
 
     assert set(json.loads(result.err)) == {"reason", "error"}
 
@@ -312,8 +333,8 @@ async def test_a_failure_as_json_has_no_line_beside_it(tmp_path: Path) -> None:
 
 async def test_a_process_outside_pods_gets_nothing(tmp_path: Path) -> None:
     """A process of the host, root's too, is sent to the node's own mgctl."""
-    async with node(tmp_path) as it:
-        result = await it.mgctl(None, "get", "processes")
+    async with node(tmp_path) as live_node:
+        result = await live_node.mgctl(None, "get", "processes")
 
     assert (result.status, result.out) == (1, "")
     assert result.err == (
@@ -324,10 +345,12 @@ async def test_a_process_outside_pods_gets_nothing(tmp_path: Path) -> None:
 
 async def test_a_process_of_another_pid_namespace_gets_nothing(tmp_path: Path) -> None:
     """A process that the daemon cannot identify gets an error and no data."""
-    async with node(tmp_path) as it:
-        it.machine.add_process(1, "")  # a /proc that lacks the caller
-        async with it.started(ALICE, "sh", "-c", f"read x; exec {PROGRAM} get pods") as process:
-            for shown in (it.machine.proc / str(process.pid)).iterdir():
+    async with node(tmp_path) as live_node:
+        live_node.machine.add_process(1, "")  # a /proc that lacks the caller
+        async with live_node.started(
+            ALICE, "sh", "-c", f"read x; exec {PROGRAM} get pods"
+        ) as process:
+            for shown in (live_node.machine.proc / str(process.pid)).iterdir():
                 shown.unlink()
             assert process.stdin
             await process.stdin.send(b"\n")
@@ -340,15 +363,17 @@ async def test_a_process_of_another_pid_namespace_gets_nothing(tmp_path: Path) -
 
 async def test_a_container_without_a_name_gets_nothing(tmp_path: Path) -> None:
     """A container whose name is not known yet gets an error and no data."""
-    async with node(tmp_path) as it:
-        for link in it.machine.logs.iterdir():
+    async with node(tmp_path) as live_node:
+        for link in live_node.machine.logs.iterdir():
             if link.name.startswith("carol"):
                 link.unlink()
         carol = Holder("default", "carol", "main")
-        async with it.started(carol, "sh", "-c", f"read x; exec {PROGRAM} get pods") as process:
-            for link in it.machine.logs.glob("carol*"):
+        async with live_node.started(
+            carol, "sh", "-c", f"read x; exec {PROGRAM} get pods"
+        ) as process:
+            for link in live_node.machine.logs.glob("carol*"):
                 link.unlink()
-            for folder in it.machine.logs.with_name("pods").glob("*_carol_*"):
+            for folder in live_node.machine.logs.with_name("pods").glob("*_carol_*"):
                 shutil.rmtree(folder)
             assert process.stdin
             await process.stdin.send(b"\n")
@@ -362,16 +387,16 @@ async def test_a_name_that_comes_a_moment_later_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first command of a container is answered, although its link comes after its start."""
-    async with node(tmp_path) as it:
-        assert it.scene
-        host, looks = it.scene.agent.pod_server.host, count()
+    async with node(tmp_path) as live_node:
+        assert live_node.scene
+        host, looks = live_node.scene.agent.pod_server.host, count()
         named = host.holders
 
         async def late(containers: Collection[Container]) -> Mapping[Container, Holder]:
             return {} if next(looks) < 2 else await named(containers)
 
         monkeypatch.setattr(host, "holders", late)
-        result = await it.mgctl(ALICE, "get", "pods")
+        result = await live_node.mgctl(ALICE, "get", "pods")
 
     assert (result.status, result.err) == (0, "")
     assert next(looks) > 2
@@ -381,9 +406,9 @@ async def test_shares_that_the_kubelet_lists_a_moment_later_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first command of a container shows what it holds."""
-    async with node(tmp_path) as it:
-        assert it.scene
-        server, reports = it.scene.agent.pod_server, count()
+    async with node(tmp_path) as live_node:
+        assert live_node.scene
+        server, reports = live_node.scene.agent.pod_server, count()
         whole = server.usage_report
 
         async def late(pod: RequestingPod) -> UsageReport:
@@ -391,15 +416,17 @@ async def test_shares_that_the_kubelet_lists_a_moment_later_are_waited_for(
             return replace(report, containers=[], gpus=[]) if next(reports) < 2 else report
 
         monkeypatch.setattr(server, "usage_report", late)
-        result = await it.mgctl(ALICE, "get", "pods", "-o", "json")
+        result = await live_node.mgctl(ALICE, "get", "pods", "-o", "json")
 
     assert [each["pod"] for each in json.loads(result.out)["containers"]] == ["alice"]
 
 
 async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:
     """A pod without shares that has the folder sees empty tables."""
-    async with node(tmp_path) as it:
-        answers = await it.mgctl(Holder("default", "carol", "main"), "get", "devices", "-o", "json")
+    async with node(tmp_path) as live_node:
+        answers = await live_node.mgctl(
+            Holder("default", "carol", "main"), "get", "devices", "-o", "json"
+        )
 
     assert json.loads(answers.out)["gpus"] == []
 
@@ -407,11 +434,11 @@ async def test_a_pod_without_shares_sees_empty_tables(tmp_path: Path) -> None:
 async def test_mgctl_can_be_switched_off(tmp_path: Path) -> None:
     """Switched off, no grant mounts the folder, and an older pod finds no socket."""
     config = "mgctl: {inPods: false}\n" + QUICK.lstrip()
-    async with node(tmp_path, config, has_socket=False) as it:
-        assert it.scene
-        options = await it.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
+    async with node(tmp_path, config, has_socket=False) as live_node:
+        assert live_node.scene
+        options = await live_node.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
         assert options["main"].mounts == ()
-        result = await it.mgctl(ALICE, "get", "pods")
+        result = await live_node.mgctl(ALICE, "get", "pods")
 
     assert result.status == 1
     assert "there is no " in result.err
@@ -423,13 +450,13 @@ async def test_mgctl_can_be_switched_off(tmp_path: Path) -> None:
 
 async def test_every_grant_mounts_mgctl(tmp_path: Path) -> None:
     """A container gets the folder, and the program in its PATH, read-only."""
-    async with node(tmp_path) as it:
-        assert it.scene
-        options = await it.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
+    async with node(tmp_path) as live_node:
+        assert live_node.scene
+        options = await live_node.scene.kubelet.admit(SimPod.single("dora", {METAGPU: 1}))
 
     assert [(m.container_path, m.host_path, m.read_only) for m in options["main"].mounts] == [
-        ("/run/metagpu", str(it.folder), True),
-        ("/usr/local/bin/mgctl", str(it.folder / "mgctl"), True),
+        ("/run/metagpu", str(live_node.folder), True),
+        ("/usr/local/bin/mgctl", str(live_node.folder / "mgctl"), True),
     ]
 
 
@@ -449,12 +476,14 @@ async def test_a_folder_that_cannot_be_created_costs_only_mgctl(tmp_path: Path) 
 @pytest.mark.parametrize("arguments", [("top",), ("get", "pods", "-w")])
 async def test_at_a_terminal_tables_are_redrawn(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """At a terminal, `top` and `-w` draw in place, in colours, until the program ends."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (40, 120))
         os.set_blocking(ours, False)
         line = " ".join(arguments)
-        async with it.started(ALICE, "sh", "-c", f"exec {PROGRAM} {line} > {os.ttyname(theirs)}"):
+        async with live_node.started(
+            ALICE, "sh", "-c", f"exec {PROGRAM} {line} > {os.ttyname(theirs)}"
+        ):
             seen = b""
             with anyio.fail_after(30):
                 while seen.count(CLEAR_SCREEN.encode()) < 2:

@@ -40,9 +40,9 @@ async def test_a_fault_of_metagpus_own_is_a_problem(
     def fail(*_: object) -> None:
         raise RuntimeError("nobody thought of that")
 
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        preparation = it.agent.preparation
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        preparation = scene.agent.preparation
         preparation._checked = None
         monkeypatch.setattr(FractionBackend, "shares", fail)
         await preparation.look()

@@ -71,18 +71,18 @@ async def served(folder: Path) -> dict[str, Any]:
     """Return what is served by several nodes."""
     found: dict[str, Any] = {}
     async with serving(folder / "api") as scene:
-        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await scene.it.wait_holders()
+        await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.node.wait_holders()
         for name in ("status", "usage"):
             found[f"api {name}"] = await scene.get(f"/api/v1/{name}", scene.token())
-        found["command status"] = await scene.it.status()
-        found["command usage"] = await scene.it.usage()
+        found["command status"] = await scene.node.status()
+        found["command usage"] = await scene.node.usage()
     async with at_work(folder / "dra") as claims:
         await claims.prepared(claims.allocate("fraction", shares=5))
         found["claims status"] = await claims.scene.status()
     for number, snapshot in enumerate(snapshots()):
         explained = plain_report(explain_report(snapshot, Layout((), {}, ())))
-        leases = [plain_report(it) for it in lease_reports(snapshot)]
+        leases = [plain_report(report) for report in lease_reports(snapshot)]
         found[f"snapshot {number}"] = {**explained, "leases": leases}
     snapshot, node_usage = node()
     found["usage"] = plain_report(usage_report(snapshot, node_usage, RULES))
@@ -94,9 +94,9 @@ def steady(value: Any, folder: str, name: str = "") -> Any:  # noqa: ANN401 - an
     """Return a value without what differs from run to run."""
     match value:
         case dict():
-            return {key: steady(it, folder, key) for key, it in value.items()}
+            return {key: steady(entry, folder, key) for key, entry in value.items()}
         case list():
-            return [steady(it, folder) for it in value]
+            return [steady(entry, folder) for entry in value]
         case _ if value is not None and name in _CHANGING:
             return type(value).__name__
         case str():

@@ -34,23 +34,23 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
     two = QUICK.replace("name: all", "name: first\n    gpus: {index: 0}")
     added = two + "  - name: rest\n    backends: [{backend: fraction, resource: example.com/r}]\n"
 
-    async with agent_at_work(tmp_path, config=two) as it:
-        await it.until(10, 10)
-        await anyio.Path(it.config_file).write_text(added)
-        await it.agent.reload()
-        await it.until(100, 100, "example.com/r")
+    async with agent_at_work(tmp_path, config=two) as scene:
+        await scene.until(10, 10)
+        await anyio.Path(scene.config_file).write_text(added)
+        await scene.agent.reload()
+        await scene.until(100, 100, "example.com/r")
 
-        assert it.kubelet.lists[METAGPU] == 1
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert scene.kubelet.lists[METAGPU] == 1
+        assert scene.kubelet.registrations[METAGPU] == 1
 
 
 async def test_a_reload_that_is_cut_short_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon that goes on after an exchange has the configuration that came meanwhile."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        loader, entered = it.agent.config_loader, anyio.Event()
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        loader, entered = scene.agent.config_loader, anyio.Event()
         apply = LayoutManager.apply
 
         async def never_end(*_: object) -> None:
@@ -65,16 +65,16 @@ async def test_a_reload_that_is_cut_short_is_done_again(
             monkeypatch.setattr(LayoutManager, "apply", apply)
             group.cancel_scope.cancel()
         await loader.reload(again=False)
-        await it.until(10, 10)
+        await scene.until(10, 10)
 
 
 async def test_a_choice_of_the_cluster_during_a_reload_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same files mean something else under another label, also for a reload under way."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        loader, contexts = it.agent.config_loader, list[str | None]()
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        loader, contexts = scene.agent.config_loader, list[str | None]()
         entered, goes_on = anyio.Event(), anyio.Event()
         apply, parse = LayoutManager.apply, ConfigSource.parse
 
@@ -106,64 +106,64 @@ async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An internal error is logged with its traceback, and the next reload works."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "5}"))
 
         def fail(*_: object) -> None:
             raise RuntimeError("nobody thought of that")
 
         with capture_module_logs(config_loader) as lines, monkeypatch.context() as patched:
             patched.setattr(FractionBackend, "shares", fail)
-            await it.agent.reload()
+            await scene.agent.reload()
         [line] = [each for each in lines if each["log_level"] == "error"]
         assert "by a fault of metagpu's own" in line["event"]
         assert line["effect"] == "the last good configuration stays"
         assert line["exc_info"]
-        assert it.agent.config_loader.report().error == (
+        assert scene.agent.config_loader.report().error == (
             "metagpu failed (RuntimeError: nobody thought of that); see its log"
         )
-        await it.until(20, 20)
+        await scene.until(20, 20)
 
-        await it.agent.reload()
-        await it.until(10, 10)
-        assert it.agent.config_loader.report().error is None
+        await scene.agent.reload()
+        await scene.until(10, 10)
+        assert scene.agent.config_loader.report().error is None
 
 
 async def test_an_internal_error_with_a_new_gpu_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an internal error the offer stays, and the daemon continues."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
 
         def fail(*_: object) -> None:
             raise RuntimeError("nobody thought of that")
 
         with capture_module_logs(layout_manager) as lines, monkeypatch.context() as patched:
             patched.setattr(FractionBackend, "shares", fail)
-            it.node.add_gpu(GPU_MODELS["t4"])
+            scene.node.add_gpu(GPU_MODELS["t4"])
             with anyio.fail_after(30):
                 while not lines:  # noqa: ASYNC110 - a log line has no event
                     await anyio.sleep(0.01)
         assert lines[0]["event"] == "layout of new gpus failed, by a fault of metagpu's own"
-        await it.until(20, 20)
+        await scene.until(20, 20)
 
 
 async def test_bad_reload_keeps_the_last_good_one(tmp_path: Path) -> None:
     """A wrong file is refused, and the next good one takes effect without a restart."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
 
         for wrong in ("version: metagpu/v1\npools: 3", "{", QUICK.replace("10}", "1000000}")):
-            await anyio.Path(it.config_file).write_text(wrong)
-            await it.agent.reload()
+            await anyio.Path(scene.config_file).write_text(wrong)
+            await scene.agent.reload()
 
-            assert it.agent.config.root.pools[0].name == "all"
+            assert scene.agent.config.root.pools[0].name == "all"
 
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
-        await it.agent.reload()
-        await it.until(10, 10)
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "5}"))
+        await scene.agent.reload()
+        await scene.until(10, 10)
 
 
 async def test_another_name_waits_for_the_holder_of_the_gpu(tmp_path: Path) -> None:
@@ -171,54 +171,54 @@ async def test_another_name_waits_for_the_holder_of_the_gpu(tmp_path: Path) -> N
     timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
     resource = "example.com/new"
 
-    async with agent_at_work(tmp_path, kubelet_timing=timing) as it:
-        await it.until(20, 20)
+    async with agent_at_work(tmp_path, kubelet_timing=timing) as scene:
+        await scene.until(20, 20)
         old = SimPod.single("old", {METAGPU: 3})
-        await it.kubelet.admit(old)
-        await it.wait_holders()
+        await scene.kubelet.admit(old)
+        await scene.wait_holders()
         changed = QUICK.replace("fraction,", f"fraction, resource: {resource},")
-        await anyio.Path(it.config_file).write_text(changed)
-        await it.agent.reload()
-        await it.until(20, 10, resource)
+        await anyio.Path(scene.config_file).write_text(changed)
+        await scene.agent.reload()
+        await scene.until(20, 10, resource)
 
-        assert "held by default/old (main)" in refusal(it.state(0))
-        assert count_free(it.state(0), ResourceName(resource)) == 0
+        assert "held by default/old (main)" in refusal(scene.state(0))
+        assert count_free(scene.state(0), ResourceName(resource)) == 0
 
-        await it.kubelet.admit(SimPod.single("new", {resource: 10}))
+        await scene.kubelet.admit(SimPod.single("new", {resource: 10}))
 
-        assert len(it.state(1).leases) == 10
+        assert len(scene.state(1).leases) == 10
 
-        await it.kubelet.delete(old)
-        await it.until(20, 20, resource)
+        await scene.kubelet.delete(old)
+        await scene.until(20, 20, resource)
 
-        assert orphaned_leases(it.state(0).shares, it.state(0).leases) == ()
+        assert orphaned_leases(scene.state(0).shares, scene.state(0).leases) == ()
 
 
 async def test_smaller_shares_of_a_gpu_are_offered_beside_its_pods(tmp_path: Path) -> None:
     """Of a GPU of which a pod holds 3 of 10 shares, 70 of 100 are free; the rest wait for it."""
     timing = KubeletTiming(poll_period=0.02, contended_period=0.05, settle=0.01)
 
-    async with agent_at_work(tmp_path, "a100-40gb", kubelet_timing=timing) as it:
-        await it.until(10, 10)
+    async with agent_at_work(tmp_path, "a100-40gb", kubelet_timing=timing) as scene:
+        await scene.until(10, 10)
         old = SimPod.single("old", {METAGPU: 3})
-        await it.kubelet.admit(old)
-        await it.wait_holders()
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "100}"))
-        await it.agent.reload()
-        await it.until(100, 73)  # the kubelet counts the 3 held ids
+        await scene.kubelet.admit(old)
+        await scene.wait_holders()
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "100}"))
+        await scene.agent.reload()
+        await scene.until(100, 73)  # the kubelet counts the 3 held ids
 
-        [gpu] = explain_report(it.agent.registry.snapshot, it.agent.layout).gpus
+        [gpu] = explain_report(scene.agent.registry.snapshot, scene.agent.layout).gpus
         assert (gpu.waits_for or "").endswith(
             "is held by default/old (main) under cnvrg.io/metagpu, which is not on offer as it was "
             "granted; 27 free shares wait for the end of that pod"
         )
-        await it.kubelet.admit(SimPod.single("new", {METAGPU: 70}))
+        await scene.kubelet.admit(SimPod.single("new", {METAGPU: 70}))
         with pytest.raises(AdmissionError):
-            await it.kubelet.admit(SimPod.single("more", {METAGPU: 1}))
+            await scene.kubelet.admit(SimPod.single("more", {METAGPU: 1}))
 
-        await it.kubelet.delete(old)
-        await it.until(100, 100)
-        await it.kubelet.admit(SimPod.single("more", {METAGPU: 30}))
+        await scene.kubelet.delete(old)
+        await scene.until(100, 100)
+        await scene.kubelet.admit(SimPod.single("more", {METAGPU: 30}))
 
 
 async def test_more_replicas_are_there_at_once(tmp_path: Path) -> None:
@@ -227,31 +227,33 @@ async def test_more_replicas_are_there_at_once(tmp_path: Path) -> None:
     slices = QUICK.replace("fraction, sharesPerGpu: 10", "timeslice, replicas: 4")
     name = "nvidia.com/gpu.shared"
 
-    async with agent_at_work(tmp_path, "a100-40gb", slices, kubelet_timing=timing) as it:
-        await it.until(4, 4, name)
+    async with agent_at_work(tmp_path, "a100-40gb", slices, kubelet_timing=timing) as scene:
+        await scene.until(4, 4, name)
         pods = [SimPod.single(f"old{number}", {name: 1}) for number in range(4)]
         for pod in pods:
-            await it.kubelet.admit(pod)
-        await it.wait_holders()
-        await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 10"))
-        await it.agent.reload()
-        await it.until(10, 10, name)
-        assert orphaned_leases(it.state(0).shares, it.state(0).leases) == ()
+            await scene.kubelet.admit(pod)
+        await scene.wait_holders()
+        await anyio.Path(scene.config_file).write_text(
+            slices.replace("replicas: 4", "replicas: 10")
+        )
+        await scene.agent.reload()
+        await scene.until(10, 10, name)
+        assert orphaned_leases(scene.state(0).shares, scene.state(0).leases) == ()
         six = [SimPod.single(f"new{number}", {name: 1}) for number in range(6)]
         for pod in six:
-            await it.kubelet.admit(pod)
-        await it.wait_holders()
+            await scene.kubelet.admit(pod)
+        await scene.wait_holders()
 
         for pod in six:
-            await it.kubelet.delete(pod)
-        await it.wait_snapshot(lambda now: all(len(i.leases) == 4 for i in now.gpus.values()))
-        await anyio.Path(it.config_file).write_text(slices.replace("replicas: 4", "replicas: 3"))
-        await it.agent.reload()
-        await it.until(3, 3, name)
-        assert count_free(it.state(0), ResourceName(name)) == 0
+            await scene.kubelet.delete(pod)
+        await scene.wait_snapshot(lambda now: all(len(i.leases) == 4 for i in now.gpus.values()))
+        await anyio.Path(scene.config_file).write_text(slices.replace("replicas: 4", "replicas: 3"))
+        await scene.agent.reload()
+        await scene.until(3, 3, name)
+        assert count_free(scene.state(0), ResourceName(name)) == 0
         for pod in pods[:2]:
-            await it.kubelet.delete(pod)
-        await it.wait_snapshot(
+            await scene.kubelet.delete(pod)
+        await scene.wait_snapshot(
             lambda now: all(count_free(i, ResourceName(name)) == 1 for i in now.gpus.values())
         )
 
@@ -269,17 +271,17 @@ def test_bad_configuration_at_start_is_one_clear_error(tmp_path: Path) -> None:
 
 async def test_reload_is_not_undone_by_a_gpu_that_comes(tmp_path: Path) -> None:
     """A reload and a GPU that comes at once end in the new configuration over all GPUs."""
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "20}"))
 
         async with anyio.create_task_group() as group:
-            group.start_soon(it.agent.reload)
+            group.start_soon(scene.agent.reload)
             for _ in range(5):
-                group.start_soon(it.agent.layout_manager.reapply)
+                group.start_soon(scene.agent.layout_manager.reapply)
 
-        assert len(it.agent.layout.shares) == 40
-        await it.until(40, 40)
+        assert len(scene.agent.layout.shares) == 40
+        await scene.until(40, 40)
 
 
 async def test_an_internal_error_over_a_changed_file_ends_nothing(
@@ -290,16 +292,16 @@ async def test_an_internal_error_over_a_changed_file_ends_nothing(
     async def faulty(*_: object) -> None:
         raise KeyError("a fault of ours")
 
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        loader = it.agent.config_loader
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        loader = scene.agent.config_loader
         with monkeypatch.context() as patched:
-            patched.setattr(it.agent.layout_manager, "apply", faulty)
-            await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "5}"))
+            patched.setattr(scene.agent.layout_manager, "apply", faulty)
+            await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "5}"))
             with anyio.fail_after(30):
                 while loader.error is None:  # noqa: ASYNC110 - it is no fact, and has no event
                     await anyio.sleep(0.005)
-        await it.kubelet.admit(SimPod.single("train", {METAGPU: 5}))
+        await scene.kubelet.admit(SimPod.single("train", {METAGPU: 5}))
 
-        await anyio.Path(it.config_file).write_text(QUICK.replace("10}", "20}"))
-        await it.until(40, 35)  # 5 of 20 shares wait for the pod, which holds half of a GPU
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "20}"))
+        await scene.until(40, 35)  # 5 of 20 shares wait for the pod, which holds half of a GPU

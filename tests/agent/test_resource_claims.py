@@ -76,11 +76,11 @@ class ClaimScene(KubeletCalls):
     ) -> ResourceClaimRef:
         """Add a ResourceClaim that the scheduler allocated a device whose name ends so."""
         names = (
-            it.name
+            other.name
             for state in self.scene.agent.registry.snapshot.gpus.values()
-            for it in devices_of(state)
+            for other in devices_of(state)
         )
-        name = next(it for it in names if it.endswith(device))
+        name = next(other for other in names if other.endswith(device))
         result = {
             "request": "gpu",
             "driver": self.driver,
@@ -119,7 +119,7 @@ class ClaimScene(KubeletCalls):
         """Return the variables of a claim's container."""
         spec = json.loads((self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text())
         [device] = spec["devices"]
-        return dict(it.split("=", 1) for it in device["containerEdits"]["env"])
+        return dict(value.split("=", 1) for value in device["containerEdits"]["env"])
 
 
 @asynccontextmanager
@@ -149,11 +149,11 @@ async def at_work(
             programs=programs,
             cdi_dir=tmp_path / "cdi",
         ) as scene:
-            it = ClaimScene(tmp_path, scene, server, driver=driver)
+            claim_scene = ClaimScene(tmp_path, scene, server, driver=driver)
             try:
                 if config != QUICK:
-                    await it.wait_registration()
-                yield it
+                    await claim_scene.wait_registration()
+                yield claim_scene
             finally:
                 with anyio.CancelScope(shield=True):
                     for gpu in scene.node.gpus if "mps" in config else ():
@@ -163,17 +163,17 @@ async def at_work(
 @pytest.mark.parametrize("reload", [False, True])
 async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload: bool) -> None:
     """CDI names resolve; the lease is one like any other, until it is unprepared."""
-    async with at_work(tmp_path, QUICK if reload else CLAIMS) as it:
-        scene, agent = it.scene, it.scene.agent
+    async with at_work(tmp_path, QUICK if reload else CLAIMS) as claim_scene:
+        scene, agent = claim_scene.scene, claim_scene.scene.agent
         if reload:
             await scene.until(20, 20)
             await anyio.Path(scene.config_file).write_text(CLAIMS)
             await agent.reload()
-            await it.wait_registration()
+            await claim_scene.wait_registration()
         assert not scene.kubelet.allocatable().get("cnvrg.io/metagpu")
-        claim = it.allocate("fraction", shares=5)
-        names = await it.prepared(claim)
-        assert it.nodes(names) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
+        claim = claim_scene.allocate("fraction", shares=5)
+        names = await claim_scene.prepared(claim)
+        assert claim_scene.nodes(names) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
 
         holder = Holder("default", "pod", "main")
         both = holder, Holder("default", "other", "main")
@@ -190,7 +190,7 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         await anyio.Path(scene.config_file).write_text(QUICK)
         await agent.reload()
         await scene.wait_snapshot(lambda now: not now.offers_of(Api.DRA))
-        assert await it.unprepare(claim) == {claim.uid: ""}
+        assert await claim_scene.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
 
@@ -201,11 +201,11 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
     """A pool may have another API after a restart: the kubelet would give them to pods."""
     several = QUICK.replace("10}]", "10}, {backend: timeslice, replicas: 4}]")
     by_claims = several.replace("    backends:", "    api: dra\n    backends:")
-    async with at_work(tmp_path, by_claims) as it:
-        claim = it.allocate("fraction", shares=5)
-        answer = (await it.prepare(claim))[claim.uid]
-        held = {str(share) for share in it.scene.state(0).leases}
-        it.write_checkpoint({claim: answer.devices})
+    async with at_work(tmp_path, by_claims) as scene:
+        claim = scene.allocate("fraction", shares=5)
+        answer = (await scene.prepare(claim))[claim.uid]
+        held = {str(share) for share in scene.scene.state(0).leases}
+        scene.write_checkpoint({claim: answer.devices})
     checkpoint = tmp_path / "dra_manager_state"
     text, reads, lists = checkpoint.read_text(), list[str](), list[set[str]]()
     checkpoint.write_text(text[:-9])
@@ -218,22 +218,22 @@ async def test_nothing_is_offered_before_the_claims_of_before_are_known(
         return read_checkpoint(root, driver)
 
     def note(state: DeviceManagerState, resource: str, devices: Iterable[v1beta1.Device]) -> None:
-        lists.append({it.id for it in devices if it.health == "Healthy"})
+        lists.append({device.id for device in devices if device.health == "Healthy"})
         replace(state, resource, devices)
 
     monkeypatch.setattr("metagpu.plugins.dra.checkpoint.read_checkpoint", readable_later)
     monkeypatch.setattr(DeviceManagerState, "replace_devices", note)
-    async with at_work(tmp_path, several) as it:
-        await until(lambda: any(len(it) > 10 for it in lists))
-        assert {str(share) for share in it.scene.state(0).leases} == held
+    async with at_work(tmp_path, several) as scene:
+        await until(lambda: any(len(group) > 10 for group in lists))
+        assert {str(share) for share in scene.scene.state(0).leases} == held
         assert not any(held & healthy for healthy in lists)
-        assert (await it.prepare(claim))[claim.uid] == answer
+        assert (await scene.prepare(claim))[claim.uid] == answer
 
 
 async def test_nothing_is_held_twice_when_a_pool_changes_its_api(tmp_path: Path) -> None:
     """Claims get what pods by limits leave, and the kubelet's list lacks what claims hold."""
-    async with at_work(tmp_path, QUICK) as it:
-        scene, kubelet = it.scene, it.scene.kubelet
+    async with at_work(tmp_path, QUICK) as claim_scene:
+        scene, kubelet = claim_scene.scene, claim_scene.scene.kubelet
         await scene.until(20, 20)
         await kubelet.admit(SimPod.single("by-limits", {METAGPU: 3}))
         await scene.wait_holders()
@@ -243,10 +243,12 @@ async def test_nothing_is_held_twice_when_a_pool_changes_its_api(tmp_path: Path)
 
         await anyio.Path(scene.config_file).write_text(CLAIMS)
         await scene.agent.reload()
-        await it.wait_registration()
-        too_large, rest = (it.allocate(f"{gpu}-fraction", shares=count) for count in (8, 7))
-        assert "free" in (await it.prepare(too_large))[too_large.uid].error
-        await it.prepared(rest)
+        await claim_scene.wait_registration()
+        too_large, rest = (
+            claim_scene.allocate(f"{gpu}-fraction", shares=count) for count in (8, 7)
+        )
+        assert "free" in (await claim_scene.prepare(too_large))[too_large.uid].error
+        await claim_scene.prepared(rest)
         leases = scene.state(index).leases
         assert {share for share, lease in leases.items() if lease.resource_claim} == (
             leases.keys() - held
@@ -256,7 +258,7 @@ async def test_nothing_is_held_twice_when_a_pool_changes_its_api(tmp_path: Path)
         await anyio.Path(scene.config_file).write_text(QUICK)
         await scene.agent.reload()
         await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == 20 - 7)
-        await it.unprepare(rest)
+        await claim_scene.unprepare(rest)
         await kubelet.wait_for(lambda: kubelet.allocatable().get(METAGPU) == 20)
 
 
@@ -266,54 +268,54 @@ async def test_instances_are_created_by_limits_on_one_gpu_and_by_claims_on_anoth
     """A node has pools of both APIs: a pod with limits and one with a claim have an instance."""
     hurry(monkeypatch)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true, count: 2}")
-    async with at_work(tmp_path, BOTH_APIS, node) as it:
-        await it.scene.kubelet.wait_for(
-            lambda: it.scene.kubelet.allocatable().get("nvidia.com/mig-2g.10gb", 0) > 0
+    async with at_work(tmp_path, BOTH_APIS, node) as scene:
+        await scene.scene.kubelet.wait_for(
+            lambda: scene.scene.kubelet.allocatable().get("nvidia.com/mig-2g.10gb", 0) > 0
         )
-        await it.scene.kubelet.admit(mig_pod("by-limits"))
-        claim = it.allocate("mig-2g10gb-4")
-        names = await it.prepared(claim)
+        await scene.scene.kubelet.admit(mig_pod("by-limits"))
+        claim = scene.allocate("mig-2g10gb-4")
+        names = await scene.prepared(claim)
 
         assert len(placements(node, 0)) == 1
         assert placements(node, 1) == ["2g.10gb@4"]
-        assert it.resolves(names)
-        assert "example.com/mig-2g" not in it.scene.kubelet.allocatable()
-        [by_limits], [by_claim] = (it.scene.state(index).leases.values() for index in (0, 1))
+        assert scene.resolves(names)
+        assert "example.com/mig-2g" not in scene.scene.kubelet.allocatable()
+        [by_limits], [by_claim] = (scene.scene.state(index).leases.values() for index in (0, 1))
         assert (by_limits.resource_claim, by_claim.resource_claim) == (None, claim)
 
 
 async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> None:
     """A pod that is bound before has to wait for a minute."""
-    async with at_work(tmp_path) as it:
+    async with at_work(tmp_path) as scene:
 
         def written() -> list[str]:
-            return [key[2] for key in it.server.store.objects if key[0] == "resourceslices"]
+            return [key[2] for key in scene.server.store.objects if key[0] == "resourceslices"]
 
-        await it.prepared(it.allocate("fraction", shares=1))
+        await scene.prepared(scene.allocate("fraction", shares=1))
         assert written() == []
-        await it.notify(registered=True)
+        await scene.notify(registered=True)
         await until(lambda: len(written()) > 0)
 
 
 async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None:
     """The scheduler gives a GPU away as soon as its last claim is unprepared."""
-    async with at_work(tmp_path, MANY) as it:
-        await it.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
-        part = it.allocate("mps", shares=30)
-        names = await it.prepared(part)
-        assert it.nodes(names)[-1] == "nvidia0"
-        assert it.variables(part)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
+    async with at_work(tmp_path, MANY) as scene:
+        await scene.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
+        part = scene.allocate("mps", shares=30)
+        names = await scene.prepared(part)
+        assert scene.nodes(names)[-1] == "nvidia0"
+        assert scene.variables(part)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "30"
 
-        gpu = it.scene.state(0).gpu.id.lower()
-        whole, slices = it.allocate(gpu), it.allocate(f"{gpu}-timeslice", slices=2)
-        refused = (await it.prepare(whole))[whole.uid].error
+        gpu = scene.scene.state(0).gpu.id.lower()
+        whole, slices = scene.allocate(gpu), scene.allocate(f"{gpu}-timeslice", slices=2)
+        refused = (await scene.prepare(whole))[whole.uid].error
         assert "is in use by mps" in refused
-        await it.unprepare(part)
-        assert it.scene.state(0).cleanup.since
-        await it.prepared(whole)
-        await it.unprepare(whole)
-        await it.prepared(slices)
-        assert len(it.scene.state(0).leases) == 2
+        await scene.unprepare(part)
+        assert scene.scene.state(0).cleanup.since
+        await scene.prepared(whole)
+        await scene.unprepare(whole)
+        await scene.prepared(slices)
+        assert len(scene.scene.state(0).leases) == 2
 
 
 async def test_nvidias_parameters_work_under_nvidias_name(tmp_path: Path) -> None:
@@ -330,21 +332,21 @@ async def test_nvidias_parameters_work_under_nvidias_name(tmp_path: Path) -> Non
         f"{text}dra: {{driver: {NVIDIA}}}\n",
         driver=NVIDIA,
         programs=programs,
-    ) as it:
-        await it.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
-        first, second = (it.scene.state(number).gpu.id.lower() for number in (0, 1))
-        shared = it.allocate(first, parameters=by_mps)
-        names = await it.prepared(shared)
-        assert it.nodes(names)[-1] == "nvidia0"
-        assert it.variables(shared)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
-        assert {it.share.backend for it in it.scene.state(0).leases.values()} == {"mps"}
+    ) as scene:
+        await scene.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
+        first, second = (scene.scene.state(number).gpu.id.lower() for number in (0, 1))
+        shared = scene.allocate(first, parameters=by_mps)
+        names = await scene.prepared(shared)
+        assert scene.nodes(names)[-1] == "nvidia0"
+        assert scene.variables(shared)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        assert {lease.share.backend for lease in scene.scene.state(0).leases.values()} == {"mps"}
 
-        sliced = it.allocate(second, parameters=by_time)
-        await it.prepared(sliced)
+        sliced = scene.allocate(second, parameters=by_time)
+        await scene.prepared(sliced)
         await until(lambda: programs.calls[-1].endswith("--set-timeslice 3"))
-        await it.unprepare(sliced)
+        await scene.unprepare(sliced)
         await until(lambda: programs.calls[-1].endswith("--set-timeslice 0"))
-        await it.unprepare(shared)
+        await scene.unprepare(shared)
 
 
 async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
@@ -353,24 +355,24 @@ async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
     """The instance is where the scheduler placed it; a name resolves also once it is made again."""
     hurry(monkeypatch)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
-    async with at_work(tmp_path, MIG, node) as it:
-        claim = it.allocate("mig-2g10gb-4")
-        names = await it.prepared(claim)
+    async with at_work(tmp_path, MIG, node) as scene:
+        claim = scene.allocate("mig-2g10gb-4")
+        names = await scene.prepared(claim)
         assert placements(node) == ["2g.10gb@4"]
-        assert len(it.nodes(names)) == 5  # two of the instance
-        other = it.allocate("mig-7g40gb-0")
-        assert (await it.prepare(other))[other.uid].error
-        answer = (await it.prepare(claim))[claim.uid]
+        assert len(scene.nodes(names)) == 5  # two of the instance
+        other = scene.allocate("mig-7g40gb-0")
+        assert (await scene.prepare(other))[other.uid].error
+        answer = (await scene.prepare(claim))[claim.uid]
 
     rebooted = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
-    it.write_checkpoint({claim: answer.devices})
+    scene.write_checkpoint({claim: answer.devices})
     for path in (tmp_path / "cdi").iterdir():
         path.unlink()
-    async with at_work(tmp_path, MIG, rebooted) as it:
-        await it.scene.wait_snapshot(
+    async with at_work(tmp_path, MIG, rebooted) as scene:
+        await scene.scene.wait_snapshot(
             lambda now: any(s.provisioned["mig"].devices for s in now.gpus.values())
         )
         assert placements(rebooted) == ["2g.10gb@4"]
-        await until(lambda: it.resolves(names))
-        await it.unprepare(claim)
+        await until(lambda: scene.resolves(names))
+        await scene.unprepare(claim)
         await until(lambda: not placements(rebooted))

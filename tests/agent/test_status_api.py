@@ -32,7 +32,7 @@ SYSTEM = "kube-system"
 class StatusScene:
     """An agent with its status API, behind a simulated API server."""
 
-    it: Scene
+    node: Scene
     server: SimApiServer
     client: KubeClient
     port: int
@@ -49,12 +49,16 @@ class StatusScene:
     @property
     def reviews(self) -> int:
         """The number of reviews of tokens."""
-        return sum(it.target == REVIEWS for it in self.server.requests)
+        return sum(request.target == REVIEWS for request in self.server.requests)
 
     @property
     def questions(self) -> list[Mapping[str, Any]]:
         """The specs of the reviews of access."""
-        return [it.body["spec"] for it in self.server.requests if it.target == ACCESS_REVIEWS]
+        return [
+            request.body["spec"]
+            for request in self.server.requests
+            if request.target == ACCESS_REVIEWS
+        ]
 
 
 @asynccontextmanager
@@ -73,13 +77,13 @@ async def serving(tmp_path: Path, config: str = QUICK) -> AsyncIterator[StatusSc
                 config=config,
                 cluster_settings=settings,
                 status_address=ListenAddress("127.0.0.1", 0),
-            ) as it,
+            ) as live_scene,
             open_client_at(server.kubeconfig(tmp_path)) as client,
         ):
-            await it.until(20, 20)
-            api = it.agent.status_api
+            await live_scene.until(20, 20)
+            api = live_scene.agent.status_api
             assert api is not None
-            scene = StatusScene(it, server, client, 0)
+            scene = StatusScene(live_scene, server, client, 0)
 
             async def answers() -> bool:
                 if (port := api.server.port) == 0:
@@ -98,15 +102,15 @@ async def serving(tmp_path: Path, config: str = QUICK) -> AsyncIterator[StatusSc
 async def test_a_viewer_gets_status_and_usage(tmp_path: Path) -> None:
     """A viewer's token opens both reports, and is reviewed once; commands are in neither."""
     async with serving(tmp_path) as scene:
-        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await scene.it.wait_holders()
+        await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.node.wait_holders()
         token, before = scene.token(), scene.reviews
         status = await scene.get("/api/v1/status", token)
         usage = await scene.get("/api/v1/usage", token)
 
         assert scene.reviews == before + 1
         assert status["node"] == usage["node"]
-        assert [it["holder"] for it in status["leases"]] == ["default/alice (main)"]
+        assert [lease["holder"] for lease in status["leases"]] == ["default/alice (main)"]
         assert status["offers"][METAGPU]["free"] == 17
         [container] = usage["containers"]
         assert (container["pod"], container["gpus"][0]["processes"]) == ("alice", 0)
@@ -206,7 +210,7 @@ async def test_a_review_that_fails_is_no_refusal(tmp_path: Path) -> None:
 async def test_what_is_remembered_of_tokens_is_bounded(tmp_path: Path) -> None:
     """Tokens without end leave a bounded memory, and no old one in it."""
     async with serving(tmp_path) as scene:
-        api = scene.it.agent.status_api
+        api = scene.node.agent.status_api
         assert api is not None
         reviewer = api._tokens
         for _ in range(20):
@@ -235,7 +239,7 @@ async def test_invented_tokens_cost_few_reviews(tmp_path: Path) -> None:
     async with serving(tmp_path) as scene:
         known = scene.token()
         await scene.get("/api/v1/usage", known)
-        api, now = scene.it.agent.status_api, anyio.current_time()
+        api, now = scene.node.agent.status_api, anyio.current_time()
         assert api is not None
         api._tokens._clock = lambda: now  # type: ignore[attr-defined]  # the limit does not rise
         before, statuses = scene.reviews, []

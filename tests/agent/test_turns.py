@@ -43,24 +43,24 @@ async def test_the_node_counts_an_idle_gpu_once(tmp_path: Path, text: str) -> No
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, config=text, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(tmp_path, config=text, cluster_settings=joined(server, tmp_path)) as scene,
     ):
         if "offer" in text:
-            await it.until(20, 20)
-            await it.until(8, 8, SLICED)
+            await scene.until(20, 20)
+            await scene.until(8, 8, SLICED)
             await becomes(lambda: shown() == FULL)
             return
-        await it.until(20, 10)
-        await it.until(8, 4, SLICED)
+        await scene.until(20, 10)
+        await scene.until(8, 4, SLICED)
         await becomes(lambda: shown() == {METAGPU: 10, SLICED: 4})
 
-        before = turns(it.agent)
+        before = turns(scene.agent)
         skip(TurnTiming().turn)
         await becomes(lambda: shown() == {METAGPU: 0, SLICED: 0})
-        await it.until(20, 10)
+        await scene.until(20, 10)
         skip(TurnTiming().grace)
         await becomes(lambda: shown() == {METAGPU: 10, SLICED: 4})
-        assert turns(it.agent) == before[::-1]
+        assert turns(scene.agent) == before[::-1]
 
 
 async def test_a_reload_begins_and_ends_turns(tmp_path: Path) -> None:
@@ -73,19 +73,21 @@ async def test_a_reload_begins_and_ends_turns(tmp_path: Path) -> None:
 
     async with (
         server.running(),
-        agent_at_work(tmp_path, config=everything, cluster_settings=joined(server, tmp_path)) as it,
+        agent_at_work(
+            tmp_path, config=everything, cluster_settings=joined(server, tmp_path)
+        ) as scene,
     ):
-        await it.until(2, 2, "nvidia.com/gpu")
-        await it.until(8, 8, SLICED)
-        assert turns(it.agent) == [None, None]
+        await scene.until(2, 2, "nvidia.com/gpu")
+        await scene.until(8, 8, SLICED)
+        assert turns(scene.agent) == [None, None]
 
-        it.config_file.write_text(exact)
-        await it.agent.reload()
-        await becomes(lambda: None not in turns(it.agent))
+        scene.config_file.write_text(exact)
+        await scene.agent.reload()
+        await becomes(lambda: None not in turns(scene.agent))
 
-        it.config_file.write_text(everything)
-        await it.agent.reload()
-        await becomes(lambda: turns(it.agent) == [None, None])
+        scene.config_file.write_text(everything)
+        await scene.agent.reload()
+        await becomes(lambda: turns(scene.agent) == [None, None])
 
 
 def turns(agent: Agent) -> list[str | None]:

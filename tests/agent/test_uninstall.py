@@ -74,7 +74,9 @@ async def uninstall(
     root, program = folder / "root", Path("/opt/metagpu")
     job = Uninstall(agent, left, root, program, wanted, force, pods_deadline=pods_deadline)
     report = await job.run()
-    return {it.kind: f"{it.result} {it.reason}".strip() for it in report.removals}
+    return {
+        removal.kind: f"{removal.result} {removal.reason}".strip() for removal in report.removals
+    }
 
 
 async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
@@ -88,18 +90,18 @@ async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
     options = ("--pod-dir", str(tmp_path / "pod"), "--cdi-dir", str(tmp_path / "cdi"))
     places = ["--kubelet-dir", str(tmp_path / "dp"), "--root", str(tmp_path / "root"), *options]
 
-    async with daemon(tmp_path, QUICK, *options) as it:
-        await it.until(20)
+    async with daemon(tmp_path, QUICK, *options) as live_daemon:
+        await live_daemon.until(20)
         held = SimPod.single("held", {METAGPU: 3})
-        await it.kubelet.admit(held)
-        it.process.kill()
-        await it.process.wait()
+        await live_daemon.kubelet.admit(held)
+        live_daemon.process.kill()
+        await live_daemon.process.wait()
         (tmp_path / "pod" / "mgctl.sock.new").touch()  # a relay that was about to listen
 
         async def run(*more: str) -> tuple[int, dict[str, str]]:
             config = ("--config", str(tmp_path / "metagpu.yaml"), "--simulate", "a100-40gb:2")
             sockets = ("--pod-resources", str(tmp_path / "pr.sock"), "-o", "json")
-            status, text = await it.command("uninstall", *config, *places, *sockets, *more)
+            status, text = await live_daemon.command("uninstall", *config, *places, *sockets, *more)
             found = json.loads(text)["leftovers"]
             return status, {entry["kind"]: entry["result"] for entry in found}
 
@@ -110,7 +112,7 @@ async def test_nothing_is_left_once_no_pod_has_shares(tmp_path: Path) -> None:
         assert (tmp_path / "pod" / "mgctl").exists()
         assert specification.exists()
 
-        await it.kubelet.delete(held)
+        await live_daemon.kubelet.delete(held)
         assert await run("--yes") == (0, dict.fromkeys(mounted, "removed"))
     assert {*os.listdir(tmp_path)} - before <= {"metagpu.yaml", "pr.sock", "cdi"}  # noqa: PTH208 - names
 
@@ -122,14 +124,14 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
     specification = tmp_path / "cdi" / cdi.FILE_NAME
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
     async with kubelet.running():
-        async with agent_at_work(tmp_path, node, QUICK, kubelet=kubelet) as it:
-            await it.until(20, 20)
+        async with agent_at_work(tmp_path, node, QUICK, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
             held = SimPod.single("held", {METAGPU: 3})
             envs = (await kubelet.admit(held))["main"].envs
         if lost == "driver":
             node.unload_driver()
         else:
-            [gpu] = [it for it in node.gpus if it.id == envs["NVIDIA_VISIBLE_DEVICES"]]
+            [gpu] = [other for other in node.gpus if other.id == envs["NVIDIA_VISIBLE_DEVICES"]]
             node.lose_gpu(gpu)
         await anyio.Path(specification.parent).mkdir()
         await anyio.Path(specification).touch()
@@ -186,14 +188,16 @@ async def test_nothing_is_removed_without_the_kubelets_folder(tmp_path: Path) ->
 
 async def test_no_daemon_may_run(tmp_path: Path) -> None:
     """The command refuses while a daemon runs, and says so; everything stays."""
-    async with daemon(tmp_path) as it:
-        await it.until(20)
+    async with daemon(tmp_path) as live_daemon:
+        await live_daemon.until(20)
         arguments = ("--kubelet-dir", str(tmp_path / "dp"), "--simulate", "t4", "--yes")
-        status, text = await it.command("uninstall", *arguments, "--root", str(tmp_path / "r"))
+        status, text = await live_daemon.command(
+            "uninstall", *arguments, "--root", str(tmp_path / "r")
+        )
         assert status == 1
         assert "metagpu runs here" in text
         assert "systemctl disable --now metagpu" in text
-        assert (await it.command("status"))[0] == 0
+        assert (await live_daemon.command("status"))[0] == 0
 
 
 def mode_of(gpu: SimGpu) -> int:
@@ -204,13 +208,13 @@ def mode_of(gpu: SimGpu) -> int:
 async def test_control_daemons_stay_with_their_clients(tmp_path: Path) -> None:
     """One with a client goes on, with its GPU's mode; without clients it ends; both by force."""
     node = build_node("a100-40gb:2")
-    async with agent_at_work(tmp_path, node, MIXED) as it:
-        await it.until(200, 200, MPS)
+    async with agent_at_work(tmp_path, node, MIXED) as scene:
+        await scene.until(200, 200, MPS)
         pod_of_mps = SimPod.single("pod", {MPS: 10})
-        envs = (await it.kubelet.admit(pod_of_mps))["main"].envs
-        await it.wait_holders()
+        envs = (await scene.kubelet.admit(pod_of_mps))["main"].envs
+        await scene.wait_holders()
         held = envs["NVIDIA_VISIBLE_DEVICES"]
-        controls = {str(gpu.id): control_of(it, gpu.id) for gpu in node.gpus}
+        controls = {str(gpu.id): control_of(scene, gpu.id) for gpu in node.gpus}
         client = controls[held].client()
         client.__enter__()
         gpu = next(gpu for gpu in node.gpus if gpu.id == held)
@@ -237,11 +241,11 @@ async def test_instances_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     config = mig_pool("layout: {1g.5gb: 3}")
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
     async with kubelet.running():
-        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as it:
-            await it.until(3, 3, "nvidia.com/mig-1g.5gb")
+        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as scene:
+            await scene.until(3, 3, "nvidia.com/mig-1g.5gb")
             held = pod("held", "1g.5gb")
-            await it.kubelet.admit(held)
-            await it.wait_holders()
+            await scene.kubelet.admit(held)
+            await scene.wait_holders()
         before = placements(node)
         assert len(before) == 3
 
@@ -268,15 +272,15 @@ async def test_the_node_object_is_as_before(tmp_path: Path, *, nfd: bool) -> Non
 
     async with server.running():
         settings = ClusterSettings(NODE, server.kubeconfig(tmp_path))
-        async with agent_at_work(tmp_path, node, cluster_settings=settings) as it:
-            await it.until(10, 10)
+        async with agent_at_work(tmp_path, node, cluster_settings=settings) as scene:
+            await scene.until(10, 10)
             await server.until(lambda: {"nvidia.com/gpu.count", "GPUProblem"} <= names(server))
         server.report(NODE, {METAGPU: 0, "cpu": 2}, {METAGPU: 0, "cpu": 2})
 
         found = await uninstall(tmp_path, node, cluster=settings)
         assert found.pop("amounts").startswith("stays the kubelet counts it")
         expected = {"conditions", "taint", "run folder", "NodeFeature" if nfd else "labels"}
-        assert {kind for kind, it in found.items() if it == "removed"} == expected
+        assert {kind for kind, text in found.items() if text == "removed"} == expected
 
         checkpoint = tmp_path / "device-plugins" / CHECKPOINT_FILE
         await anyio.Path(checkpoint).write_text('{"Data": {"RegisteredDevices": {}}}')
@@ -300,5 +304,5 @@ def written(server: SimApiServer) -> Mapping[str, Any]:
 def names(server: SimApiServer) -> set[str]:
     """Return the names of labels and conditions."""
     node = server.node(NODE)
-    conditions = {it["type"] for it in node["status"].get("conditions") or ()}
+    conditions = {condition["type"] for condition in node["status"].get("conditions") or ()}
     return {*conditions, *node["metadata"]["labels"]}

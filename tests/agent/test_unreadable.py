@@ -34,18 +34,18 @@ async def test_a_gpu_off_the_bus_is_somewhere(tmp_path: Path, function: str) -> 
     library.fail(function, 1, LOST)
     driver = NvmlDriver(library.load())
 
-    async with agent_at_work(tmp_path, driver=driver, metrics=ANY) as it:
-        await it.until(10, 10)
-        status = await reported(it)
+    async with agent_at_work(tmp_path, driver=driver, metrics=ANY) as scene:
+        await scene.until(10, 10)
+        status = await reported(scene)
         [missing] = status["unreadableGpus"]
         assert (missing["index"], "lost" in missing["reason"]) == (1, True)
-        assert (await page_of(it)).values("metagpu_unreadable_gpus") == [1]
+        assert (await page_of(scene)).values("metagpu_unreadable_gpus") == [1]
         result, finding, *_ = check_health(read_report(status, StatusReport))
         assert (result, finding) == ("error", f"cannot be read: {missing['reason']}")
 
         library.work()
-        await it.until(20, 20)
-        assert not (await reported(it))["unreadableGpus"]
+        await scene.until(20, 20)
+        assert not (await reported(scene))["unreadableGpus"]
 
 
 async def test_a_gpu_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -54,14 +54,14 @@ async def test_a_gpu_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     library.hang("nvmlDeviceGetUUID", 1)
     driver = NvmlDriver(library.load(), 600.0, NvmlTiming(straggler=0.0))
 
-    async with agent_at_work(tmp_path, driver=driver) as it:
-        await it.until(10, 10)
+    async with agent_at_work(tmp_path, driver=driver) as scene:
+        await scene.until(10, 10)
         assert driver.has_threads
-        [missing] = (await reported(it))["unreadableGpus"]
+        [missing] = (await reported(scene))["unreadableGpus"]
         assert missing["reason"] == "GPU 1: no answer from NVML yet"
 
         library.work()
-        await it.until(20, 20)
+        await scene.until(20, 20)
 
 
 async def test_sigterm_ends_a_start_that_hangs(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ async def test_sigterm_ends_a_start_that_hangs(tmp_path: Path) -> None:
     library = NvmlLibrary(tmp_path / "nvml")
     library.hang("nvmlDeviceGetUUID", "*")
 
-    async with daemon(tmp_path, program=PATIENT, library=library) as it:
+    async with daemon(tmp_path, program=PATIENT, library=library) as live_daemon:
         await library.hangs()
-        assert await it.stop() == 0
+        assert await live_daemon.stop() == 0
 
 
-async def reported(it: Scene) -> dict[str, Any]:
+async def reported(scene: Scene) -> dict[str, Any]:
     """Return the daemon's answer to `metagpu status`."""
-    answer = await it.status()
+    answer = await scene.status()
     assert isinstance(answer, dict)
     return answer
 
@@ -87,12 +87,12 @@ async def test_a_replaced_driver_ends_the_daemon(tmp_path: Path) -> None:
     node = build_node("t4:2")
 
     async def replace_driver() -> None:
-        async with agent_at_work(tmp_path, gpu_models=node, health_timing=timing) as it:
-            await it.until(20, 20)
+        async with agent_at_work(tmp_path, gpu_models=node, health_timing=timing) as scene:
+            await scene.until(20, 20)
             node.unload_driver()
-            await it.wait_snapshot(reason_is("not loaded"))
+            await scene.wait_snapshot(reason_is("not loaded"))
             node.unload_driver(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-            await it.wait_snapshot(reason_is("different versions"))
+            await scene.wait_snapshot(reason_is("different versions"))
             await anyio.sleep_forever()
 
     with pytest.raises(ExceptionGroup) as ended:

@@ -29,9 +29,9 @@ from tests.rigs.waiting import until
 HOST = "Host: localhost\r\n"
 
 
-async def web_of_agent(it: Scene) -> NodeWeb:
+async def web_of_agent(scene: Scene) -> NodeWeb:
     """Return the agent's page once it is served."""
-    web = it.agent.web
+    web = scene.agent.web
     assert web is not None
 
     async def listens() -> bool:
@@ -52,9 +52,9 @@ async def view_at(port: int) -> dict[str, Any]:
 async def test_a_grant_is_in_the_stream(tmp_path: Path) -> None:
     """A browser hears of a grant and of a fault, and the view that it then reads has them."""
     loopback = ListenAddress("127.0.0.1", 0)
-    async with agent_at_work(tmp_path, web_address=loopback) as it:
-        await it.until(20, 20)
-        port = (await web_of_agent(it)).server.port
+    async with agent_at_work(tmp_path, web_address=loopback) as scene:
+        await scene.until(20, 20)
+        port = (await web_of_agent(scene)).server.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET /api/v1/changes HTTP/1.1\r\n{HOST}\r\n".encode())
         await reader.readuntil(b"event: change\n")
@@ -67,7 +67,7 @@ async def test_a_grant_is_in_the_stream(tmp_path: Path) -> None:
                     if shows(view["nodes"][0]):
                         return view
 
-        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         alice = ["default/alice (main)"]
         view = await view_after_a_change(
             lambda node: (
@@ -81,7 +81,7 @@ async def test_a_grant_is_in_the_stream(tmp_path: Path) -> None:
         [container] = view["nodes"][0]["usage"]["containers"]
         assert (container["pod"], container["gpus"][0]["shares"]) == ("alice", 3)
 
-        it.node.raise_xid(it.node.gpu(str(lease["gpu"])), 79)
+        scene.node.raise_xid(scene.node.gpu(str(lease["gpu"])), 79)
         await view_after_a_change(lambda node: not node["status"]["gpus"][lease["gpu"]]["healthy"])
 
         async def reported() -> bool:
@@ -102,8 +102,8 @@ async def test_others_need_a_viewers_token(tmp_path: Path) -> None:
         )
         async with agent_at_work(
             tmp_path, cluster_settings=settings, web_address=ListenAddress("", 0)
-        ) as it:
-            port = (await web_of_agent(it)).server.port
+        ) as scene:
+            port = (await web_of_agent(scene)).server.port
             request = f"GET /api/v1/view HTTP/1.1\r\n{HOST}".encode()
             token = server.tokens.issue("kube-system", "metagpu-viewer", ["metagpu.io/status"])
 

@@ -87,6 +87,6 @@ def test_the_pool_of_the_page_offers_its_sizes() -> None:
     layout = build_layout(config, [gpu(0)], Injection())
 
     assert list(layout.backends) == [
-        f"example.com/gpu-{it}" for it in ("half", "quarter", "eighth")
+        f"example.com/gpu-{name}" for name in ("half", "quarter", "eighth")
     ]
     assert len(layout.shares) == 14

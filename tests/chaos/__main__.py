@@ -26,15 +26,15 @@ def faults(steps: Sequence[Step], plant: str = "", *, verbose: bool = False) -> 
     """Run a schedule; return what must not be."""
 
     async def run(folder: Path) -> list[str]:
-        async with chaos(folder, plant) as it:
-            await it.run(steps)
-            if verbose or it.account.broken:
-                print("\n".join(it.log), flush=True)  # noqa: T201 - a command line speaks so
-            if it.account.broken:
+        async with chaos(folder, plant) as live_chaos:
+            await live_chaos.run(steps)
+            if verbose or live_chaos.account.broken:
+                print("\n".join(live_chaos.log), flush=True)  # noqa: T201 - a command line speaks so
+            if live_chaos.account.broken:
                 (Path(tempfile.gettempdir()) / "chaos-daemons.log").write_text(
-                    "\n\n=====\n".join(each.log for each in it.daemons)
+                    "\n\n=====\n".join(each.log for each in live_chaos.daemons)
                 )
-            return it.account.broken
+            return live_chaos.account.broken
 
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         return anyio.run(run, Path(folder))

@@ -99,7 +99,7 @@ class Account:
     def of_result(self, claim: str, result: Mapping[str, object]) -> Holding:
         """Return what a result of a claim's allocation is a part of."""
         device = str(result["device"])
-        [gpu] = [n for n, it in enumerate(self.uuids) if device.startswith(it.lower())]
+        [gpu] = [n for n, text in enumerate(self.uuids) if device.startswith(text.lower())]
         kind = device.removeprefix(self.uuids[gpu].lower()).strip("-").split("-")[0]
         consumed = result.get("consumedCapacity")
         amount = int(str(consumed.get("shares", 0))) if isinstance(consumed, Mapping) else 0
@@ -114,7 +114,7 @@ class Account:
         except (OSError, KeyError, ValueError):
             return set()
         sizes = {19: "1g.5gb", 14: "2g.10gb", 9: "3g.20gb", 0: "7g.40gb"}
-        return {f"{sizes[it['profile']]}@{it['start']}" for it in saved}
+        return {f"{sizes[document['profile']]}@{document['start']}" for document in saved}
 
     # ---- at every moment ---------------------------------------------------------------------
 
@@ -122,34 +122,36 @@ class Account:
         """Return what is held of a GPU, and by whom."""
         found = defaultdict[Holding, set[str]](set)
         for uid, holdings in self.pods.items():
-            for it in holdings:
-                if it.gpu == gpu:
-                    found[it].add(self.names[uid])
+            for holding in holdings:
+                if holding.gpu == gpu:
+                    found[holding].add(self.names[uid])
         return found
 
     def _twice(self) -> Iterator[str]:
         """Yield what two pods hold at once."""
         for gpu in range(len(self.uuids)):
             held = self.held(gpu)
-            for it, names in held.items():
+            for holding, names in held.items():
                 if len(names) > 1:
-                    yield f"GPU {gpu}: {it.part} of {it.kind} is held by {sorted(names)}"
-            if len({it.kind for it in held}) > 1:
-                kinds = {it.kind: sorted(names) for it, names in held.items()}
+                    yield f"GPU {gpu}: {holding.part} of {holding.kind} is held by {sorted(names)}"
+            if len({candidate.kind for candidate in held}) > 1:
+                kinds = {candidate.kind: sorted(names) for candidate, names in held.items()}
                 yield f"GPU {gpu} is held in two ways: {kinds}"
-            for one, other in combinations(sorted(it for it in held if it.kind == "mig"), 2):
+            for one, other in combinations(
+                sorted(candidate for candidate in held if candidate.kind == "mig"), 2
+            ):
                 if set(one.slices) & set(other.slices):
                     both = sorted(held[one] | held[other])
                     yield f"GPU {gpu}: {one.part} and {other.part} overlap: {both}"
-            if sum(it.amount for it in held) > CLAIMED:
+            if sum(candidate.amount for candidate in held) > CLAIMED:
                 yield f"GPU {gpu}: claims have more than {CLAIMED} shares: {sorted(held)}"
 
     def _destroyed(self) -> Iterator[str]:
         """Yield MIG instances that pods use and the driver has not."""
         there = self.instances()
-        for it, names in self.held(MIG).items():
-            if it.part not in there:
-                yield f"{sorted(names)} run with {it.part}, which the driver no longer has: {there}"
+        for one, names in self.held(MIG).items():
+            if one.part not in there:
+                yield f"{sorted(names)} run with {one.part}, which the driver has not: {there}"
 
     def closed(self) -> frozenset[int]:
         """Return the GPUs that give nothing now: cordoned, or lost for as long as is noticed."""
@@ -164,16 +166,20 @@ class Account:
             return ""  # a container that is started again asks for what it has
         if asked.gpu in self.closed():
             return f"GPU {asked.gpu} is cordoned or lost"
-        for it, names in held.items():
-            if it.kind != asked.kind or (it.kind == "mig" and {*it.slices} & {*asked.slices}):
-                return f"{sorted(names)} hold {it.part} of {it.kind}"
+        for holding, names in held.items():
+            if holding.kind != asked.kind or (
+                holding.kind == "mig" and {*holding.slices} & {*asked.slices}
+            ):
+                return f"{sorted(names)} hold {holding.part} of {holding.kind}"
         return ""
 
     def granted(self, name: str, holdings: Collection[Holding], closed: Collection[int]) -> None:
         """Judge a grant by what was closed from the pod's arrival to the answer."""
-        for it in holdings:
-            if it.gpu in closed:
-                self.add(f"{name} got {it.part} of GPU {it.gpu}, which was cordoned or lost")
+        for holding in holdings:
+            if holding.gpu in closed:
+                self.add(
+                    f"{name} got {holding.part} of GPU {holding.gpu}, which was cordoned or lost"
+                )
 
     # ---- when all is quiet -------------------------------------------------------------------
 
@@ -183,12 +189,12 @@ class Account:
             name: sum(self._healthy_shares(gpu, kind, shares) for gpu in gpus)
             for name, (kind, gpus, shares) in BACKENDS.items()
         }
-        found |= {name: self._healthy_placements(it) for name, it in MIG_RESOURCES.items()}
+        found |= {name: self._healthy_placements(text) for name, text in MIG_RESOURCES.items()}
         return {name: count for name, count in found.items() if name not in missing}
 
     def _healthy_shares(self, gpu: int, kind: str, shares: int) -> int:
         held = self.held(gpu)
-        ours = len([it for it in held if it.kind == kind])
+        ours = len([holding for holding in held if holding.kind == kind])
         if gpu in self.lost:
             return 0
         if gpu in self.cordoned:
@@ -200,30 +206,34 @@ class Account:
             return 0
         size, starts = PROFILES[profile]
         held = self.held(MIG)
-        taken = {number for it in held for number in it.slices}
-        whole = len([it for it in held if it.part.partition("@")[0] == profile])
+        taken = {number for holding in held for number in holding.slices}
+        whole = len([holding for holding in held if holding.part.partition("@")[0] == profile])
         if MIG in self.cordoned:
             return whole
-        return whole + sum(taken.isdisjoint(range(it, it + size)) for it in starts)
+        return whole + sum(taken.isdisjoint(range(start, start + size)) for start in starts)
 
     def largest_request(self, resource: str) -> int:
         """Compute how many devices of a resource one pod can get now, of one GPU."""
         if resource in MIG_RESOURCES:
             profile = MIG_RESOURCES[resource]
-            own = len([it for it in self.held(MIG) if it.part.partition("@")[0] == profile])
+            own = len(
+                [holding for holding in self.held(MIG) if holding.part.partition("@")[0] == profile]
+            )
             usable = MIG not in {*self.lost, *self.cordoned}
             return int(usable and self._healthy_placements(profile) > own)
         kind, gpus, shares = BACKENDS[resource]
         free = [
             self._healthy_shares(gpu, kind, shares) - len(self.held(gpu))
             for gpu in gpus
-            if gpu not in self.cordoned and all(it.kind == kind for it in self.held(gpu))
+            if gpu not in self.cordoned and all(holding.kind == kind for holding in self.held(gpu))
         ]
         return max([0, *free])
 
     def claimable(self) -> int:
         """Compute how many shares a claim can get now."""
         held = self.held(CLAIMS)
-        if CLAIMS in {*self.lost, *self.cordoned} or any(it.kind != "fraction" for it in held):
+        if CLAIMS in {*self.lost, *self.cordoned} or any(
+            holding.kind != "fraction" for holding in held
+        ):
             return 0
-        return CLAIMED - sum(it.amount for it in held)
+        return CLAIMED - sum(holding.amount for holding in held)

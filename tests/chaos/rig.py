@@ -178,7 +178,7 @@ class Chaos:
 
     async def do_force(self, number: int) -> None:
         """Delete a pod by force: it is gone at the API server, whatever its kubelet does."""
-        if not (pods := [it for it in self.cluster.api.pods() if not _claims(it)]):
+        if not (pods := [other for other in self.cluster.api.pods() if not _claims(other)]):
             return
         metadata = pods[number % len(pods)]["metadata"]
         self.note(f"  deletes {metadata['name']} by force")
@@ -304,7 +304,7 @@ class Chaos:
         shares = sorted(
             (name, device) for name, devices in process.state.devices.items() for device in devices
         )
-        taken = [it for it in shares if self.account.conflict(self.account.of_device(*it))]
+        taken = [share for share in shares if self.account.conflict(self.account.of_device(*share))]
         if not taken:
             return
         name, device = taken[number % len(taken)]
@@ -371,23 +371,23 @@ class Chaos:
     def _unsettled(self) -> list[str]:
         """Return the pods that are bound and neither run nor have failed, or that shall end."""
         return [
-            it["metadata"]["name"]
-            for it in self.cluster.api.pods()
-            if "deletionTimestamp" in it["metadata"]
-            or (it["spec"].get("nodeName") and it["status"]["phase"] == "Pending")
+            pod["metadata"]["name"]
+            for pod in self.cluster.api.pods()
+            if "deletionTimestamp" in pod["metadata"]
+            or (pod["spec"].get("nodeName") and pod["status"]["phase"] == "Pending")
         ]
 
     def _pending(self) -> list[str]:
         return [
-            it["metadata"]["name"]
-            for it in self.cluster.api.pods()
-            if it["status"]["phase"] == "Pending"
+            pod["metadata"]["name"]
+            for pod in self.cluster.api.pods()
+            if pod["status"]["phase"] == "Pending"
         ]
 
     def _amounts(self, missing: Iterable[str]) -> dict[str, int]:
         self.look()
         amounts = self.cluster.kubelet.allocatable()
-        gone = [it for it in missing if amounts.get(it)]
+        gone = [name for name in missing if amounts.get(name)]
         return {name: amounts.get(name, 0) for name in (*self._expected(missing), *gone)}
 
     def _expected(self, missing: Iterable[str]) -> dict[str, int]:
@@ -425,7 +425,7 @@ class Chaos:
             probes["pods", "default", f"pod-{self.number}"] = f"a claim for {count} shares"
         objects = self.cluster.api.store.objects
         await self._until(
-            lambda: all(objects[it]["status"]["phase"] != "Pending" for it in probes), PROBE_S
+            lambda: all(objects[probe]["status"]["phase"] != "Pending" for probe in probes), PROBE_S
         )
         for key, what in probes.items():
             status = objects[key]["status"]
@@ -468,7 +468,7 @@ class Chaos:
             if pod["metadata"]["uid"] in self.forgotten:
                 await self._end(pod)
         await self._until(
-            lambda: not self.forgotten & {it.uid for it in self.cluster.kubelet.pods}, 60
+            lambda: not self.forgotten & {other.uid for other in self.cluster.kubelet.pods}, 60
         )
         self.forgotten.clear()
 
@@ -485,7 +485,9 @@ class Chaos:
             raise
         self.look()
         held = self.account.pods.get(pod.uid, set())
-        self.note(f"  {pod.name} holds {sorted(f'{it.gpu}:{it.kind}:{it.part}' for it in held)}")
+        self.note(
+            f"  {pod.name} holds {sorted(f'{each.gpu}:{each.kind}:{each.part}' for each in held)}"
+        )
         self.account.granted(pod.name, held, closed & self.account.closed())
         return options
 
@@ -497,7 +499,7 @@ class Chaos:
             with suppress(KubeletDownError):
                 for devices in kubelet.devices(pod).values():
                     for resource, ids in devices.items():
-                        held |= {self.account.of_device(resource, it) for it in ids}
+                        held |= {self.account.of_device(resource, share_id) for share_id in ids}
             running[pod.uid] = (pod.name, held)
         objects = self.cluster.api.store.objects
         for claim in self.cluster.claims._manager._prepared.values():
@@ -547,7 +549,7 @@ class Chaos:
 
     def _server(self) -> Daemon | None:
         """Return the oldest daemon that runs."""
-        return next((it for it in self.daemons if it.process.returncode is None), None)
+        return next((daemon for daemon in self.daemons if daemon.process.returncode is None), None)
 
     def _has_standby(self) -> bool:
         standby = read_standby(self.folder)

@@ -81,7 +81,7 @@ def draw(seed: int, length: int = 9) -> list[Step]:
     for kind in kinds:
         steps.append(_step(chance, kind))
         if kind in _CRITICAL:
-            steps += [_step(chance, it) for it in ("pod", "old_list")]
+            steps += [_step(chance, name) for name in ("pod", "old_list")]
     return steps
 
 

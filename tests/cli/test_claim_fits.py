@@ -92,7 +92,12 @@ def test_each_claim_has_its_devices_or_a_reason(
     """Claims of a pod come together, also those of a Deployment; others come alone."""
     first, second, gone, three = explained(options, capsys)
     assert (first["pod"], first["claim"]) == ("Deployment web", "ResourceClaimTemplate half")
-    assert [it["fits"] for it in (first, second, gone, three)] == [True, True, False, False]
+    assert [document["fits"] for document in (first, second, gone, three)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     (device,) = first["devices"]
     assert second["devices"] == [device]  # both halves of one GPU
     assert device["consumed"] == {"shares": "50"}
@@ -134,7 +139,7 @@ def test_under_nvidias_driver_name_its_classes_are_there(
     assert whole["problem"]["reason"] == "device class gpu.nvidia.com does not exist"
     (tmp_path / "metagpu.yaml").write_text(CONFIG.format(dra="dra: {driver: gpu.nvidia.com}"))
     (whole,) = explained(options, capsys)
-    assert [it["request"] for it in whole["devices"]] == ["gpu", "looking", "looking"]
+    assert [device["request"] for device in whole["devices"]] == ["gpu", "looking", "looking"]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_a_selector_that_is_not_evaluated_is_unknown_and_one_that_fails_an_error
     assert row["fits"] is {"yes": True, "unknown": None}.get(answer, False)
     assert (reason or "") in (row["problem"] or {"reason": ""})["reason"]
     assert main(options) == status
-    [line] = [it for it in capsys.readouterr().out.splitlines() if "ResourceClaim a" in it]
+    [line] = [other for other in capsys.readouterr().out.splitlines() if "ResourceClaim a" in other]
     assert line.split()[3] == answer
 
 
@@ -253,7 +258,7 @@ def test_the_other_claims_of_a_pod_are_as_unknown(
     (tmp_path / "claims.yaml").write_text("\n---\n".join(files))
     assert main([*options, "--json"]) == 3
     rows = json.loads(capsys.readouterr().out)["claims"]
-    assert [it["answer"] for it in rows] == ["unknown", "unknown"]
+    assert [row["answer"] for row in rows] == ["unknown", "unknown"]
     assert rows[0]["problem"]["reason"] == "nobody knows about the pod's ResourceClaim b"
 
 
@@ -273,7 +278,7 @@ def test_claims_of_v1beta1_are_read(
     """There a request has its fields without `exactly`."""
     (tmp_path / "claims.yaml").write_text(f"apiVersion: resource.k8s.io/v1beta1\n{manifest}")
     [row] = explained(options, capsys)
-    assert [it["request"] for it in row["devices"]] == ["gpu", "gpu"]
+    assert [device["request"] for device in row["devices"]] == ["gpu", "gpu"]
 
 
 @pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3"])
@@ -320,4 +325,4 @@ def test_nvidias_consumable_shares_are_fractions_of_its_class(
     (tmp_path / "metagpu.yaml").write_text(config)
     (tmp_path / "claims.yaml").write_text(f"{named}\nspec: {{selectors: {chosen}}}\n---\n{claim}")
     [row] = explained(options, capsys)
-    assert [it["consumed"] for it in row["devices"]] == [consumed]
+    assert [device["consumed"] for device in row["devices"]] == [consumed]

@@ -66,8 +66,8 @@ class Daemon:
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """Start such a server."""
-    with closing(Daemon(tmp_path / "s")) as it:
-        yield it
+    with closing(Daemon(tmp_path / "s")) as live_daemon:
+        yield live_daemon
 
 
 def run(path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

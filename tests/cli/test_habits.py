@@ -45,31 +45,34 @@ def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, 
         yield from commands(command, f"{name} {word}")
 
 
-OPTIONS = [it for name, parser in PROGRAMS.items() for it in commands(parser, name)]
+OPTIONS = [command for name, parser in PROGRAMS.items() for command in commands(parser, name)]
 
 
 def test_a_short_option_has_one_long_name() -> None:
     """`-o` is `--output` everywhere, `-n` `--namespace`, and so on; and the reverse."""
     longs, shorts = defaultdict(set), defaultdict(set)
     for _, action in OPTIONS:
-        short = [it for it in action.option_strings if not it.startswith("--")]
+        short = [string for string in action.option_strings if not string.startswith("--")]
         for long in set(action.option_strings) - set(short):
             shorts[long].add(tuple(short))
-            for it in short:
-                longs[it].add(long)
+            for name in short:
+                longs[name].add(long)
 
-    assert {it: names for it, names in longs.items() if len(names) > 1} == {}
-    assert {it: names for it, names in shorts.items() if len(names) > 1} == {}
+    assert {text: names for text, names in longs.items() if len(names) > 1} == {}
+    assert {text: names for text, names in shorts.items() if len(names) > 1} == {}
     assert {"-o", "-w", "-n", "-l", "-A"} <= longs.keys()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_shows_an_example(name: str) -> None:
     """Each command's help ends with an example that begins with the command."""
-    found = {f"{name} {word}": it.format_help() for word, it in commands_of(PROGRAMS[name]).items()}
+    found = {
+        f"{name} {word}": command.format_help()
+        for word, command in commands_of(PROGRAMS[name]).items()
+    }
 
     assert len(found) > 3
-    assert [it for it, text in found.items() if f"example:\n  {it}" not in text] == []
+    assert [each for each, text in found.items() if f"example:\n  {each}" not in text] == []
 
 
 @pytest.mark.parametrize("option", ["--watch", "--sort-by"])
@@ -93,7 +96,10 @@ def test_every_output_has_the_same_forms() -> None:
     Only a manifest is YAML to begin with.
     """
     forms = {
-        (tuple(it for it in action.choices or () if it not in ("wide", "name")), action.default)
+        (
+            tuple(choice for choice in action.choices or () if choice not in ("wide", "name")),
+            action.default,
+        )
         for name, action in OPTIONS
         if "--output" in action.option_strings and name != MANIFESTS
     }
@@ -109,7 +115,7 @@ def test_a_command_of_several_programs_has_the_same_options(
     command: str, expected: set[str]
 ) -> None:
     """The same command takes the same options, beside those that say where."""
-    having = [it for it in PROGRAMS.values() if command in commands_of(it)]
+    having = [other for other in PROGRAMS.values() if command in commands_of(other)]
     assert len(having) == 2
     for program in having:
         options = {
@@ -149,7 +155,7 @@ def test_with_json_a_failure_has_a_reason(  # noqa: PLR0917 - the rows of a tabl
     """With `-o json` a failure is one object on stderr; else it is one line for people."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KUBECONFIG", raising=False)
-    words = [str(tmp_path / "absent") if it == "ABSENT" else it for it in line.split()]
+    words = [str(tmp_path / "absent") if part == "ABSENT" else part for part in line.split()]
 
     assert run([*words, "-o", "json"]) == 1
     out, err = capsys.readouterr()

@@ -42,7 +42,9 @@ def test_a_service_is_installed_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert settings.read_text() == "version: metagpu/v1\n"
     assert f"kept     {settings}: it differs" in again
     drop_in = tmp_path / "etc/systemd/system/metagpu.service.d/mps.conf"
-    assert [it for it in again.splitlines() if it.startswith("wrote")] == [f"wrote    {drop_in}"]
+    assert [line for line in again.splitlines() if line.startswith("wrote")] == [
+        f"wrote    {drop_in}"
+    ]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +88,7 @@ def test_the_wheel_has_the_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for file in SYSTEMD.iterdir():
             assert archive.read(f"metagpu/systemd/{file.name}") == file.read_bytes()
-        shared = [Path(it).name for it in archive.namelist() if "/data/share/man/man1/" in it]
+        shared = [Path(name).name for name in archive.namelist() if "/data/share/man/man1/" in name]
     assert sorted(shared) == ["kubectl-metagpu.1", "metagpu.1", "mgctl.1"]
 
 

@@ -112,13 +112,15 @@ def test_every_simulated_model_is_healthy(
         "version: metagpu/v1\n"
         "pools: [{name: a, backends: [{backend: fraction, gpuMemory: 64Gi}]}]\n"
     )
-    models = [it for it in GPU_MODELS.values() if not it.is_display]
-    every = ",".join(it.key for it in models)
+    models = [model for model in GPU_MODELS.values() if not model.is_display]
+    every = ",".join(model.key for model in models)
     assert main(["explain", "--config", str(file), "--simulate", every, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [it["healthy"] for it in report["gpus"]] == [True] * len(models)
+    assert [gpu["healthy"] for gpu in report["gpus"]] == [True] * len(models)
     assert report["resources"]["cnvrg.io/metagpu"]["allocatable"] == 100 * len(models)
-    assert [it["memoryMiB"] for it in report["gpus"]] == [it.memory or None for it in models]
+    assert [gpu["memoryMiB"] for gpu in report["gpus"]] == [
+        model.memory or None for model in models
+    ]
 
 
 def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +168,7 @@ def test_explain_has_the_resource_slices(
     assert main([*options, "--config", str(file), "--json"]) == 0
     counters, devices = json.loads(capsys.readouterr().out)["resourceSlices"]
     assert counters["driver"] == devices["driver"] == "gpu.metagpu.io"
-    kinds = [it["attributes"]["type"]["string"] for it in devices["devices"]]
+    kinds = [device["attributes"]["type"]["string"] for device in devices["devices"]]
     assert kinds == ["fraction", "gpu", "monitor"]
 
     assert main([*options, "--json"]) == 0
@@ -298,14 +300,14 @@ def test_demo_shows_the_owners_of_idle_gpus() -> None:
 def test_demo_shows_exact_offers_beside_those_of_all_free_shares() -> None:
     """A pod that fits on no GPU waits, and is refused if all free shares count."""
     assert [
-        (policy["offer"], [(it["free"], it["outcome"]) for it in policy["outcomes"]])
+        (policy["offer"], [(outcome["free"], outcome["outcome"]) for outcome in policy["outcomes"]])
         for policy in demo()["offers"]
     ] == [("all", [(60, "is refused")]), ("exact", [(30, "waits"), (130, "runs")])]
 
 
 def test_demo_allocates_claims() -> None:
     """In the demo a claim of alternatives gets MIG devices while there are some, then shares."""
-    gets = {it["name"]: (it["state"], it["gets"]) for it in demo()["claims"]["claims"]}
+    gets = {claim["name"]: (claim["state"], claim["gets"]) for claim in demo()["claims"]["claims"]}
     assert gets == {
         "notebook": ("Prepared", "fraction (shares=50) of GPU 0"),
         "serve": ("Prepared", "mig-3g40gb-4 of GPU 1"),
@@ -473,7 +475,7 @@ def test_validate_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         }
     ]
     assert [warning["path"] for warning in wrong["warnings"]] == ["flags.plugins"]
-    assert [(it["case"], it["good"], it["formats"]) for it in good] == [
+    assert [(document["case"], document["good"], document["formats"]) for document in good] == [
         ("profile slice-4", True, ["NVIDIA device plugin v1"]),
         ("profile slice-10", True, ["NVIDIA device plugin v1"]),
     ]
@@ -521,7 +523,7 @@ def test_validate_judges_the_parts_of_one_configuration_together(
 
     assert main(["validate", *texts]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [": ".join(it.split(": ")[:2]) for it in printed] == good
+    assert [": ".join(each.split(": ")[:2]) for each in printed] == good
 
 
 def test_explain_lists_the_layouts_of_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ async def test_rows_are_sorted_by_a_field(
     """The order is that of a field of the JSON, in every format; an unknown one is an error."""
     assert await run_mgctl(tmp_path, "get", "pods", "-o", "json", "--sort-by", "usedMiB") == 0
     containers = json.loads(capsys.readouterr().out)["containers"]
-    used = [part["usedMiB"] for it in containers for part in it["gpus"]]
+    used = [part["usedMiB"] for container in containers for part in container["gpus"]]
     assert used == sorted(used, reverse=True)
     assert len(set(used)) > 1
 
@@ -359,7 +359,7 @@ async def test_one_namespace(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     for words in (("-n", "team"), ("-n", "elsewhere", "-A")):
         assert await run_mgctl(tmp_path, "get", kind, *words, "-o", "json") == 0
         shown = json.loads(capsys.readouterr().out)
-        assert {it["pod"] for it in shown["containers"]} == {"alice", "bob"}
+        assert {container["pod"] for container in shown["containers"]} == {"alice", "bob"}
 
 
 MIXED = [
@@ -394,7 +394,7 @@ def test_shares_of_several_resources_have_no_sum() -> None:
     report["containers"][0]["gpus"][0]["resource"] = "nvidia.com/gpu"
 
     for kind in ("devices", "processes"):
-        total = [it for it in format_usage(report, kind, "table", PLAIN).splitlines() if it]
+        total = [line for line in format_usage(report, kind, "table", PLAIN).splitlines() if line]
         assert [line.split()[-1] for line in total if line.startswith(" 2 ")] == ["-"]
 
 

@@ -79,7 +79,10 @@ class Node:
 
     def allocatable(self) -> dict[str, int]:
         """Return the Node's allocatable numbers."""
-        return {name: it["allocatable"] for name, it in self.json("node show")["resources"].items()}
+        return {
+            name: document["allocatable"]
+            for name, document in self.json("node show")["resources"].items()
+        }
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (words[:2], words[-1]) == (["metagpu", "run"], "&")
 
     assert len(steps) >= 9
-    with daemon(tmp_path, *(it for it in words[2:-1] if it != "--with-kubelet")):
+    with daemon(tmp_path, *(word for word in words[2:-1] if word != "--with-kubelet")):
         for line, shown in steps:
             status, out, err = command(line)
             if line.split()[-1] in {"list", "show"}:
@@ -158,7 +161,7 @@ def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
         # A kubelet that forgets its pods takes their devices for free; metagpu keeps them held.
         node.sim("pod add b nvidia.com/gpu.shared=1 --namespace team")
         # What it forgets before metagpu has seen the holders, nobody knows.
-        until(lambda: all(it in node.status() for it in ("default/a (main)", "team/b (main)")))
+        until(lambda: all(name in node.status() for name in ("default/a (main)", "team/b (main)")))
         assert node.sim("kubelet forget") == "the kubelet was restarted without its checkpoint"
         assert [pod["devices"] for pod in node.json("pod list")] == [{}, {}]
         until(lambda: "kubelet forgot devices" in node.log.read_text())
@@ -174,7 +177,9 @@ def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
         node.sim(f"config-map kube-system/metagpu {profile}")
         node.sim("node label metagpu.io/config=fractions")
         until(lambda: METAGPU in node.allocatable())
-        until(lambda: "ConfigApplied" in {it["reason"] for it in node.json("event list")})
+        until(
+            lambda: "ConfigApplied" in {document["reason"] for document in node.json("event list")}
+        )
 
 
 def test_pods_outlive_the_daemon(tmp_path: Path) -> None:
@@ -252,8 +257,11 @@ def blocks_of(page: Path) -> list[str]:
 def claims(node: Node) -> dict[str, tuple[str, list[tuple[str, int]]]]:
     """Return the state and the devices of each claim, by its pods."""
     return {
-        "+".join(it["pods"]): (it["state"], [(its["part"], its["gpu"]) for its in it["devices"]])
-        for it in node.json("claim list")
+        "+".join(document["pods"]): (
+            document["state"],
+            [(its["part"], its["gpu"]) for its in document["devices"]],
+        )
+        for document in node.json("claim list")
     }
 
 
@@ -267,9 +275,11 @@ CLAIMING_POD = {
 def are_published(node: Node, count: int) -> bool:
     """Return whether the ResourceSlices of so many GPUs are written, and nothing is tainted."""
     objects = json.loads((node.run_dir / "cluster" / "objects.json").read_text())["objects"]
-    found = gather_pools([it for kind, _, _, it in objects if kind == "resourceslices"], "sim")
-    tainted = any(it.spec.get("taints") for it in found.devices)
-    gpus = {gpu_of_device(it.id.device) for it in found.devices}
+    found = gather_pools(
+        [value for kind, _, _, value in objects if kind == "resourceslices"], "sim"
+    )
+    tainted = any(device.spec.get("taints") for device in found.devices)
+    gpus = {gpu_of_device(device.id.device) for device in found.devices}
     return not (found.problems or tainted) and len(gpus) == count
 
 
@@ -294,7 +304,7 @@ def test_the_claims_of_the_page(tmp_path: Path) -> None:
         before = claims(node)
         assert sorted(before) == ["first+second", "half", "pair", "small", "ten"]
         [[half], [ten], [small], [shared]] = (
-            before[it][1] for it in ("half", "ten", "small", "first+second")
+            before[name][1] for name in ("half", "ten", "small", "first+second")
         )
         assert (half[0], shared[0]) == ("fraction", "timeslice")
         assert ten == ("fraction", 4)
@@ -302,7 +312,7 @@ def test_the_claims_of_the_page(tmp_path: Path) -> None:
         assert small[1] == 5
         assert {part for part, _ in before["pair"][1]} == {"gpu"}
         assert len({gpu for _, gpu in (half, shared, *before["pair"][1])}) == 4
-        until(lambda: all(f"default/{it} (main)" in node.status() for it in ("half", "pair")))
+        until(lambda: all(f"default/{name} (main)" in node.status() for name in ("half", "pair")))
 
         assert node.sim("kubelet restart") == "the kubelet was restarted"
         assert claims(node) == before
@@ -392,7 +402,11 @@ sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}
 
 def phases_in(node: Node, namespace: str) -> dict[str, int]:
     """Return the number of a namespace's pods in each phase."""
-    return Counter(it["phase"] for it in node.json("pod list") if it["namespace"] == namespace)
+    return Counter(
+        document["phase"]
+        for document in node.json("pod list")
+        if document["namespace"] == namespace
+    )
 
 
 def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
@@ -416,7 +430,7 @@ def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
         assert sorted(map(len, of_gpus)) == [1, 1, 1, 2]
         assert len({gpu for devices in of_gpus for _, gpu in devices}) == 5
         parts = [devices for _, devices in held.values() if len(devices) == 4]
-        assert [{gpu for _, gpu in it} for it in parts] in ([{5}, {6}], [{6}, {5}])
+        assert [{gpu for _, gpu in part} for part in parts] in ([{5}, {6}], [{6}, {5}])
 
         again = node.sim(f"apply -f {MANIFESTS / 'mig-parts.yaml'}")
         assert again.startswith("unchanged namespace/parts, resourceclaimtemplate/slices, dep")

@@ -62,15 +62,19 @@ _NOT_SINGLE: Final = ("the same migEnabled value", "has no MIG devices configure
 def _suiting_single(answer: Answer) -> Mapping[str, int]:
     """Count the instances of a node, if all are of one profile; without any, the whole GPUs."""
     profiles = Counter(
-        it.partition("@")[0] for gpu in answer.node for it in gpu.get("instances", ())
+        instance.partition("@")[0] for gpu in answer.node for instance in gpu.get("instances", ())
     )
     if len(profiles) > 1:
         return {}
     devices = profiles.total() or sum(not gpu.get("mig") for gpu in answer.node)
     sharing = answer.config.get("sharing", {})
     [way] = sharing.values() or [{"resources": ()}]
-    entries = [it for it in way["resources"] if it["name"].removeprefix("nvidia.com/") == "gpu"]
-    replicas = max((it["replicas"] for it in entries), default=1)
+    entries = [
+        resource
+        for resource in way["resources"]
+        if resource["name"].removeprefix("nvidia.com/") == "gpu"
+    ]
+    replicas = max((entry["replicas"] for entry in entries), default=1)
     shared = ".shared" if entries and way.get("renameByDefault") else ""
     return {f"nvidia.com/gpu{shared}": devices * replicas}
 
@@ -79,7 +83,7 @@ DEVIATIONS: Final = (
     Deviation(
         "`single`, and GPUs without MIG mode or without instances: the plugin does not start",
         "the instances are offered, and those GPUs are not, with the reason",
-        lambda answer: any(it in (answer.refused or "") for it in _NOT_SINGLE),
+        lambda answer: any(name in (answer.refused or "") for name in _NOT_SINGLE),
         _suiting_single,
     ),
 )

@@ -236,7 +236,7 @@ def data_of(found: ConvertedConfig | str) -> object:
     return found if isinstance(found, str) else found.data
 
 
-@pytest.mark.parametrize(("base", "key", "value", "said"), ROWS, ids=lambda it: str(it)[:60])
+@pytest.mark.parametrize(("base", "key", "value", "said"), ROWS, ids=lambda value: str(value)[:60])
 def test_a_key_is_honoured_or_named(base: Base, key: str, value: object, said: str) -> None:
     """A key that asks for something changes the result, or has one note on its lost effect."""
     before, found = outcome(yaml.safe_dump(dict(base))), outcome(with_key(base, key, value))
@@ -258,7 +258,7 @@ def test_a_key_is_honoured_or_named(base: Base, key: str, value: object, said: s
 @pytest.mark.parametrize(
     ("base", "key"),
     [(base, key) for base, key, _, said in ROWS if said == HONOURED and key not in _ANY_MAPPING],
-    ids=lambda it: str(it)[:60],
+    ids=lambda value: str(value)[:60],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_its_line(base: Base, key: str) -> None:
     """A value of another type is refused with file, line and path."""
@@ -282,7 +282,7 @@ def test_no_key_is_left_out_above(form: ModuleType) -> None:
 
     missing = {
         key
-        for key in (it.replace("nvidia.nodeconfig", "nodeconfig") for it in known)
+        for key in (name.replace("nvidia.nodeconfig", "nodeconfig") for name in known)
         if not any(key == each or key.startswith(f"{each}.") for each in listed)
     }
     assert missing == set()
@@ -381,7 +381,9 @@ def test_the_page_lists_what_becomes_of_every_key() -> None:
     """docs/compat.md has each key and variable of each project, by its effect in the tests."""
     text = PAGE.read_text(encoding="utf-8").partition("## Every key and variable")[2]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (`.*`) \|$", text, re.MULTILINE)
-    page = {(it, key, what) for it, what, keys in rows for key in re.findall(r"`([^`]+)`", keys)}
+    page = {
+        (name, key, what) for name, what, keys in rows for key in re.findall(r"`([^`]+)`", keys)
+    }
     wanted = set(fates())
 
     assert page == wanted

@@ -83,8 +83,8 @@ def test_a_model_is_a_part_of_a_name_and_a_profile_a_size() -> None:
     gpus = [mig_gpu(0, "h200"), replace(mig_gpu(1, "a100-40gb"), name="NVIDIA GH200 480GB")]
     layout = layout_of(converted(text, node="n"), *gpus)
 
-    assert {it.pool for it in layout.pool_assignments} == {"H20"}
-    assert Counter(it.resource for it in layout.shares) == {
+    assert {assignment.pool for assignment in layout.pool_assignments} == {"H20"}
+    assert Counter(share.resource for share in layout.shares) == {
         "nvidia.com/mig-1g.18gb": 7,
         "nvidia.com/mig-7g.141gb": 1,
         "nvidia.com/mig-1g.5gb": 7,

@@ -105,7 +105,7 @@ def test_layouts_of_one_model(model: str) -> None:
         "all-disabled": [{"devices": "all", "mig-enabled": False}],
         "all-enabled": [on({})],
         "all-balanced": [on(BALANCED[model])],
-        **{f"all-{it.replace('+', '.')}": [on({it: n})] for it, n in PROFILES[model].items()},
+        **{f"all-{name.replace('+', '.')}": [on({name: n})] for name, n in PROFILES[model].items()},
     }
 
 

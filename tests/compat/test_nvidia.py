@@ -177,7 +177,7 @@ def test_no_xid_takes_a_gpu_out_of_service(every: str) -> None:
 
     assert conversion.notes == ()
     xids = [Xid(gpu(0).id, code) for code in (48, 79, 3)]
-    assert [judge_event(it, health).fatal for it in xids] == [False, True, False]
+    assert [judge_event(xid, health).fatal for xid in xids] == [False, True, False]
 
 
 def test_null_is_as_left_out() -> None:

@@ -23,7 +23,7 @@ def test_the_amounts_are_nvidias(
 ) -> None:
     """A node offers what it would offer with NVIDIA's plugin, or what a deviation says."""
     answer = ANSWERS[number]
-    deviations = [it.offers(answer) for it in DEVIATIONS if it.applies(answer)]
+    deviations = [deviation.offers(answer) for deviation in DEVIATIONS if deviation.applies(answer)]
     expected = deviations[0] if deviations else answer.resources or {}
 
     assert offered(answer.options(tmp_path), capsys) == expected
@@ -33,9 +33,12 @@ def test_every_deviation_is_one_and_is_documented() -> None:
     """Each deviation changes the amounts of an answer, and docs/compat.md has its row."""
     page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text(encoding="utf-8")
 
-    for it in DEVIATIONS:
-        assert any(it.applies(one) and it.offers(one) != (one.resources or {}) for one in ANSWERS)
-        assert f"| {it.there} | {it.here} |" in page
+    for deviation in DEVIATIONS:
+        assert any(
+            deviation.applies(one) and deviation.offers(one) != (one.resources or {})
+            for one in ANSWERS
+        )
+        assert f"| {deviation.there} | {deviation.here} |" in page
 
 
 def test_an_amount_of_0_has_the_true_reason(

@@ -47,7 +47,9 @@ def entry(parameters: object, *requests: str, from_class: bool = False) -> Opaqu
 def settings(*configs: OpaqueParameters, of: Sequence[AllocatedPart]) -> list[str | None]:
     """Return the backend and settings of each device, `None` for a device as it is."""
     found = read_sharing(configs, of)
-    return [None if it is None else f"{it.backend} {it.settings}" for it in found]
+    return [
+        None if sharing is None else f"{sharing.backend} {sharing.settings}" for sharing in found
+    ]
 
 
 def test_two_requests_of_one_claim_are_shared_in_different_ways() -> None:

@@ -105,14 +105,14 @@ def test_every_source_of_devices_is_shared_alike(policy: str) -> None:
         f"flags: {{migStrategy: STRATEGY, plugin: {{sharedDevicesAllocationPolicy: {policy}}}}}\n"
     )
     plugin = slices(head=head, more="    - {name: mig-1g.5gb.me, replicas: 3}\n") + flags
-    single, by_profile = (plugin.replace("STRATEGY", it) for it in ("single", "mixed"))
+    single, by_profile = (plugin.replace("STRATEGY", name) for name in ("single", "mixed"))
     options = {"failRequestsGreaterThanOne": True, "allocationPolicy": policy}
     four = {"resource": "nvidia.com/gpu.shared", "replicas": 4, **options}
     three = {"resource": {"1g.5gb+me": "nvidia.com/mig-1g.5gb.me.shared"}, **options}
     three["replicas"] = {"1g.5gb+me": 3}
     layout = SEVEN.replace("{1g.5gb: 7}", "{1g.5gb+me: 1}")
 
-    assert [it["backends"] for it in pools(single)] == [
+    assert [pool["backends"] for pool in pools(single)] == [
         [
             {"backend": "mig", **four, "existing": True},
             {"backend": "timeslice", **four},
@@ -174,7 +174,7 @@ def test_single_wants_one_profile_on_all_gpus() -> None:
     choose = "choose mixed, or another layout"
 
     conversion = converted(LAYOUT, mixed("single"), mig_config="2x2g.10gb-3x1g.5gb")
-    [why] = {it.reason for it in layout_of(conversion, *MIG_FOUR).pool_assignments}
+    [why] = {assignment.reason for assignment in layout_of(conversion, *MIG_FOUR).pool_assignments}
     reason = f"{wants} these have 1g.5gb, 2g.10gb; {choose}"
     assert why == f"all GPUs, but no shares: {reason}"
     assert offered(conversion, *MIG_FOUR) == {}

@@ -109,7 +109,7 @@ def test_a_filter_by_board() -> None:
     other = replace(MIG_FOUR[1], pci_subsystem=0x146310DE)
 
     found = layout_of(converted(layout), MIG_FOUR[0], other).pool_assignments
-    assert [it.pool for it in found] == ["7x1g.5gb", "not-in-layout"]
+    assert [assignment.pool for assignment in found] == ["7x1g.5gb", "not-in-layout"]
 
 
 def test_without_a_choice_the_plugins_file_decides() -> None:

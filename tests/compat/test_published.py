@@ -24,9 +24,9 @@ def loaded(tmp_path: Path, text: str) -> Mapping[str, Loaded]:
     return {name: source.load(BACKENDS) for name, source in ConfigSource((file,)).variants()}
 
 
-def offers(it: Loaded, *gpus: Gpu) -> dict[str, int]:
+def offers(live_loaded: Loaded, *gpus: Gpu) -> dict[str, int]:
     """Count the shares of some GPUs by resource name."""
-    layout = build_layout(it.config, gpus, Injection())
+    layout = build_layout(live_loaded.config, gpus, Injection())
     return {
         resource: sum(share.resource == resource for share in layout.shares)
         for resource in layout.backends
@@ -46,7 +46,7 @@ def test_every_layout_of_the_gpu_operator_is_read(tmp_path: Path) -> None:
     found = loaded(tmp_path, published.OPERATOR)
 
     assert [name.removeprefix("layout ") for name in found] == [*published.OPERATOR_LAYOUTS]
-    assert {note for it in found.values() for note in it.notes} == set()
+    assert {note for other in found.values() for note in other.notes} == set()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_layout_of_mig_parteds_example_is_read(tmp_path: Path) -> None:
         "nvidia.com/mig-2g.10gb": 4,
         "nvidia.com/mig-3g.20gb": 3,
     }
-    assert {note for it in found.values() for note in it.notes} == set()
+    assert {note for other in found.values() for note in other.notes} == set()
 
 
 def test_metagpus_manifest_is_read(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ async def test_instances_are_where_a_profile_may_be(driver: Driver) -> None:
             instances = await driver.mig.instances(gpu.id)
             assert gpu.mig_enabled or not instances
             places = {profile.number: profile.placements for profile in gpu.mig_profiles}
-            assert all(it.placement in places[it.profile] for it in instances)
+            assert all(instance.placement in places[instance.profile] for instance in instances)
             for one, other in combinations(instances, 2):
                 assert set(one.placement.slices).isdisjoint(other.placement.slices)
 

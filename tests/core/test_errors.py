@@ -59,6 +59,6 @@ def test_the_drawn_tree_is_the_tree_of_classes(module: ModuleType) -> None:
             drawn[found[2]] = parents[depth - 1] if depth else "Exception"
 
     members = dict(inspect.getmembers(module, inspect.isclass))
-    classes = {name: it for name, it in members.items() if issubclass(it, Exception)}
+    classes = {name: kind for name, kind in members.items() if issubclass(kind, Exception)}
     assert drawn == {name: cls.__mro__[1].__name__ for name, cls in classes.items()}
     assert all(issubclass(cls, MetagpuError) for cls in classes.values())

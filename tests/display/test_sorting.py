@@ -23,12 +23,15 @@ ROWS: list[dict[str, Any]] = [
 )
 def test_the_order(field: str, expected: list[str]) -> None:
     """Texts go from a to z, numbers from the largest, what is unknown last."""
-    assert [it["pod"] for it in sort_items(ROWS, field)] == expected
+    assert [sort_item["pod"] for sort_item in sort_items(ROWS, field)] == expected
 
 
 def test_rows_inside_rows_are_sorted_too() -> None:
     """The largest of the inner rows is the first, and no row is lost."""
-    parts = {it["pod"]: [each["mib"] for each in it["parts"]] for it in sort_items(ROWS, "mib")}
+    parts = {
+        sort_item["pod"]: [each["mib"] for each in sort_item["parts"]]
+        for sort_item in sort_items(ROWS, "mib")
+    }
     assert parts == {"b": [9, 5], "c": [7, None], "a": []}
 
 

@@ -103,7 +103,7 @@ def test_a_narrow_terminal_breaks_no_word(
 
     assert {"A100-SXM4-40GB", "suspended", "matches", "*A100*"} <= set(explained.split())
     assert {"A100-SXM4-40GB", "suspended", "1/2", "mps"} <= set(told_of.split())
-    assert [it for it in ("MEMORY", "POOL") if it not in told_of.split()] == left_out.split()
+    assert [name for name in ("MEMORY", "POOL") if name not in told_of.split()] == left_out.split()
     lines = [*explained.splitlines(), *told_of.splitlines()]
     assert all(len(line) <= int(columns) for line in lines)
 
@@ -135,7 +135,7 @@ def test_status_begins_with_a_configuration_that_was_not_taken(
 def test_a_status_says_why_gpus_are_in_no_pool(capsys: pytest.CaptureFixture[str]) -> None:
     """GPUs that no pool has share a line for each reason, below the table."""
     card = {"pool": None, "poolReason": "no pool selects it (all: it is a display card)"}
-    gpus = [gpu_report(), *({**gpu_report(), "index": it, **card} for it in (1, 3))]
+    gpus = [gpu_report(), *({**gpu_report(), "index": number, **card} for number in (1, 3))]
     show_status({"resources": {}, "gpus": gpus, "leases": []})
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU ")]
@@ -205,7 +205,7 @@ def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixtur
 def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str]) -> None:
     """Each note of a backend is a line below the tables."""
     remarks = ["GPU 0: the GPU is full", "if a/b (c) moved, there would be room"]
-    notes = [{"text": it} for it in remarks]
+    notes = [{"text": remark} for remark in remarks]
     show_status({"resources": {}, "gpus": [gpu_report()], "leases": [], "remarks": notes})
 
     assert capsys.readouterr().out.splitlines()[-2:] == remarks
@@ -283,5 +283,5 @@ def test_a_status_names_all_pods_of_a_shared_claim(capsys: pytest.CaptureFixture
     shared = {**lease, "holder": "team/one (main)", "sharers": ["team/two (main)"]}
     show_status({"leases": [shared, {**lease, "shares": 7}]})
     out = capsys.readouterr().out
-    assert [it in out for it in ("team/one (main)", "team/two (main)")] == [True, True]
+    assert [name in out for name in ("team/one (main)", "team/two (main)")] == [True, True]
     assert "ResourceClaim team/ours" in out

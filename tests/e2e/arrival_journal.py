@@ -66,7 +66,7 @@ class Refusal:
 
     def __str__(self) -> str:
         late = f"{self.pod.at - self.number.at:.3f} s after {self.number.amount} by"
-        others = ", ".join(f"{it.name} {it.what} ({it.amount})" for it in self.between)
+        others = ", ".join(f"{entry.name} {entry.what} ({entry.amount})" for entry in self.between)
         text = f"{self.pod.name} ({self.pod.amount}) {self.cause}: {late} {self.number.name}"
         return f"{text}; meanwhile {others or 'nothing'}"
 
@@ -104,7 +104,7 @@ class Journal:
     def refusals(self) -> Iterator[Refusal]:
         """Yield every refusal with its cause."""
         entries = sorted(self.entries, key=attrgetter("version", "at"))
-        refused = {it.name for it in entries if it.what is What.REFUSED}
+        refused = {other.name for other in entries if other.what is What.REFUSED}
         numbers: list[Entry] = []
         held: dict[str, int] = {}
         between: list[Entry] = []
@@ -127,9 +127,9 @@ def _cause(pod: Entry, numbers: Sequence[Entry], between: Sequence[Entry], free:
     if free < pod.amount:
         return Cause.LATE
     before = numbers[-2:-1]
-    if numbers[-1].name == "kubelet" and any(it.amount < numbers[-1].amount for it in before):
+    if numbers[-1].name == "kubelet" and any(entry.amount < numbers[-1].amount for entry in before):
         return Cause.KUBELET
-    if any(it.what is What.BOUND for it in between):
+    if any(entry.what is What.BOUND for entry in between):
         return Cause.BURST
     return Cause.END if between else Cause.LIST
 

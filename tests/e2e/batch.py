@@ -30,7 +30,7 @@ class Batch:
 
     def create(self, *documents: Document) -> None:
         """Create objects, in this namespace; the pods of Jobs idle until `finish`."""
-        self.cluster.kubectl.apply(*(self._ours(_idling(it)) for it in documents))
+        self.cluster.kubectl.apply(*(self._ours(_idling(document)) for document in documents))
 
     def _ours(self, document: Document) -> Document:
         metadata = document["metadata"]
@@ -41,11 +41,11 @@ class Batch:
     def pods(self, job: str) -> list[Document]:
         """Return the pods of a Job that are not being deleted."""
         found = self.cluster.kubectl.list("pods", self.namespace, f"--selector={OF_JOB}={job}")
-        return [it for it in found if "deletionTimestamp" not in it["metadata"]]
+        return [document for document in found if "deletionTimestamp" not in document["metadata"]]
 
     def running(self, job: str) -> list[str]:
         """Return the names of a Job's running pods."""
-        return [it["metadata"]["name"] for it in self.pods(job) if _phase(it) == "Running"]
+        return [pod["metadata"]["name"] for pod in self.pods(job) if _phase(pod) == "Running"]
 
     def await_running(self, job: str, count: int) -> list[str]:
         """Wait until so many pods of a Job run; return their names."""
@@ -53,7 +53,7 @@ class Batch:
         def probe() -> list[str]:
             names = self.running(job)
             if len(names) != count:
-                raise RigError(f"{job} is {sorted(_phase(it) for it in self.pods(job))}")
+                raise RigError(f"{job} is {sorted(_phase(pod) for pod in self.pods(job))}")
             return names
 
         return wait_for(f"{count} pods of {job} to run", probe, within_s=SETTLED_S)
@@ -62,7 +62,7 @@ class Batch:
         """Wait until the scheduler has found no room for so many pods of a Job."""
 
         def probe() -> bool:
-            waiting = [it for it in self.pods(job) if _is_refused_by_scheduler(it)]
+            waiting = [pod for pod in self.pods(job) if _is_refused_by_scheduler(pod)]
             if len(waiting) != count:
                 raise RigError(f"{len(waiting)} pods of {job} wait for the scheduler")
             return True
@@ -71,7 +71,7 @@ class Batch:
 
     def bound(self, job: str) -> list[str]:
         """Return the names of a Job's pods that have a node."""
-        return [it["metadata"]["name"] for it in self.pods(job) if it["spec"].get("nodeName")]
+        return [pod["metadata"]["name"] for pod in self.pods(job) if pod["spec"].get("nodeName")]
 
     def finish(self, job: str) -> None:
         """End the running pods of a Job with success."""
@@ -86,7 +86,11 @@ class Batch:
 
         def probe() -> Document | None:
             status: Document = self.cluster.kubectl.get("job", job, self.namespace)["status"]
-            types = {it["type"] for it in status.get("conditions", ()) if it["status"] == "True"}
+            types = {
+                condition["type"]
+                for condition in status.get("conditions", ())
+                if condition["status"] == "True"
+            }
             if "Failed" in types:
                 raise AssertionError(f"job {job} has failed: {status}")
             return status if "Complete" in types else None
@@ -131,5 +135,5 @@ def _phase(pod: Document) -> str:
 
 
 def _is_refused_by_scheduler(pod: Document) -> bool:
-    conditions = {it["type"]: it for it in pod["status"].get("conditions", ())}
+    conditions = {condition["type"]: condition for condition in pod["status"].get("conditions", ())}
     return bool(conditions.get("PodScheduled", {}).get("reason") == "Unschedulable")

@@ -51,7 +51,9 @@ def page_documents() -> dict[str, list[Document]]:
     }
     for section in re.split(r"^###? ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for block in re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
-            found[section.splitlines()[0]] = [ready(it) for it in yaml.safe_load_all(block)]
+            found[section.splitlines()[0]] = [
+                ready(document) for document in yaml.safe_load_all(block)
+            ]
     return found
 
 
@@ -93,7 +95,7 @@ def pod(name: str, claim: str, **containers: str) -> Document:
     CONTAINERS are names, each with the request whose devices it gets; without any, one container
     gets all.
     """
-    wanted = {key: {"name": "gpu", "request": it} for key, it in containers.items()}
+    wanted = {key: {"name": "gpu", "request": text} for key, text in containers.items()}
     return ready(
         {
             "apiVersion": "v1",
@@ -102,8 +104,8 @@ def pod(name: str, claim: str, **containers: str) -> Document:
             "spec": {
                 "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}],
                 "containers": [
-                    {"name": key, "resources": {"claims": [it]}}
-                    for key, it in (wanted or {"main": {"name": "gpu"}}).items()
+                    {"name": key, "resources": {"claims": [document]}}
+                    for key, document in (wanted or {"main": {"name": "gpu"}}).items()
                 ],
             },
         }
@@ -136,9 +138,11 @@ class ClaimsNode:
     def claims(self) -> dict[str, Document]:
         """Return the ResourceClaims, by the pod that they were made for, or by their name."""
         found = {}
-        for it in self.kubectl.list("resourceclaims", NAMESPACE):
-            owners = it["metadata"].get("ownerReferences", [{"name": it["metadata"]["name"]}])
-            found[owners[0]["name"]] = it
+        for document in self.kubectl.list("resourceclaims", NAMESPACE):
+            owners = document["metadata"].get(
+                "ownerReferences", [{"name": document["metadata"]["name"]}]
+            )
+            found[owners[0]["name"]] = document
         return found
 
     def allocation(self, name: str) -> tuple[Allocation, ...]:
@@ -148,8 +152,8 @@ class ClaimsNode:
     def leases(self) -> dict[str, int]:
         """Return the number of leased shares of each holder, by resource and GPU."""
         return {
-            f"{it['holder']} {it['resource']} {it['gpu']}": it["shares"]
-            for it in self.daemon.status()["leases"]
+            f"{lease['holder']} {lease['resource']} {lease['gpu']}": lease["shares"]
+            for lease in self.daemon.status()["leases"]
         }
 
     def settled_leases(self) -> dict[str, int]:
@@ -167,15 +171,15 @@ class ClaimsNode:
         """Return the pods and containers that hold shares of a resource."""
         return {
             name.partition("/")[2]
-            for it in self.daemon.status()["leases"]
-            if it["resource"] == resource
-            for name in (it["holder"] or "", *it.get("sharers", ()))
+            for lease in self.daemon.status()["leases"]
+            if lease["resource"] == resource
+            for name in (lease["holder"] or "", *lease.get("sharers", ()))
         }
 
     def leased(self, gpu: int | None = None) -> int:
         """Return the number of leased shares, of one GPU or of all."""
         leases = self.daemon.status()["leases"]
-        return sum(it["shares"] for it in leases if gpu in (None, it["gpu"]))
+        return sum(lease["shares"] for lease in leases if gpu in (None, lease["gpu"]))
 
     def inspect(self, pod: str, container: str = "") -> Holding:
         """Return the environment and /dev of a running container."""
@@ -184,11 +188,11 @@ class ClaimsNode:
     def unhealthy(self, pod: str) -> list[str]:
         """Return what the kubelet says of each device of a pod's claims that is unhealthy."""
         return [
-            it.get("message", "")
+            resource.get("message", "")
             for container in self.kubectl.get("pod", pod, NAMESPACE)["status"]["containerStatuses"]
             for claim in container.get("allocatedResourcesStatus", ())
-            for it in claim.get("resources", ())
-            if it["health"] == "Unhealthy"
+            for resource in claim.get("resources", ())
+            if resource["health"] == "Unhealthy"
         ]
 
     def files(self) -> list[str]:
@@ -197,7 +201,7 @@ class ClaimsNode:
 
     def index_of(self, allocation: Allocation) -> int:
         """Return the index of the GPU of an allocated device."""
-        gpus = {it["uuid"].lower(): it["index"] for it in self.daemon.status()["gpus"]}
+        gpus = {gpu["uuid"].lower(): gpu["index"] for gpu in self.daemon.status()["gpus"]}
         (index,) = [at for gpu, at in gpus.items() if allocation.device.startswith(gpu)]
         return int(index)
 
@@ -213,11 +217,13 @@ class ClaimsNode:
     def logged(self, event: str, **fields: object) -> list[float]:
         """Return when the daemon logged an event with these fields, in seconds since the epoch."""
         lines = self.daemon.log.splitlines(keepends=True)
-        found = (json.loads(it) for it in lines if it.startswith("{") and it.endswith("}\n"))
+        found = (
+            json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")
+        )
         return [
-            datetime.fromisoformat(it["timestamp"]).timestamp()
-            for it in found
-            if it["event"] == event and fields.items() <= it.items()
+            datetime.fromisoformat(document["timestamp"]).timestamp()
+            for document in found
+            if document["event"] == event and fields.items() <= document.items()
         ]
 
     def await_registered(self, before: int = 0) -> None:
@@ -236,15 +242,19 @@ class ClaimsNode:
     def slices(self) -> dict[str, Document]:
         """Return all ResourceSlices, by name."""
         found = json.loads(self.kubectl("get", "resourceslices", "-o", "json"))["items"]
-        return {it["metadata"]["name"]: it for it in found if it["spec"]["driver"] == DRIVER}
+        return {
+            document["metadata"]["name"]: document
+            for document in found
+            if document["spec"]["driver"] == DRIVER
+        }
 
     def taints(self, gpu: int) -> dict[str, set[str]]:
         """Return the keys of the taints of each device of a GPU that can be held."""
         uuid = self.daemon.status()["gpus"][gpu]["uuid"].lower()
         return {
-            device["name"]: {it["key"] for it in device.get("taints", ())}
-            for it in self.slices().values()
-            for device in it["spec"].get("devices", ())
+            device["name"]: {taint["key"] for taint in device.get("taints", ())}
+            for piece in self.slices().values()
+            for device in piece["spec"].get("devices", ())
             if device["name"].startswith(uuid) and not device["name"].endswith("-monitor")
         }
 
@@ -254,18 +264,20 @@ class ClaimsNode:
         def complete() -> dict[str, Document]:
             found = self.slices()
             pools = dict[str, list[Document]]()
-            for it in found.values():
-                pools.setdefault(it["spec"]["pool"]["name"], []).append(it["spec"]["pool"])
+            for document in found.values():
+                pools.setdefault(document["spec"]["pool"]["name"], []).append(
+                    document["spec"]["pool"]
+                )
             wrong = {
                 name: parts
                 for name, parts in pools.items()
-                if len({it["generation"] for it in parts}) > 1
-                or {it["resourceSliceCount"] for it in parts} != {len(parts)}
+                if len({part["generation"] for part in parts}) > 1
+                or {part["resourceSliceCount"] for part in parts} != {len(parts)}
             }
             gpus = {
                 gpu_of_device(device["name"])
-                for it in found.values()
-                for device in it["spec"].get("devices", ())
+                for entry in found.values()
+                for device in entry["spec"].get("devices", ())
             }
             if wrong or len(gpus) != MIG_GPU + 1 or len(pools) != 2:
                 raise RigError(f"{len(gpus)} GPUs in {len(pools)} pools; not complete: {wrong}")
@@ -275,11 +287,11 @@ class ClaimsNode:
 
     def roots(self) -> dict[int, str]:
         """Return the PCIe root of each GPU, by its index, as the ResourceSlices have it."""
-        gpus = {it["uuid"].lower(): it["index"] for it in self.daemon.status()["gpus"]}
+        gpus = {gpu["uuid"].lower(): gpu["index"] for gpu in self.daemon.status()["gpus"]}
         return {
             gpus[device["name"]]: device["attributes"][PCIE_ROOT]["string"]
-            for it in self.slices().values()
-            for device in it["spec"].get("devices", ())
+            for piece in self.slices().values()
+            for device in piece["spec"].get("devices", ())
             if device["name"] in gpus
         }
 
@@ -298,26 +310,26 @@ def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNo
     daemon, home = cluster.daemon, cluster.node.paths.home
     cluster.clear()
     daemon.stop()
-    it, node_file = ClaimsNode(cluster), home / "claims-node.yaml"
-    state_file = json.dumps(str(it.driver_state))
+    node, node_file = ClaimsNode(cluster), home / "claims-node.yaml"
+    state_file = json.dumps(str(node.driver_state))
     node_file.write_text(f"gpus: [{', '.join(GPUS)}]\nstateFile: {state_file}\n")
     make_mig_device_files(daemon.device_root, [MIG_GPU])
     daemon.configure(page_configuration())
     cluster.kubectl("label", "--overwrite", "namespace", NAMESPACE, ADMIN_ACCESS)
     try:
         with dra_objects(cluster.kubectl):
-            before = it.registrations()  # the log may be that of an earlier module too
+            before = node.registrations()  # the log may be that of an earlier module too
             daemon.start(*options, "--simulate", str(node_file))
-            it.await_registered(before)
-            it.await_slices()
-            yield it
-            it.clear()
+            node.await_registered(before)
+            node.await_slices()
+            yield node
+            node.clear()
             daemon.stop()
     finally:
         daemon.stop()
         daemon.configure()
-        it.driver_state.unlink(missing_ok=True)
-        for file in it.cdi.glob("metagpu.io-*.json"):
+        node.driver_state.unlink(missing_ok=True)
+        for file in node.cdi.glob("metagpu.io-*.json"):
             file.unlink()  # an uninstallation of later tests leaves nothing
         shutil.rmtree(daemon.device_root / "proc")
         shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")

@@ -154,7 +154,11 @@ class Cluster:
         The Node's numbers may be those of before the restart.
         """
         shares = [gpu["shares"] for gpu in self.daemon.status()["gpus"]]
-        return all(it["free"] == it["capacity"] for known in shares for it in known.values())
+        return all(
+            document["free"] == document["capacity"]
+            for known in shares
+            for document in known.values()
+        )
 
     @contextmanager
     def wait_for_new_list(self) -> Iterator[None]:
@@ -297,7 +301,7 @@ def _runs(document: Document) -> bool:
 
 def _incarnation(document: Document) -> Incarnation:
     containers = document["status"]["containerStatuses"]
-    restarts = sum(it["restartCount"] for it in containers)
+    restarts = sum(other["restartCount"] for other in containers)
     return Incarnation(document["metadata"]["uid"], restarts, containers[0]["containerID"])
 
 

@@ -26,7 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
-    items.sort(key=lambda it: not _runs_in_pod(it))  # one installation serves all of them
+    items.sort(
+        key=lambda own_item: not _runs_in_pod(own_item)
+    )  # one installation serves all of them
 
 
 def _runs_in_pod(item: pytest.Item) -> bool:

@@ -48,17 +48,17 @@ class Allocation:
 def together(*parts: Iterable[Document], pool: str = NODE) -> list[Document]:
     """Return slices of several configurations as those of one node, in pools of one name."""
     found = [spec for part in parts for spec in part]
-    counts = Counter(it["pool"]["name"] for it in found)
+    counts = Counter(document["pool"]["name"] for document in found)
     return [
         {
-            **it,
+            **document,
             "pool": {
-                **it["pool"],
-                "name": it["pool"]["name"].replace(NODE, pool, 1),
-                "resourceSliceCount": counts[it["pool"]["name"]],
+                **document["pool"],
+                "name": document["pool"]["name"].replace(NODE, pool, 1),
+                "resourceSliceCount": counts[document["pool"]["name"]],
             },
         }
-        for it in found
+        for document in found
     ]
 
 
@@ -92,7 +92,7 @@ class FakeNode:
 
     def clear(self) -> None:
         """Delete all but the Node, and wait until claims and ResourceSlices are gone."""
-        self.end(*(name for name, it in self._pods().items() if _is_here(it)))
+        self.end(*(name for name, document in self._pods().items() if _is_here(document)))
         self._api.call("DELETE", f"{SLICES}?fieldSelector=spec.nodeName={NODE}")
 
     def publish(self, specs: Iterable[Mapping[str, Any]], first: int = 0) -> None:
@@ -127,7 +127,9 @@ class FakeNode:
 
         def decided() -> Document:
             pod = self._pods()[name]
-            conditions = {it["type"]: it for it in pod["status"].get("conditions", ())}
+            conditions = {
+                condition["type"]: condition for condition in pod["status"].get("conditions", ())
+            }
             if "PodScheduled" not in conditions:
                 raise RigError(f"{name} has no PodScheduled")
             return pod
@@ -168,7 +170,7 @@ class FakeNode:
     def slices(self) -> list[Document]:
         """Return the `spec` of every ResourceSlice of the Node."""
         path = f"{SLICES}?fieldSelector=spec.nodeName={NODE}"
-        return [it["spec"] for it in self._api.objects(path).values()]
+        return [entry["spec"] for entry in self._api.objects(path).values()]
 
     def end(self, *names: str) -> None:
         """Delete pods with their claims, and wait until the devices are free."""
@@ -241,8 +243,10 @@ def allocations_of(claim: Document) -> tuple[Allocation, ...]:
     """Return the devices of a ResourceClaim, none without an allocation."""
     devices = claim.get("status", {}).get("allocation", {}).get("devices", {})
     return tuple(
-        Allocation(it["request"], it["pool"], it["device"], it.get("consumedCapacity", {}))
-        for it in devices.get("results", ())
+        Allocation(
+            result["request"], result["pool"], result["device"], result.get("consumedCapacity", {})
+        )
+        for result in devices.get("results", ())
     )
 
 

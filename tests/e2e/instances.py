@@ -85,7 +85,7 @@ class Instances:
         for one, other in combinations(sorted(self.held), 2):
             if overlap(one, other):
                 yield f"{one} and {other} are held and overlap"
-        for device, count in Counter(it for pod in self.visible.values() for it in pod).items():
+        for device, count in Counter(name for pod in self.visible.values() for name in pod).items():
             if count > 1:
                 yield f"{device} is visible to {count} pods"
 
@@ -129,7 +129,9 @@ class MigNode:
 
         def probe() -> Instances:
             seen = self.observe()
-            problems = [it for it in seen.problems() if not any(e in it for e in excused)]
+            problems = [
+                problem for problem in seen.problems() if not any(e in problem for e in excused)
+            ]
             if problems:
                 raise RigError("; ".join(problems))
             return seen
@@ -189,7 +191,7 @@ async def healthy_resources() -> set[str]:
     async with _pod_resources() as stub:
         asked = v1.AllocatableResourcesRequest()
         answer = await stub.get_allocatable_resources(asked, timeout=ANSWER_S)
-    return {it.resource_name for it in answer.devices if it.device_ids}
+    return {device.resource_name for device in answer.devices if device.device_ids}
 
 
 @asynccontextmanager
@@ -274,7 +276,7 @@ def is_unschedulable(document: Document) -> bool:
 
 
 def _conditions(document: Document) -> dict[str, Document]:
-    return {it["type"]: it for it in document["status"].get("conditions", ())}
+    return {condition["type"]: condition for condition in document["status"].get("conditions", ())}
 
 
 def is_leaving(document: Document) -> bool:

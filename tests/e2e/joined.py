@@ -120,7 +120,9 @@ class Joined:
 
         def probe() -> bool:
             conditions = self._node["status"]["conditions"]
-            (found,) = [it for it in conditions if it["type"] == "GPUProblem"] or [{}]
+            (found,) = [
+                condition for condition in conditions if condition["type"] == "GPUProblem"
+            ] or [{}]
             if found.get("status") != status:
                 raise RigError(f"the condition is {found}")
             return all(word in found["message"] for word in words)
@@ -147,15 +149,15 @@ class Joined:
 @contextmanager
 def joined(cluster: Cluster, options: tuple[str, ...]) -> Iterator[Joined]:
     """Run a node whose daemon is connected, with every share offered; restore it afterwards."""
-    it = Joined(cluster, options)
-    it.reset()
+    live_joined = Joined(cluster, options)
+    live_joined.reset()
     cluster.repair(*options)
-    yield it
-    if not it.node.apiserver.alive:
-        it.node.start_api()
+    yield live_joined
+    if not live_joined.node.apiserver.alive:
+        live_joined.node.start_api()
     cluster.clear()
-    it.reset()
-    if it.daemon.alive:
+    live_joined.reset()
+    if live_joined.daemon.alive:
         with suppress(RigError):  # the next test repairs the node
             cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 

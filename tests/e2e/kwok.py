@@ -21,9 +21,9 @@ LEASE_S = 40
 @contextmanager
 def kwok_nodes(node: Node, *documents: Document) -> Iterator[None]:
     """Keep these Nodes, of `node_object`, until the block ends, with their pods."""
-    names = [it["metadata"]["name"] for it in documents]
+    names = [document["metadata"]["name"] for document in documents]
     tools = Tools.cached()
-    stages = [tools.path(f"{Path(it).name}.yaml") for it in KWOK_STAGES]
+    stages = [tools.path(f"{Path(stage).name}.yaml") for stage in KWOK_STAGES]
     program = Program(
         "kwok",
         [
@@ -31,7 +31,7 @@ def kwok_nodes(node: Node, *documents: Document) -> Iterator[None]:
             f"--kubeconfig={node.kubeconfig}",
             f"--manage-nodes-with-label-selector={next(iter(MARK))}",
             f"--node-lease-duration-seconds={LEASE_S}",
-            *(f"--config={it}" for it in stages),
+            *(f"--config={stage}" for stage in stages),
         ],
         logs=node.paths.logs,
         pids=node.paths.pids,
@@ -69,5 +69,9 @@ def _ready(node: Node, name: str) -> bool:
     document = node.kubectl.get("node", name)
     if taints := document["spec"].get("taints"):
         raise RigError(f"{name} has {taints}")
-    ready = [it for it in document["status"].get("conditions", ()) if it["type"] == "Ready"]
+    ready = [
+        condition
+        for condition in document["status"].get("conditions", ())
+        if condition["type"] == "Ready"
+    ]
     return bool(ready) and ready[0]["status"] == "True"

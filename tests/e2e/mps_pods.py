@@ -85,7 +85,7 @@ class MpsPods:
         run_dir = host_path(self.run_dir)
         run_dir[1]["mountPropagation"] = "HostToContainer"
         others = [run_dir, host_path(self._driver_root)]
-        others += [host_path(KUBELET_HOME / it) for it in ("device-plugins", "pod-resources")]
+        others += [host_path(KUBELET_HOME / name) for name in ("device-plugins", "pod-resources")]
         labels = {"app": NAME}
         template = {
             "metadata": {"labels": labels, "annotations": annotations},
@@ -175,18 +175,20 @@ Volume = tuple[Document, Document]
 def host_path(path: Path, inside: Path | None = None) -> Volume:
     """Return a volume with a folder of the host, and its mount, by default at the same path."""
     inside = inside or path
-    name = "".join(it if it.isalnum() else "-" for it in str(inside).lower()).strip("-")
+    name = "".join(text if text.isalnum() else "-" for text in str(inside).lower()).strip("-")
     volume = {"name": name[-60:].strip("-"), "hostPath": {"path": str(path)}}
     return volume, {"name": volume["name"], "mountPath": str(inside)}
 
 
 def spec_with_python(container: Document, *others: Volume) -> Document:
     """Return a pod's spec of one container with the host's Python, and with other volumes."""
-    folders = {Path(it) for it in (sys.prefix, sys.base_prefix, str(REPOSITORY), *sys.path) if it}
-    tops = [it for it in folders if it.is_dir() and folders.isdisjoint(it.parents)]
+    folders = {
+        Path(text) for text in (sys.prefix, sys.base_prefix, str(REPOSITORY), *sys.path) if text
+    }
+    tops = [folder for folder in folders if folder.is_dir() and folders.isdisjoint(folder.parents)]
     system = {"/usr": "/usr", "/lib": "/usr/lib", "/lib64": "/usr/lib64"}
     pairs = [host_path(Path(path), Path(inside)) for inside, path in system.items()]
-    pairs += [host_path(it) for it in sorted(tops)]
+    pairs += [host_path(top) for top in sorted(tops)]
     for _, mount in pairs:
         mount["readOnly"] = True
     pairs += others

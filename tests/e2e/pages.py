@@ -19,7 +19,9 @@ def page_sections(page: str) -> dict[str, list[str]]:
     """Return the YAML blocks of a page in docs/, by heading; `top` is before the first."""
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     top, *sections = SECTION.split(text)
-    return {"top": _blocks(top)} | {it.splitlines()[0]: _blocks(it) for it in sections}
+    return {"top": _blocks(top)} | {
+        section.splitlines()[0]: _blocks(section) for section in sections
+    }
 
 
 def _blocks(section: str) -> list[str]:
@@ -34,8 +36,10 @@ def manifests(page: str, heading: str) -> dict[str, Document]:
     Their pods have the tests' image, and idle.
     """
     blocks = page_sections(page)[heading]
-    objects = [it for block in blocks for it in yaml.safe_load_all(block) if "kind" in it]
-    return {f"{it['kind']}/{it['metadata']['name']}": _ready(it) for it in objects}
+    objects = [
+        document for block in blocks for document in yaml.safe_load_all(block) if "kind" in document
+    ]
+    return {f"{entry['kind']}/{entry['metadata']['name']}": _ready(entry) for entry in objects}
 
 
 def _ready(document: Document) -> Document:

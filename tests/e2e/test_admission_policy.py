@@ -151,13 +151,13 @@ def test_another_nodes_token_is_refused(token: Token, what: str) -> None:
     assert "this token is of node 127.0.0.1" in refusal(token, NEIGHBOUR, body, status=status)
 
 
-@pytest.mark.parametrize("taint", [TAINT, FOREIGN_TAINT], ids=lambda it: str(it["key"]))
+@pytest.mark.parametrize("taint", [TAINT, FOREIGN_TAINT], ids=lambda document: str(document["key"]))
 def test_a_token_removes_the_startup_taint_alone(
     node: Node, neighbour: Token, taint: dict[str, str]
 ) -> None:
     """A token may remove the startup taint of its node, and no other."""
     before = node.kubectl.get("node", NEIGHBOUR)["spec"]["taints"]
-    rest = [it for it in before if it["key"] != taint["key"]]
+    rest = [document for document in before if document["key"] != taint["key"]]
     assert len(rest) == len(before) - 1
 
     body = {"spec": {"taints": rest}}
@@ -224,7 +224,7 @@ def test_the_api_server_finds_no_fault_in_the_policy(node: Node, token: Token) -
     del token  # the policies are in force
 
     def checked() -> bool:
-        policies = [node.kubectl.get("validatingadmissionpolicy", it) for it in NAMES]
+        policies = [node.kubectl.get("validatingadmissionpolicy", other) for other in NAMES]
         return all("typeChecking" in policy["status"] for policy in policies)
 
     wait_for("the types to be checked", checked, within_s=60)

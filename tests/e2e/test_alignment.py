@@ -52,9 +52,9 @@ def test_shares_are_where_the_cpus_are_and_never_on_two_numa_nodes(aligning: Clu
 
 def pinned(name: str, *, cpus: int, shares: int) -> Document:
     """Return a pod with exclusive CPUs beside its shares."""
-    it = container("main", shares)
-    it["resources"]["limits"] |= {"cpu": str(cpus), "memory": "64Mi"}
-    return pod(name, it)
+    document = container("main", shares)
+    document["resources"]["limits"] |= {"cpu": str(cpus), "memory": "64Mi"}
+    return pod(name, document)
 
 
 def failure(cluster: Cluster, name: str) -> str:

@@ -21,14 +21,14 @@ def test_a_job_completes_although_a_pod_was_refused(cluster: Cluster) -> None:
         batch.create(embed)
         refused = wait_for(
             "a pod to be refused",
-            lambda: [it for it in batch.pods("embed") if it["status"]["phase"] == "Failed"],
+            lambda: [pod for pod in batch.pods("embed") if pod["status"]["phase"] == "Failed"],
             within_s=REFUSED_S,
         )
         first = batch.await_running("embed", 2)
-        for it in refused:
-            assert seen_by_rules(it) == ({}, [])
-            assert it["status"]["reason"] == "UnexpectedAdmissionError"
-            assert RESOURCE in it["status"]["message"]
+        for document in refused:
+            assert seen_by_rules(document) == ({}, [])
+            assert document["status"]["reason"] == "UnexpectedAdmissionError"
+            assert RESOURCE in document["status"]["message"]
 
         batch.finish("embed")
         # The two end one after the other.
@@ -39,7 +39,7 @@ def test_a_job_completes_although_a_pod_was_refused(cluster: Cluster) -> None:
         )
         batch.finish("embed")
         status = batch.await_complete("embed")
-        refused = [it for it in batch.pods("embed") if it["status"]["phase"] == "Failed"]
+        refused = [pod for pod in batch.pods("embed") if pod["status"]["phase"] == "Failed"]
     assert (status["succeeded"], status["completedIndexes"]) == (3, "0-2")
     assert status["failed"] == len(refused), "no rule of podFailurePolicy ignores a refusal"
 
@@ -47,5 +47,7 @@ def test_a_job_completes_although_a_pod_was_refused(cluster: Cluster) -> None:
 def seen_by_rules(pod: Document) -> tuple[Document, list[Document]]:
     """Return conditions and container statuses, which a podFailurePolicy reads."""
     status = pod["status"]
-    conditions = {it["type"]: it["status"] for it in status.get("conditions", ())}
+    conditions = {
+        condition["type"]: condition["status"] for condition in status.get("conditions", ())
+    }
     return conditions, status.get("containerStatuses", [])

@@ -34,8 +34,8 @@ SCORE = re.compile(
 def three_nodes(cluster: Cluster) -> Iterator[Cluster]:
     """Keep two nodes as large as the real one beside it."""
     own = cluster.kubectl.get("node", cluster.node.name)["status"]["allocatable"]
-    amounts = {it: own[it] for it in ("cpu", "memory", "pods")} | {RESOURCE: str(ALL_SHARES)}
-    with kwok_nodes(cluster.node, *(node_object(it, amounts) for it in OTHERS)):
+    amounts = {name: own[name] for name in ("cpu", "memory", "pods")} | {RESOURCE: str(ALL_SHARES)}
+    with kwok_nodes(cluster.node, *(node_object(other, amounts) for other in OTHERS)):
         yield cluster
         cluster.clear()
 
@@ -44,9 +44,9 @@ def three_nodes(cluster: Cluster) -> Iterator[Cluster]:
 def own_scheduler(node: Node) -> Iterator[Path]:
     """Run the program of scheduler.yaml, with its account's rights; yield its log."""
     objects = list(yaml.safe_load_all((SCHEDULER / "scheduler.yaml").read_text()))
-    [deployment] = [it for it in objects if it["kind"] == "Deployment"]
-    [config_map] = [it for it in objects if it["kind"] == "ConfigMap"]
-    node.kubectl.apply(*(it for it in objects if it is not deployment))
+    [deployment] = [entry for entry in objects if entry["kind"] == "Deployment"]
+    [config_map] = [entry for entry in objects if entry["kind"] == "ConfigMap"]
+    node.kubectl.apply(*(entry for entry in objects if entry is not deployment))
     node.kubectl("apply", "--dry-run=server", "-f", str(SCHEDULER / "scheduler.yaml"))
     metadata = deployment["metadata"]
     account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
@@ -125,10 +125,10 @@ def place(cluster: Cluster, profile: str) -> Counter[str]:
 
     def run() -> Counter[str]:
         pods = cluster.kubectl.list("pods", NAMESPACE)
-        phases = Counter(it["status"]["phase"] for it in pods)
+        phases = Counter(other["status"]["phase"] for other in pods)
         if phases != {"Running": PODS}:
             raise RigError(f"the pods are {phases}")
-        return Counter(it["spec"]["nodeName"] for it in pods)
+        return Counter(other["spec"]["nodeName"] for other in pods)
 
     return wait_for(f"{PODS} pods to run by {profile}", run, within_s=PLACED_S)
 
@@ -149,9 +149,9 @@ def assert_scores(log: Path, kind: str) -> None:
     weights = {0: 1, 1: 1, 2: 8}  # the configuration names them in this order
     scores = list(SCORE.finditer(log.read_text(errors="replace")))
     assert len(scores) > PODS
-    for it in scores:
-        has, asked = ([int(n) for n in it[part].split(",")] for part in ("has", "asked"))
-        assert [at for at, amount in enumerate(has) if amount] == list(weights), it[0]
+    for score in scores:
+        has, asked = ([int(n) for n in score[part].split(",")] for part in ("has", "asked"))
+        assert [at for at, amount in enumerate(has) if amount] == list(weights), score[0]
         counts = [h - a if kind == "LeastAllocated" else a for h, a in zip(has, asked, strict=True)]
         points = sum(weight * (100 * counts[at] // has[at]) for at, weight in weights.items())
-        assert (it["kind"], int(it["score"])) == (kind, points // 10), it[0]
+        assert (score["kind"], int(score["score"])) == (kind, points // 10), score[0]

@@ -71,7 +71,7 @@ def test_a_container_has_its_gpu_by_every_strategy(configurable: Cluster) -> Non
         assert held[strategy].environment["NVIDIA_VISIBLE_DEVICES"] == visible.format(gpu=gpu)
         listing = cluster.execute(strategy, "sh", "-c", f"ls {MOUNTED} 2>/dev/null || true")
         assert listing.split() == ([gpu] if strategy == "volume-mounts" else [])
-    assert len({it.gpu_indices for it in held.values()}) == len(VISIBLE)
+    assert len({holding.gpu_indices for holding in held.values()}) == len(VISIBLE)
 
     before = cluster.incarnations()
     cluster.daemon.kill()

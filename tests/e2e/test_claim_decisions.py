@@ -90,8 +90,12 @@ def simulated(
 ) -> Sequence[AllocationResult]:
     """Return what the simulated scheduler gives a claim beside those of others."""
     documents = yaml.safe_load_all((REPOSITORY / "deploy" / "dra.yaml").read_text())
-    classes = {it["metadata"]["name"]: it for it in documents if it["kind"] == "DeviceClass"}
-    others = [it for other, it in claims.items() if other != name]
+    classes = {
+        document["metadata"]["name"]: document
+        for document in documents
+        if document["kind"] == "DeviceClass"
+    }
+    others = [document for other, document in claims.items() if other != name]
     found = allocate(gather_pools(slices_now, NODE), [claims[name]], classes, held_devices(others))
     return () if found is None else found[0]
 
@@ -99,12 +103,14 @@ def simulated(
 def compared(devices: Sequence[Allocation | AllocationResult]) -> list[tuple[object, ...]]:
     """Return devices of either scheduler in one form."""
     found: list[tuple[object, ...]] = []
-    for it in devices:
+    for device in devices:
         where = (
-            (it.id.pool, it.id.device) if isinstance(it, AllocationResult) else (it.pool, it.device)
+            (device.id.pool, device.id.device)
+            if isinstance(device, AllocationResult)
+            else (device.pool, device.device)
         )
-        amounts = {name: parse_amount(value) for name, value in (it.consumed or {}).items()}
-        found.append((it.request, *where, amounts))
+        amounts = {name: parse_amount(value) for name, value in (device.consumed or {}).items()}
+        found.append((device.request, *where, amounts))
     return found
 
 
@@ -116,7 +122,7 @@ def test_thirty_random_claims_are_decided_alike(fake: FakeNode) -> None:
     taint = {"key": ILL, "value": "79", "effect": "NoSchedule"}
     for spec in ill:  # this GPU is out of service
         if "devices" in spec:
-            spec["devices"] = [{**it, "taints": [taint]} for it in spec["devices"]]
+            spec["devices"] = [{**device, "taints": [taint]} for device in spec["devices"]]
     specs = together(
         slices(shared_gpu(0), shared_gpu(1)),
         slices(mig_gpu(2), mig_gpu(3), text=MIG),

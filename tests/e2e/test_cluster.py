@@ -69,7 +69,9 @@ def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) 
         seen = versions()
 
     assert tainted(seen[0])
-    open_with = {it["status"]["allocatable"].get(NEW) for it in seen if not tainted(it)}
+    open_with = {
+        document["status"]["allocatable"].get(NEW) for document in seen if not tainted(document)
+    }
     assert open_with == {"80"}
 
 

@@ -54,8 +54,8 @@ the new one at the next; a second more is its own deadline of the driver's answe
 @pytest.fixture(scope="module")
 def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
     """Start the daemon with the configuration of the page."""
-    with claims_node(Cluster(node, daemon), account) as it:
-        yield it
+    with claims_node(Cluster(node, daemon), account) as live_claims_node:
+        yield live_claims_node
 
 
 @pytest.fixture
@@ -68,17 +68,23 @@ def claims(shared_node: ClaimsNode) -> Iterator[ClaimsNode]:
 def test_the_manifests_of_the_page(claims: ClaimsNode) -> None:
     """Each pod of the page runs, with the GPUs that its ResourceClaim has, and with no other."""
     sections = page_documents()
-    claims.start(*(it for found in sections.values() for it in found if "kind" in it))
+    claims.start(
+        *(document for found in sections.values() for document in found if "kind" in document)
+    )
     held = {name: claims.inspect(name) for name in ("half", "ten", "small", "pair", "first")}
 
     for name, claim in {"half": "half", "ten": "ten", "pair": "pair", "first": "together"}.items():
         devices = claims.allocation(claim)
-        assert held[name].gpu_devices == {f"nvidia{claims.index_of(it)}" for it in devices}, name
+        assert held[name].gpu_devices == {
+            f"nvidia{claims.index_of(device)}" for device in devices
+        }, name
     assert claims.inspect("second").gpu_devices == held["first"].gpu_devices
     assert held["half"].environment["METAGPU_MAX_MEM"] == str(GPU_MIB // 2)
     assert held["ten"].environment["METAGPU_MAX_MEM"] == str(10 * 1024)
     roots = claims.roots()
-    assert len({roots[claims.index_of(it)] for it in claims.allocation("pair")}) == 1
+    assert (
+        len({roots[claims.index_of(allocation)] for allocation in claims.allocation("pair")}) == 1
+    )
     (mig,) = claims.allocation("small")
     assert mig.request == "gpu/mig"
     assert held["small"].gpu_devices == {f"nvidia{MIG_GPU}"}
@@ -95,11 +101,11 @@ def test_containers_of_a_pod_have_their_own_requests(claims: ClaimsNode) -> None
         resource_claim("split", shares(40, "large"), shares(30, "small"), **ONE_GPU),
         pod("split", "split", one="large", two="small", both=""),
     )
-    (gpu,) = {claims.index_of(it) for it in claims.allocation("split")}
+    (gpu,) = {claims.index_of(allocation) for allocation in claims.allocation("split")}
     containers = [claims.inspect("split", name) for name in ("one", "two", "both")]
 
-    assert all(it.gpu_devices == {f"nvidia{gpu}"} for it in containers)
-    limits = [int(it.environment["METAGPU_MAX_MEM"]) for it in containers]
+    assert all(holding.gpu_devices == {f"nvidia{gpu}"} for holding in containers)
+    limits = [int(holding.environment["METAGPU_MAX_MEM"]) for holding in containers]
     assert limits == [GPU_MIB * part // 100 for part in (40, 30, 70)]
     assert claims.leased(gpu) == 70
 
@@ -127,12 +133,12 @@ def test_calls_come_twice(claims: ClaimsNode) -> None:
 
     first, second = prepare("twice", uid), prepare("twice", uid)
     assert first == second
-    assert [it.error for it in first.values()] == [""]
+    assert [response.error for response in first.values()] == [""]
     assert claims.leased() == 5
     refused = prepare("twice", other)[other].error
     assert uid in refused
     assert other in refused
-    assert [it.error for it in unprepare("gone", other).values()] == [""]
+    assert [response.error for response in unprepare("gone", other).values()] == [""]
     assert claims.leased() == 5
 
 
@@ -163,7 +169,7 @@ def test_a_claim_that_cannot_be_prepared(claims: ClaimsNode) -> None:
         claims.daemon.request("uncordon", gpu="0")
     wait_for("the pod to run", lambda: claims.phase("late") == "Running", within_s=SOON_S)
     prepared = claims.logged("resource claim prepared", claim=f"{NAMESPACE}/late")
-    seconds = min(it for it in prepared if it >= ended) - ended
+    seconds = min(number for number in prepared if number >= ended) - ended
     took("Prepare after the reason's end", seconds, at_most=PREPARED_S)
     assert claims.leased(0) == 10
     assert set().union(*claims.taints(0).values()) == set()
@@ -191,8 +197,12 @@ def test_many_claims_fill_a_gpu(claims: ClaimsNode) -> None:
     """Ten pods have ten distinct shares each of one GPU; the next goes to another."""
     names = [f"part-{n}" for n in range(10)]
     for batch in counted_batches(names):
-        claims.start(*(it for n in batch for it in (resource_claim(n, shares(10)), pod(n, n))))
-    (gpu,) = {claims.index_of(it) for name in names for it in claims.allocation(name)}
+        claims.start(
+            *(document for n in batch for document in (resource_claim(n, shares(10)), pod(n, n)))
+        )
+    (gpu,) = {
+        claims.index_of(allocation) for name in names for allocation in claims.allocation(name)
+    }
     assert claims.leased(gpu) == claims.leased() == 100
     claims.start(resource_claim("next", shares(10)), pod("next", "next"))
     assert (claims.leased(gpu), claims.leased()) == (100, 110)
@@ -205,10 +215,12 @@ def test_a_hundred_claims_fill_a_gpu(claims: ClaimsNode) -> None:
     names = [f"part-{n}" for n in range(100)]
     for batch in counted_batches(names):
         claims.kubectl.apply(
-            *(it for n in batch for it in (resource_claim(n, shares(1)), pod(n, n)))
+            *(document for n in batch for document in (resource_claim(n, shares(1)), pod(n, n)))
         )
         claims.cluster.await_running(within_s=600)
-    (gpu,) = {claims.index_of(it) for name in names for it in claims.allocation(name)}
+    (gpu,) = {
+        claims.index_of(allocation) for name in names for allocation in claims.allocation(name)
+    }
     assert claims.leased(gpu) == claims.leased() == 100
     assert len(claims.files()) == 100
 
@@ -224,9 +236,9 @@ def test_a_faulty_gpu_is_tainted(claims: ClaimsNode) -> None:
     claims.daemon.fault(gpu, FELL_OFF_THE_BUS)
     wait_for("the taint", lambda: all_unhealthy(claims.taints(gpu)), within_s=SOON_S)
     took("the taint of a fault", time.monotonic() - began, at_most=TAINTED_S)
-    changed = {name for name, it in claims.slices().items() if it != slices.get(name)}
-    devices = [it for name in changed for it in claims.slices()[name]["spec"]["devices"]]
-    assert {gpu_of_device(it["name"]) for it in devices} == {allocation.gpu}
+    changed = {name for name, document in claims.slices().items() if document != slices.get(name)}
+    devices = [device for name in changed for device in claims.slices()[name]["spec"]["devices"]]
+    assert {gpu_of_device(device["name"]) for device in devices} == {allocation.gpu}
     reason = claims.daemon.status()["gpus"][gpu]["reason"]
     wait_for(
         "the status of the pod to have the reason",
@@ -253,7 +265,7 @@ def test_deleted_slices_are_written_again(claims: ClaimsNode) -> None:
     claims.kubectl("delete", "resourceslices", *before)
     after = claims.await_slices(within_s=2)
     assert before.keys().isdisjoint(after) or all(
-        before[it]["metadata"]["uid"] != after[it]["metadata"]["uid"] for it in before
+        before[name]["metadata"]["uid"] != after[name]["metadata"]["uid"] for name in before
     )
     claims.start(resource_claim("then", shares(5)), pod("then", "then"))
 
@@ -276,7 +288,9 @@ def resources(shared_node: ClaimsNode) -> Iterator[tuple[str, ...]]:
     names = ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.5gb")
     shared_node.kubectl.apply(*(classes := extended_classes(shared_node.node, *names)))
     yield names
-    shared_node.kubectl("delete", "deviceclasses", *(it["metadata"]["name"] for it in classes))
+    shared_node.kubectl(
+        "delete", "deviceclasses", *(device_class["metadata"]["name"] for device_class in classes)
+    )
 
 
 def extended_classes(node: Node, *names: str) -> list[Document]:
@@ -284,7 +298,11 @@ def extended_classes(node: Node, *names: str) -> list[Document]:
     values = f"--set=dra.enabled=true,dra.extendedResources={{{','.join(names)}}}"
     options = ("--kube-version=1.36.0", values, "--show-only=templates/dra.yaml")
     documents = yaml.safe_load_all(helm_of(node)("template", "metagpu", CHART, *options))
-    return [it for it in documents if it and "extendedResourceName" in it.get("spec", {})]
+    return [
+        document
+        for document in documents
+        if document and "extendedResourceName" in document.get("spec", {})
+    ]
 
 
 def test_extended_resources_by_device_classes(
@@ -299,13 +317,15 @@ def test_extended_resources_by_device_classes(
         pod_of("mixed", container("one", 1, resource=timeslice), both),
     )
     claims.kubectl.apply(pod_of("many", container("main", 5, resource=timeslice)))
-    found = {it.request: it for it in claims.allocation("mixed")}
+    found = {allocation.request: allocation for allocation in claims.allocation("mixed")}
     assert found.keys() == {
-        f"container-{it}" for it in ("0-request-0", "1-request-0", "1-request-1")
+        f"container-{name}" for name in ("0-request-0", "1-request-0", "1-request-1")
     }
-    assert {it.request for it in claims.allocation("pair")} == {"container-0-request-0"}
+    assert {allocation.request for allocation in claims.allocation("pair")} == {
+        "container-0-request-0"
+    }
 
-    pair = {f"nvidia{claims.index_of(it)}" for it in claims.allocation("pair")}
+    pair = {f"nvidia{claims.index_of(allocation)}" for allocation in claims.allocation("pair")}
     assert len(pair) == 2
     assert claims.inspect("pair").gpu_devices == pair
     one, two = (claims.inspect("mixed", name) for name in ("one", "two"))
@@ -380,8 +400,8 @@ def test_nvidias_quickstart_runs(under_nvidias_name: ClaimsNode) -> None:
     assert len({one, two, inside, third}) == 4
 
     parts = [claims.inspect("gpu-test4", f"ctr{n}") for n in range(4)]
-    assert [it.gpu_devices for it in parts] == [{f"nvidia{MIG_GPU}"}] * 4
-    memory = [int(it.environment["METAGPU_MEMORY_MIB"].rpartition("=")[2]) for it in parts]
+    assert [part.gpu_devices for part in parts] == [{f"nvidia{MIG_GPU}"}] * 4
+    memory = [int(part.environment["METAGPU_MEMORY_MIB"].rpartition("=")[2]) for part in parts]
     assert memory[0] == memory[1] < memory[2] < memory[3]
     files = [mig_devices(claims, "gpu-test4", f"ctr{n}") for n in range(4)]
     assert all(files)

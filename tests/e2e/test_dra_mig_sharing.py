@@ -43,10 +43,12 @@ def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterato
         with (
             dra_objects(cluster.kubectl),
             # The account's options have GPUs too, and the last ones count.
-            mig_node(cluster, CONFIGURATION, GPUS, *account, *daemon.simulate(NODE)) as it,
+            mig_node(
+                cluster, CONFIGURATION, GPUS, *account, *daemon.simulate(NODE)
+            ) as live_mig_node,
         ):
-            wait_for("four MIG devices", lambda: made(it), within_s=SETTLED_S)
-            yield it
+            wait_for("four MIG devices", lambda: made(live_mig_node), within_s=SETTLED_S)
+            yield live_mig_node
             cluster.clear()
             cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
             wait_for("leases to end", lambda: not daemon.status()["leases"], within_s=SETTLED_S)
@@ -78,8 +80,8 @@ def test_claims_share_mig_devices(shared_node: MigNode) -> None:
     cluster = shared_node.cluster
     slices, parts = [f"slice-{n}" for n in range(3)], [f"part-{n}" for n in range(3)]
     cluster.kubectl.apply(
-        *(it for name in slices for it in shared(name, "slices")),
-        *(it for name in parts for it in shared(name, "shares", 2)),
+        *(document for name in slices for document in shared(name, "slices")),
+        *(document for name in parts for document in shared(name, "shares", 2)),
     )
     cluster.await_running(within_s=SETTLED_S)
     held = {name: cluster.inspect_container(name).environment for name in (*slices, *parts)}
@@ -95,4 +97,4 @@ def test_claims_share_mig_devices(shared_node: MigNode) -> None:
         assert "CUDA_MPS_PIPE_DIRECTORY" in held[name]
     assert not any("CUDA_MPS_PIPE_DIRECTORY" in held[name] for name in slices)
     leases = cluster.daemon.status()["leases"]
-    assert sum(it["shares"] for it in leases) == 3 + 3 * 2
+    assert sum(lease["shares"] for lease in leases) == 3 + 3 * 2

@@ -180,14 +180,14 @@ class Crowd:
     @property
     def held(self) -> Mapping[str, Sequence[Allocation]]:
         """The devices of every claim that has some."""
-        found = {name: allocations_of(it) for name, it in self.claims.items()}
+        found = {name: allocations_of(document) for name, document in self.claims.items()}
         return {name: devices for name, devices in found.items() if devices}
 
     def check(self) -> None:
         """Compare the claims with each other, and with the leases."""
         assert list(doubled(self.held)) == []
-        wanted = sum(amount_of(it) for found in self.held.values() for it in found)
-        leases = [it for gpu in self.rig.registry.snapshot.gpus.values() for it in gpu.leases]
+        wanted = sum(amount_of(allocation) for found in self.held.values() for allocation in found)
+        leases = [lease for gpu in self.rig.registry.snapshot.gpus.values() for lease in gpu.leases]
         assert len(leases) == wanted or self.refused
 
 
@@ -231,7 +231,7 @@ def doubled(held: Mapping[str, Sequence[Allocation]]) -> Iterator[str]:
     """Yield each GPU of which claims hold a part twice, by the names of the devices alone."""
     parts = defaultdict[str, Counter[str]](Counter)
     limits = Counter[str]()
-    for allocation in (it for found in held.values() for it in found):
+    for allocation in (other for found in held.values() for other in found):
         kind = kind_of(allocation)
         limits[kind] = LIMITS.get(kind, 1)
         for part in _parts(allocation):
@@ -247,7 +247,7 @@ def _parts(allocation: Allocation) -> Sequence[str]:
     if kind != "mig":
         return (kind,)
     _, profile, start = _rest(allocation).split("-")
-    (size,) = [size for it, size in PROFILES.items() if it.replace(".", "") == profile]
+    (size,) = [size for name, size in PROFILES.items() if name.replace(".", "") == profile]
     return [f"mig {slot}" for slot in range(int(start), int(start) + size)]
 
 

@@ -87,10 +87,10 @@ def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterato
                 GPUS,
                 *(*account, *daemon.simulate("")),
                 driver=driver_of(cluster),
-            ) as it,
+            ) as live_mig_node,
         ):
             await_registered(cluster)
-            yield it
+            yield live_mig_node
             leave_nothing(cluster)
     finally:
         shutil.rmtree(daemon.device_root / "proc")
@@ -130,9 +130,9 @@ def restart_daemon(cluster: Cluster, end: str) -> None:
 
 
 RESTARTS: dict[str, Callable[[Cluster], None]] = {
-    "daemon, SIGTERM": lambda it: restart_daemon(it, "stop"),
-    "daemon, SIGKILL": lambda it: restart_daemon(it, "kill"),
-    "kubelet": lambda it: it.node.restart_kubelet(),
+    "daemon, SIGTERM": lambda cluster: restart_daemon(cluster, "stop"),
+    "daemon, SIGKILL": lambda cluster: restart_daemon(cluster, "kill"),
+    "kubelet": lambda cluster: cluster.node.restart_kubelet(),
 }
 
 
@@ -220,7 +220,7 @@ class ClaimsCrowd(Crowd):
     def refused_claims(self) -> set[str]:
         """The claims that were not prepared when the kubelet asked first."""
         lines = self.node.cluster.daemon.log[self.log_from :].splitlines()
-        return {json.loads(it)["claim"] for it in lines if REFUSED_CLAIM in it}
+        return {json.loads(line)["claim"] for line in lines if REFUSED_CLAIM in line}
 
     def check(self) -> None:
         """Check that the kubelet gave no share twice to pods that run."""
@@ -242,7 +242,7 @@ def doubled(answer: v1.ListPodResourcesResponse, pods: set[str]) -> Iterator[str
                 ways[gpu].add("mig" if "@" in slot else slot[:1] or "whole")
     yield from (
         f"{one} and {other} overlap"
-        for one, other in combinations(sorted(it for it in holders if "@" in it), 2)
+        for one, other in combinations(sorted(holder for holder in holders if "@" in holder), 2)
         if overlap(one, other)
     )
     yield from (f"{share}: {names}" for share, names in holders.items() if len(names) > 1)
@@ -252,8 +252,8 @@ def doubled(answer: v1.ListPodResourcesResponse, pods: set[str]) -> Iterator[str
 def shares_of(container: v1.ContainerResources) -> Iterator[str]:
     """Yield the shares that the claims of a container hold."""
     for resource in container.dynamic_resources:
-        for it in resource.claim_resources:
-            for name in it.cdi_devices:
+        for claim_resource in resource.claim_resources:
+            for name in claim_resource.cdi_devices:
                 if (found := parse_claim_device(name.name)) is not None:
                     yield from found.share_ids
 

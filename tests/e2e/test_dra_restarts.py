@@ -27,8 +27,8 @@ BACK_S = 3.0
 @pytest.fixture(scope="module")
 def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[ClaimsNode]:
     """Start the daemon with the configuration of the page."""
-    with claims_node(Cluster(node, daemon), account) as it:
-        yield it
+    with claims_node(Cluster(node, daemon), account) as live_claims_node:
+        yield live_claims_node
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def started_again(claims: ClaimsNode, before: State) -> bool:
 
 def uids(claims: ClaimsNode) -> set[str]:
     """Return the uids of all ResourceSlices."""
-    return {it["metadata"]["uid"] for it in claims.slices().values()}
+    return {piece["metadata"]["uid"] for piece in claims.slices().values()}
 
 
 def looks(claims: ClaimsNode) -> list[float]:
@@ -162,6 +162,6 @@ def looks(claims: ClaimsNode) -> list[float]:
     found = re.findall(r"^I(\S+ \S+) .*Starting Kubelet Plugin Manager", log, re.MULTILINE)
     year = datetime.now().astimezone().year  # the log's times have none
     return [
-        datetime.strptime(f"{year}{it}", "%Y%m%d %H:%M:%S.%f").astimezone().timestamp()
-        for it in found
+        datetime.strptime(f"{year}{value}", "%Y%m%d %H:%M:%S.%f").astimezone().timestamp()
+        for value in found
     ]

@@ -113,10 +113,10 @@ def test_the_api_server_takes_every_field(empty: FakeNode) -> None:
         pools[spec["pool"]["name"]].append(spec)
     assert {name: len(parts) for name, parts in pools.items()} == {NODE: 32, f"{NODE}/monitor": 2}
     for parts in pools.values():
-        (count,) = {it["pool"]["resourceSliceCount"] for it in parts}
+        (count,) = {part["pool"]["resourceSliceCount"] for part in parts}
         assert count == len(parts)
-        assert all(len(it.get("devices", ())) <= 64 for it in parts)
-    assert sum(len(it.get("sharedCounters", ())) for it in pools[NODE]) == 16
+        assert all(len(part.get("devices", ())) <= 64 for part in parts)
+    assert sum(len(pool.get("sharedCounters", ())) for pool in pools[NODE]) == 16
 
 
 def test_a_gpu_has_one_backend(empty: FakeNode) -> None:
@@ -127,16 +127,16 @@ def test_a_gpu_has_one_backend(empty: FakeNode) -> None:
         others = [kind for kind in KINDS if kind != holder]
         for other in others:
             empty.ask(f"{other}-beside-{holder}", KINDS[other])
-        beside = {it: empty.settled(f"{it}-beside-{holder}") for it in others}
+        beside = {candidate: empty.settled(f"{candidate}-beside-{holder}") for candidate in others}
         assert beside == dict.fromkeys(others, ()), f"beside {holder}"
-        empty.end(*(f"{it}-beside-{holder}" for it in others), holder)
+        empty.end(*(f"{candidate}-beside-{holder}" for candidate in others), holder)
 
 
 def test_shares_add_up_to_a_gpu(empty: FakeNode) -> None:
     """Claims of shares fill one GPU after the other; a whole GPU waits for the last of them."""
     empty.publish(slices(shared_gpu(0), shared_gpu(1)))
     halves = [empty.allocate(f"half-{n}", shares(50)) for n in range(2)]
-    assert len({it.gpu for (it,) in halves}) == 1
+    assert len({allocation.gpu for (allocation,) in halves}) == 1
 
     (tenth,) = empty.allocate("tenth", shares(10))
     assert tenth.gpu != halves[0][0].gpu
@@ -147,11 +147,11 @@ def test_shares_add_up_to_a_gpu(empty: FakeNode) -> None:
     assert empty.allocate("whole", KINDS["whole"]) == ()
 
     empty.end("default")
-    assert [it.gpu for it in empty.await_allocated("ninety")] == [tenth.gpu]
+    assert [allocation.gpu for allocation in empty.await_allocated("ninety")] == [tenth.gpu]
     empty.end("half-0")
     assert empty.devices("whole") == ()
     empty.end("half-1")
-    assert [it.gpu for it in empty.await_allocated("whole")] == [halves[0][0].gpu]
+    assert [allocation.gpu for allocation in empty.await_allocated("whole")] == [halves[0][0].gpu]
 
 
 def test_requests_of_one_claim(empty: FakeNode) -> None:
@@ -159,11 +159,11 @@ def test_requests_of_one_claim(empty: FakeNode) -> None:
     empty.publish(slices(shared_gpu(0), shared_gpu(1)))
     same = [{"matchAttribute": f"{DRIVER}/uuid", "requests": ["large", "small"]}]
     both = empty.allocate("one-gpu", shares(40, "large"), shares(30, "small"), constraints=same)
-    assert [it.consumed["shares"] for it in both] == ["40", "30"]
-    assert len({it.gpu for it in both}) == 1
+    assert [allocation.consumed["shares"] for allocation in both] == ["40", "30"]
+    assert len({allocation.gpu for allocation in both}) == 1
 
     pair = exactly("gpu", "fraction.metagpu.io", 2, capacity=capacity(shares=30))
-    assert len({it.gpu for it in empty.allocate("two-gpus", pair)}) == 2
+    assert len({allocation.gpu for allocation in empty.allocate("two-gpus", pair)}) == 2
     three = exactly("gpu", "fraction.metagpu.io", 3, capacity=capacity(shares=1))
     assert empty.allocate("three-gpus", three) == ()
 
@@ -195,7 +195,7 @@ def test_the_first_that_is_available(empty: FakeNode) -> None:
     ]
     either = {"name": "gpu", "firstAvailable": subrequests}
     found = [empty.allocate(f"either-{n}", either) for n in range(3)]
-    assert [it.request for (it,) in found] == ["gpu/mig", "gpu/half", "gpu/half"]
+    assert [allocation.request for (allocation,) in found] == ["gpu/mig", "gpu/half", "gpu/half"]
 
 
 def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
@@ -220,12 +220,15 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
             exactly("mps-gpu", NVIDIA),
             config=GPU_TEST5,
         )
-        assert [it.request for it in found] == ["ts-gpu", "mps-gpu"]
+        assert [allocation.request for allocation in found] == ["ts-gpu", "mps-gpu"]
         claim = empty.claims()["gpu-test5"]
         ref = ResourceClaimRef(NAMESPACE, "gpu-test5", claim["metadata"]["uid"])
         results = parse_allocation(ref, claim, NVIDIA, read_sharing).results
-        sharing = [it.sharing for it in results]
-        assert [it and (it.backend, it.settings) for it in sharing] == [
+        sharing = [device.sharing for device in results]
+        assert [
+            claim_sharing and (claim_sharing.backend, claim_sharing.settings)
+            for claim_sharing in sharing
+        ] == [
             ("timeslice", "long"),
             ("mps", "50-10240"),
         ]
@@ -234,7 +237,7 @@ def test_nvidias_manifests_are_allocated(empty: FakeNode, node: Node) -> None:
         profiles = ("1g.5gb", "1g.5gb", "2g.10gb", "3g.20gb")
         mig_devices = empty.allocate(
             "gpu-test4",
-            *(mig(it, f"mig-{n}", NVIDIA, "mig.nvidia.com") for n, it in enumerate(profiles)),
+            *(mig(text, f"mig-{n}", NVIDIA, "mig.nvidia.com") for n, text in enumerate(profiles)),
             constraints=[{"requests": [], "matchAttribute": f"{NVIDIA}/parentUUID"}],
         )
         assert len(mig_devices) == len(profiles)
@@ -274,4 +277,4 @@ def test_a_class_fixes_the_amount_of_a_name_in_limits(empty: FakeNode, node: Nod
 def slices(*gpus: Gpu, text: str = SHARED, driver: str = DRIVER) -> list[Document]:
     """Return the `spec` of every ResourceSlice of healthy GPUs under a configuration."""
     _, snapshot = offered(*gpus, text=text)
-    return [dict(spec) for it in slices_of(snapshot, NODE, driver).values() for spec in it]
+    return [dict(spec) for piece in slices_of(snapshot, NODE, driver).values() for spec in piece]

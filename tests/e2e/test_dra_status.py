@@ -56,8 +56,8 @@ def shared_node(
     node: Node, daemon: Daemon, account: tuple[str, ...], metrics: str
 ) -> Iterator[ClaimsNode]:
     """Start the daemon with the configuration of the page, and metrics."""
-    with claims_node(Cluster(node, daemon), (*account, "--metrics", metrics)) as it:
-        yield it
+    with claims_node(Cluster(node, daemon), (*account, "--metrics", metrics)) as live_claims_node:
+        yield live_claims_node
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_a_claim_says_what_it_has(claims: ClaimsNode) -> None:
     assert "migDevice" not in part["data"]
     assert (part["data"]["shares"], part["data"]["memoryMiB"]) == (50, 20480)
     assert part["shareID"] == results(claims, "part")[0]["shareID"]
-    for it in (mig, part):
-        [condition] = it["conditions"]
+    for document in (mig, part):
+        [condition] = document["conditions"]
         assert (condition["type"], condition["status"]) == ("Ready", "True")
     assert claims.daemon.status()["dra"]["statusProblem"] is None
 
@@ -117,8 +117,8 @@ def test_a_monitor_sees_what_another_pod_holds(claims: ClaimsNode) -> None:
             assert "nvidia-uvm" not in seen.devices
             assert seen.environment["NVIDIA_VISIBLE_DEVICES"] == "void"
         assert claims.leases() == leases
-        gpus = {it["uuid"] for it in claims.daemon.status()["gpus"]}
-        assert {it["data"]["gpu"] for it in entries(claims, "look")} == gpus
+        gpus = {gpu["uuid"] for gpu in claims.daemon.status()["gpus"]}
+        assert {entry["data"]["gpu"] for entry in entries(claims, "look")} == gpus
         claims.cluster.delete("look")
         assert claims.leases() == leases
         claims.start(resource_claim("next", whole), pod("next", "next"))
@@ -166,16 +166,20 @@ def strict(claims: ClaimsNode) -> Iterator[ClaimsNode]:
 def test_a_claims_container_is_as_any_other(strict: ClaimsNode, metrics: str) -> None:
     """Metrics and mgctl name its pod; a process above its shares ends, and its neighbour stays."""
     cluster, names = strict.cluster, ("greedy", "neighbour")
-    claims = (it for n in names for it in (resource_claim(n, shares(SHARES)), pod(n, n)))
+    claims = (
+        document for n in names for document in (resource_claim(n, shares(SHARES)), pod(n, n))
+    )
     strict.start(*claims)
     strict.settled_leases()
-    (gpu,) = {strict.index_of(it) for name in names for it in strict.allocation(name)}
+    (gpu,) = {
+        strict.index_of(allocation) for name in names for allocation in strict.allocation(name)
+    }
     before = cluster.incarnations()
     pids = {name: cluster.first_process(name) for name in names}
     for pid in pids.values():
         strict.daemon.use(gpu, pid, WITHIN_MIB)
     await_named(cluster, {name: {pid} for name, pid in pids.items()})
-    used = {f"metagpu_container_memory_used_bytes {it} {WITHIN_MIB << 20}" for it in names}
+    used = {f"metagpu_container_memory_used_bytes {name} {WITHIN_MIB << 20}" for name in names}
     wait_for("metrics of the claims' pods", lambda: used <= pods_of(metrics), within_s=SETTLED_S)
     assert cluster.incarnations() == before
 
@@ -192,4 +196,4 @@ def pods_of(metrics: str) -> set[str]:
     with urlopen(f"http://{metrics}/metrics", timeout=30) as page:
         lines = page.read().decode().splitlines()
     found = (re.fullmatch(r'(\w+){.*pod="([^"]*)".*} (\S+)', line) for line in lines)
-    return {f"{it[1]} {it[2]} {float(it[3]):.0f}" for it in found if it}
+    return {f"{other[1]} {other[2]} {float(other[3]):.0f}" for other in found if other}

@@ -34,14 +34,19 @@ SETTLED_S = 60.0
 @pytest.fixture
 def old_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[MigNode]:
     """Run the daemon with ResourceClaims alone, on two GPUs."""
-    version = next(it.version for it in Tools.cached().built if it.name == "kubernetes")
+    version = next(
+        programs.version for programs in Tools.cached().built if programs.name == "kubernetes"
+    )
     if not version.startswith(EARLIER):
         pytest.skip(f"Kubernetes {version} has the gates on: run `make e2e KUBERNETES={EARLIER}`")
     cluster = Cluster(node, daemon)
     cluster.clear()
     models = f"{{model: a100-40gb, count: {GPUS}}}"
-    with dra_objects(cluster.kubectl), mig_node(cluster, CONFIGURATION, models, *account) as it:
-        yield it
+    with (
+        dra_objects(cluster.kubectl),
+        mig_node(cluster, CONFIGURATION, models, *account) as live_mig_node,
+    ):
+        yield live_mig_node
         cluster.clear()
         cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
         wait_for("leases to end", lambda: not daemon.status()["leases"], within_s=SETTLED_S)
@@ -52,16 +57,20 @@ def published(cluster: Cluster) -> list[Document]:
     slices = json.loads(cluster.kubectl("get", "resourceslices", "-o", "json"))["items"]
     return [
         device
-        for it in slices
-        if it["spec"]["driver"] == DRIVER
-        for device in it["spec"].get("devices") or ()
+        for piece in slices
+        if piece["spec"]["driver"] == DRIVER
+        for device in piece["spec"].get("devices") or ()
     ]
 
 
 def noted(cluster: Cluster, problem: str) -> bool:
     """Return whether an Event of the Node has what was dropped."""
     found = cluster.kubectl.list("events", "default")
-    notes = [it["message"] for it in found if it["reason"] == "ResourceSliceFieldsDropped"]
+    notes = [
+        document["message"]
+        for document in found
+        if document["reason"] == "ResourceSliceFieldsDropped"
+    ]
     return problem.encode()[:NOTE_LIMIT].decode() in notes
 
 
@@ -86,8 +95,8 @@ def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None
         "whole GPUs alone",
         lambda: (
             len(they := published(cluster)) >= GPUS
-            and [it for it in they if it["name"].count("-") == 5]
-            and not [it for it in they if it["name"].endswith("-fraction")]
+            and [document for document in they if document["name"].count("-") == 5]
+            and not [document for document in they if document["name"].endswith("-fraction")]
         ),
         within_s=SETTLED_S,
     )
@@ -96,10 +105,10 @@ def test_whole_gpus_work_and_dropped_fields_are_named(old_node: MigNode) -> None
     names = [f"whole-{n}" for n in range(GPUS)]
     claim = exactly("gpu", "gpu.metagpu.io")
     cluster.kubectl.apply(
-        *(it for name in names for it in (resource_claim(name, claim), pod(name, name)))
+        *(document for name in names for document in (resource_claim(name, claim), pod(name, name)))
     )
     cluster.await_running(within_s=SETTLED_S)
     devices = [cluster.inspect_container(name).gpu_devices for name in names]
-    assert {len(it) for it in devices} == {1}
+    assert {len(device) for device in devices} == {1}
     assert len(frozenset().union(*devices)) == GPUS
-    assert sum(it["shares"] for it in daemon.status()["leases"]) == GPUS
+    assert sum(lease["shares"] for lease in daemon.status()["leases"]) == GPUS

@@ -149,9 +149,11 @@ def await_ended(pid: int) -> None:
 def process_of(cluster: Cluster, name: str, container_name: str) -> int:
     """Return the machine's pid of process 1 of a pod's container."""
     [status] = [
-        it
-        for it in cluster.kubectl.get("pod", name, NAMESPACE)["status"]["containerStatuses"]
-        if it["name"] == container_name
+        container_status
+        for container_status in cluster.kubectl.get("pod", name, NAMESPACE)["status"][
+            "containerStatuses"
+        ]
+        if container_status["name"] == container_name
     ]
     return first_process(status["containerID"].partition("://")[2])
 
@@ -164,7 +166,7 @@ def test_a_process_that_ends_before_its_signal_harms_no_other(strict: Cluster) -
     before, earlier = strict.incarnations(), enforcement(strict)
     command = ["sleep", "123456789"]
     strict.execute("greedy", "sh", "-c", f"{' '.join(command)} >/dev/null 2>&1 &")
-    (pid,) = (it for it, arguments in running_processes().items() if arguments == command)
+    (pid,) = (number for number, arguments in running_processes().items() if arguments == command)
 
     strict.daemon.use(gpu, pid, ABOVE_MIB)
     wait_for(

@@ -61,9 +61,11 @@ def arrivals(cluster: Cluster, count: int) -> Iterator[threading.Thread]:
 def phases(cluster: Cluster) -> dict[str, str]:
     """Return phase and reason of every arriving pod, by name."""
     return {
-        it["metadata"]["name"]: f"{it['status']['phase']} {it['status'].get('reason', '')}".strip()
-        for it in cluster.kubectl.list("pods", NAMESPACE)
-        if it["metadata"]["name"].startswith("arriving-")
+        document["metadata"][
+            "name"
+        ]: f"{document['status']['phase']} {document['status'].get('reason', '')}".strip()
+        for document in cluster.kubectl.list("pods", NAMESPACE)
+        if document["metadata"]["name"].startswith("arriving-")
     }
 
 
@@ -193,7 +195,7 @@ def await_ended(cluster: Cluster, count: int, *, exchanges: int = 0) -> int:
         return True
 
     wait_for("all pods to end", all_ended, within_s=max(SOON_S, 2.0 * count))
-    failed = {name: it for name, it in phases(cluster).items() if it != "Succeeded"}
+    failed = {name: text for name, text in phases(cluster).items() if text != "Succeeded"}
     assert set(failed.values()) <= {REFUSED}, failed
     assert len(failed) <= exchanges * MOST_REFUSED, failed
     return len(failed)

@@ -232,7 +232,9 @@ def await_settled(cluster: Cluster) -> dict[str, Document]:
     """
 
     def probe() -> dict[str, Document]:
-        pods = {it["metadata"]["name"]: it for it in cluster.kubectl.list("pods", NAMESPACE)}
+        pods = {
+            entry["metadata"]["name"]: entry for entry in cluster.kubectl.list("pods", NAMESPACE)
+        }
         idle = [gpu["index"] for gpu in shared_gpus_of(cluster) if gpu["owner"] is None]
         for name, document in pods.items():
             if not (settled(document) or failure(document)):
@@ -252,13 +254,17 @@ def requested(document: Document) -> str:
 
 def is_unschedulable(document: Document) -> bool:
     """Return whether the scheduler has no place for a pod."""
-    conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
+    conditions = {
+        condition["type"]: condition for condition in document["status"].get("conditions", ())
+    }
     return bool(conditions.get("PodScheduled", {}).get("reason") == "Unschedulable")
 
 
 def settled(document: Document) -> bool:
     """Return whether a pod runs or is unschedulable."""
-    conditions = {it["type"]: it for it in document["status"].get("conditions", ())}
+    conditions = {
+        condition["type"]: condition for condition in document["status"].get("conditions", ())
+    }
     ready = conditions.get("Ready", {}).get("status") == "True"
     return ready or is_unschedulable(document)
 

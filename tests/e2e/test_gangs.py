@@ -34,7 +34,7 @@ def gates(node: Node, daemon: HostDaemon) -> Iterator[None]:
     text = (REPOSITORY / "docs" / PAGE).read_text(encoding="utf-8")
     (flags,) = re.findall(r"^--feature-gates=(\S+)$", text, re.MULTILINE)
     assert f"--runtime-config={API}=true" in text
-    names = [it.removesuffix("=true") for it in flags.split(",")]
+    names = [part.removesuffix("=true") for part in flags.split(",")]
     with node.gated(*names, apis=(API,)):
         yield
 
@@ -42,14 +42,14 @@ def gates(node: Node, daemon: HostDaemon) -> Iterator[None]:
 @pytest.fixture
 def batch(cluster: Cluster) -> Iterator[Batch]:
     """Return the node for gangs; no PodGroup is left, so none has a stale finalizer."""
-    with jobs(cluster, "podgroups", "workloads") as it:
-        yield it
+    with jobs(cluster, "podgroups", "workloads") as live_batch:
+        yield live_batch
 
 
 def test_of_two_gangs_that_cannot_both_fit_one_waits_whole(batch: Batch) -> None:
     """There is room for two more pods, and none of the second gang has a node."""
     cluster = batch.cluster
-    cluster.start(*(idle_pod(f"other-{it}", 100) for it in range(3)))
+    cluster.start(*(idle_pod(f"other-{number}", 100) for number in range(3)))
     train = manifests(PAGE, "top")["Job/train"]
     batch.create(train)
     first = batch.await_running("train", GANG)
@@ -88,7 +88,7 @@ def test_a_gang_of_mig_instances(batch: Batch) -> None:
 def test_a_gang_of_claims_waits_for_gpus_and_not_for_shares(node: Node) -> None:
     """Eight pods of 60 shares wait whole on seven GPUs, and have one each of eight."""
     group = manifests(PAGE, "Priorities and preemption")["PodGroup/patient"]
-    names = [f"member-{it}" for it in range(GANG)]
+    names = [f"member-{number}" for number in range(GANG)]
     with fake_node(node) as fake:
         specs = slices(*map(gpu, range(GANG - 1)), text=FRACTIONS)
         fake.publish(specs)
@@ -113,8 +113,8 @@ def tenant(batch: Batch) -> Iterator[Batch]:
     """Return the node for gangs of another tenant."""
     kubectl = batch.cluster.kubectl
     kubectl.create_namespace(TENANT)
-    with jobs(batch.cluster, "podgroups", "workloads", namespace=TENANT) as it:
-        yield it
+    with jobs(batch.cluster, "podgroups", "workloads", namespace=TENANT) as live_batch:
+        yield live_batch
     kubectl("delete", "namespace", TENANT, "--wait=false")
 
 
@@ -126,7 +126,7 @@ def test_priority_evicts_another_tenants_gang_whole_that_says_so(
     batch.create(found["PodGroup/patient"], found["Job/patient"])
     before = set(batch.await_running("patient", GANG))
 
-    tenant.create(*(found[f"{it}/urgent"] for it in ("PriorityClass", "PodGroup", "Job")))
+    tenant.create(*(found[f"{name}/urgent"] for name in ("PriorityClass", "PodGroup", "Job")))
     tenant.await_running("urgent", GANG)
     batch.await_waiting("patient", GANG)
     assert batch.bound("patient") == []

@@ -61,16 +61,18 @@ def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None
     cluster.start(annotated("earlier", 10, {UUID: gpus[0]}))
 
     # Pods of one size and different wishes look alike: their sizes differ.
-    cluster.start(*(annotated(it, 1 + n, {UUID: wanted[it]}) for n, it in enumerate(wanted)))
+    cluster.start(*(annotated(text, 1 + n, {UUID: wanted[text]}) for n, text in enumerate(wanted)))
 
-    held: dict[str, Holding] = {it: cluster.inspect_container(it) for it in wanted}
-    missed = [it for it, gpu in wanted.items() if held[it].visible_gpus != (gpu,)]
+    held: dict[str, Holding] = {text: cluster.inspect_container(text) for text in wanted}
+    missed = [text for text, gpu in wanted.items() if held[text].visible_gpus != (gpu,)]
     for name in missed:
         events = partial(cluster.event_messages, name, NOT_MET)
         note = wait_for(f"an Event of {name}", events, within_s=SOON_S)
         assert LATE in note
     assert len(missed) <= MOST_LATE
-    assert not [it for it in wanted if it not in missed and cluster.event_messages(it, NOT_MET)]
+    assert not [
+        text for text in wanted if text not in missed and cluster.event_messages(text, NOT_MET)
+    ]
 
 
 def test_shares_come_in_equal_parts_and_of_a_model(with_parts: Joined) -> None:

@@ -104,15 +104,17 @@ def cluster(release: Release, daemon: HostDaemon) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize("values", MATRIX, ids=lambda it: ",".join(it) or "defaults")
+@pytest.mark.parametrize("values", MATRIX, ids=lambda value: ",".join(value) or "defaults")
 def test_the_api_server_accepts_what_the_chart_renders(node: Node, values: tuple[str, ...]) -> None:
     """Kubernetes' own kinds pass the API server's schema, validation and CEL compiler."""
     options = [part for value in values for part in ("--set", value)]
     version = json.loads(node.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
     rendered = helm_of(node)("template", "metagpu", CHART, f"--kube-version={version}", *options)
-    documents = [it for it in yaml.safe_load_all(rendered) if it]
+    documents = [document for document in yaml.safe_load_all(rendered) if document]
     # The Prometheus operator's kinds are not in this API server.
-    known = [it for it in documents if not it["apiVersion"].startswith("monitoring.")]
+    known = [
+        document for document in documents if not document["apiVersion"].startswith("monitoring.")
+    ]
     feed = "\n---\n".join(map(json.dumps, known))
     node.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", feed=feed)
 
@@ -138,7 +140,7 @@ def test_the_pod_of_the_notes_gets_its_share(release: Release, cluster: Cluster)
 def test_the_image_serves_a_node(release: Release, cluster: Cluster) -> None:
     """With a read-only root and no capability, a pod gets its GPU, and all commands answer."""
     (pod,) = release.daemons().values()
-    (security,) = [it["securityContext"] for it in pod["spec"]["containers"]]
+    (security,) = [container["securityContext"] for container in pod["spec"]["containers"]]
     assert security["readOnlyRootFilesystem"]
     assert security["capabilities"] == {"drop": ["ALL"]}
 
@@ -151,7 +153,7 @@ def test_the_image_serves_a_node(release: Release, cluster: Cluster) -> None:
     assert holding.gpu_devices == {f"nvidia{index}" for index in holding.gpu_indices}
     assert json.loads(inside("metagpu", "status", "--json"))["leases"]
     checks = json.loads(inside("sh", "-c", "mgctl doctor -o json; true"))
-    assert {it["code"] for it in checks if it["result"] == "error"} == {NO_KERNEL_MODULE}
+    assert {check["code"] for check in checks if check["result"] == "error"} == {NO_KERNEL_MODULE}
     assert "first" in inside("mgctl", "get", "pods")
 
 
@@ -165,7 +167,7 @@ def test_a_resource_claim_is_prepared_by_the_image(release: Release, cluster: Cl
 
         def memory() -> str:
             text = kubectl("exec", "claims", where, "--", "env")
-            return next(it for it in text.splitlines() if it.startswith("METAGPU_MAX_MEM="))
+            return next(line for line in text.splitlines() if line.startswith("METAGPU_MAX_MEM="))
 
         assert wait_for("the pod", memory, within_s=SOON_S) == "METAGPU_MAX_MEM=20480"
         gone = ("--grace-period=1", "--wait", "--timeout=60s", where)
@@ -204,20 +206,22 @@ def test_a_viewer_sees_the_cluster(release: Release, cluster: Cluster, tmp_path:
             lambda: json.loads(metagpu("get", "pods", "-A", "-o", "json"))["items"],
             within_s=SOON_S,
         )
-        assert [(it["pod"], it["shares"]) for it in pods] == [("viewed", 25)]
+        assert [(other["pod"], other["shares"]) for other in pods] == [("viewed", 25)]
         assert release.node.name in metagpu("top", "nodes")
         why = metagpu("why", "viewed", f"--namespace={NAMESPACE}")
         assert f"it runs on {release.node.name}" in why
         findings = json.loads(metagpu("doctor", "-o", "json"))[0]["checks"]
-        assert not [it for it in findings if it["result"] == "error"]
+        assert not [finding for finding in findings if finding["result"] == "error"]
         kubectl.apply(idle_pod("waits", ALL_SHARES + 1))
         view = _view_of(
             _plugin(kubeconfig, "web", "--address=127.0.0.1:0", f"--namespace={NAMESPACE}")
         )
         (row,) = view["nodes"]
         assert (row["name"], row["problem"]) == (release.node.name, "")
-        assert [it["pod"] for it in row["usage"]["containers"]] == ["viewed"]
-        assert [(it["pod"], it["reason"]) for it in view["waiting"]] == [("waits", "too_large")]
+        assert [container["pod"] for container in row["usage"]["containers"]] == ["viewed"]
+        assert [(document["pod"], document["reason"]) for document in view["waiting"]] == [
+            ("waits", "too_large")
+        ]
         status = f"/api/v1/namespaces/{SYSTEM}/pods/{_daemon_port(release)}/proxy/api/v1/status"
         with pytest.raises(RigError, match="Forbidden"):
             kubectl("get", f"--raw={status}")  # an administrator without a viewer's token
@@ -231,7 +235,9 @@ def test_the_page_of_a_node_is_for_viewers(release: Release, cluster: Cluster) -
     cluster.run("viewed", 25)
     (pod,) = release.daemons().values()
     (port,) = [
-        it["containerPort"] for it in pod["spec"]["containers"][0]["ports"] if it["name"] == "web"
+        other["containerPort"]
+        for other in pod["spec"]["containers"][0]["ports"]
+        if other["name"] == "web"
     ]
     url = f"http://{pod['status']['podIP']}:{port}"
     with urlopen(url, timeout=SOON_S) as answer:
@@ -242,7 +248,7 @@ def test_the_page_of_a_node_is_for_viewers(release: Release, cluster: Cluster) -
     with _opened(url, _viewer_token(cluster, "metagpu-viewer", SYSTEM)) as answer:
         (row,) = json.load(answer)["nodes"]
     assert row["name"] == release.node.name
-    assert [it["pod"] for it in row["usage"]["containers"]] == ["viewed"]
+    assert [container["pod"] for container in row["usage"]["containers"]] == ["viewed"]
 
     # The account of a team: the API server decides, by a right of its own.
     kubectl, user = cluster.kubectl, f"{NAMESPACE}:team-screen"
@@ -303,9 +309,9 @@ def test_a_gpu_is_drained_within_the_budgets_of_its_pods(
 
     def gpu_of_pod() -> tuple[str, str]:
         cluster.await_running()
-        (it,) = kubectl.list("pods", NAMESPACE)
-        (index,) = cluster.inspect_container(it["metadata"]["name"]).gpu_indices
-        return it["metadata"]["name"], f"{release.node.name}/{index}"
+        (document,) = kubectl.list("pods", NAMESPACE)
+        (index,) = cluster.inspect_container(document["metadata"]["name"]).gpu_indices
+        return document["metadata"]["name"], f"{release.node.name}/{index}"
 
     kubeconfig = Path(release.node.kubeconfig)
     try:
@@ -343,18 +349,18 @@ def _plugin(kubeconfig: Path, *arguments: str) -> list[str]:
 
 def _view_of(command: Sequence[str]) -> Document:
     """Read the view of the cluster's page as a browser does, and end the command by Ctrl-C."""
-    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as it:
-        assert it.stdout is not None
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as popen:
+        assert popen.stdout is not None
         try:
-            url = it.stdout.readline().partition(" ")[0]
-            assert url.startswith("http://127.0.0.1:"), it.communicate(timeout=SOON_S)
+            url = popen.stdout.readline().partition(" ")[0]
+            assert url.startswith("http://127.0.0.1:"), popen.communicate(timeout=SOON_S)
             with urlopen(f"{url}api/v1/changes", timeout=SOON_S) as stream:  # noqa: S310 - ours
                 assert stream.readline() == b"event: change\n"
                 with urlopen(f"{url}api/v1/view", timeout=SOON_S) as answer:  # noqa: S310 - ours
                     view: Document = json.load(answer)
         finally:
-            it.send_signal(signal.SIGINT)
-        assert (*it.communicate(timeout=SOON_S), it.returncode) == ("", "", 0)
+            popen.send_signal(signal.SIGINT)
+        assert (*popen.communicate(timeout=SOON_S), popen.returncode) == ("", "", 0)
     return view
 
 
@@ -362,7 +368,7 @@ def _daemon_port(release: Release) -> str:
     """Return pod and port of the status, as the pod proxy takes them."""
     (pod,) = release.daemons().values()
     (container,) = pod["spec"]["containers"]
-    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     return f"{pod['metadata']['name']}:{ports['status-api']}"
 
 

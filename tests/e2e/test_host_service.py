@@ -52,7 +52,9 @@ class Service:
             "DEV_ROOT": daemon.device_root,
         }
         variables = self.root / "etc/metagpu/metagpu.env"
-        variables.write_text("".join(f"METAGPU_{name}={it}\n" for name, it in settings.items()))
+        variables.write_text(
+            "".join(f"METAGPU_{name}={value}\n" for name, value in settings.items())
+        )
         units = self.root / "etc/systemd/system"
         for unit in units.glob("metagpu*.service"):
             unit.write_text(unit.read_text().replace("/etc/metagpu/", f"{variables.parent}/"))
@@ -76,16 +78,16 @@ def service(cluster: Cluster) -> Iterator[Service]:
     """Install the service; remove its files afterwards."""
     if why := systemd.missing():
         pytest.skip(why)
-    it = Service(cluster)
-    it.install()
-    yield it
-    shutil.rmtree(it.root)
+    live_service = Service(cluster)
+    live_service.install()
+    yield live_service
+    shutil.rmtree(live_service.root)
 
 
 def test_a_boot_loses_no_pod(service: Service) -> None:
     """Systemd starts the service before the kubelet; every pod of before has its shares again."""
     cluster, node = service.cluster, service.cluster.node
-    holdings = {it.pod: it for it in cluster.run_all({"small": 30, "large": 150})}
+    holdings = {other.pod: other for other in cluster.run_all({"small": 30, "large": 150})}
     before = cluster.incarnations()
 
     node.power_off()
@@ -127,4 +129,4 @@ def test_uninstall_leaves_no_trace(
 
 def removed(leftovers: Sequence[Mapping[str, str]]) -> set[tuple[str, str]]:
     """Return kind and result of each leftover."""
-    return {(it["kind"], it["result"]) for it in leftovers}
+    return {(leftover["kind"], leftover["result"]) for leftover in leftovers}

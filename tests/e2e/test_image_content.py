@@ -53,11 +53,11 @@ def content(root: Path) -> dict[str, str]:
 def test_every_module_is_compiled(root: Path) -> None:
     """Each module of metagpu, its libraries and Python is there compiled, for any time of files."""
     found = list(modules(root))
-    compiled = [it.parent / "__pycache__" / f"{it.stem}.cpython-313.pyc" for it in found]
+    compiled = [path.parent / "__pycache__" / f"{path.stem}.cpython-313.pyc" for path in found]
 
     assert len(found) > 2000
-    assert [it for it in compiled if not it.exists()] == []
-    assert [it for it in compiled if it.read_bytes()[4:8] != UNCHECKED] == []
+    assert [path for path in compiled if not path.exists()] == []
+    assert [path for path in compiled if path.read_bytes()[4:8] != UNCHECKED] == []
 
 
 def test_a_command_writes_nothing_into_the_image(root: Path) -> None:
@@ -73,28 +73,35 @@ def test_a_command_writes_nothing_into_the_image(root: Path) -> None:
 def test_the_image_is_small_and_has_no_installer(root: Path) -> None:
     """The layer is below its limit; no pip, no compiler, no rights of another user."""
     ours = (root / layer.ENVIRONMENT, root / layer.DOCUMENTS)
-    files = [it for folder in ours for it in folder.rglob("*") if it.is_file()]
+    files = [file for folder in ours for file in folder.rglob("*") if file.is_file()]
 
-    assert sum(it.lstat().st_size for it in files) < LIMIT
+    assert sum(file.lstat().st_size for file in files) < LIMIT
     assert list((root / layer.PACKAGES).glob("pip*")) == []
     for folder in ("usr/bin", "usr/sbin", "usr/local/bin"):
-        names = {it.name for it in (root / folder).iterdir()}
+        names = {file.name for file in (root / folder).iterdir()}
         assert not names & {"pip", "pip3", "gcc", "cc", "apt-get"}
-    assert [it for it in root.rglob("*") if it.is_file() and it.stat().st_mode & 0o6000] == []
+    assert [
+        file for file in root.rglob("*") if file.is_file() and file.stat().st_mode & 0o6000
+    ] == []
 
 
 def test_the_image_lists_itself(root: Path) -> None:
     """The inventory in the image names each installed package, with its version."""
     listed = json.loads((root / layer.DOCUMENTS / "sbom.cdx.json").read_text())
-    names = {f"{it['name']}-{it.get('version')}".lower() for it in listed["components"]}
+    names = {
+        f"{component['name']}-{component.get('version')}".lower()
+        for component in listed["components"]
+    }
     installed = {
-        it.name.removesuffix(".dist-info").lower()
-        for it in (root / layer.PACKAGES).glob("*.dist-info")
+        file.name.removesuffix(".dist-info").lower()
+        for file in (root / layer.PACKAGES).glob("*.dist-info")
     }
 
-    normal = {re.sub(r"[-_.]+", "-", it) for it in names}
-    missing = {it for it in installed if re.sub(r"[-_.]+", "-", it) not in normal}
-    assert {it.partition("-")[0] for it in missing} == {"metagpu"}, "which is the root component"
+    normal = {re.sub(r"[-_.]+", "-", name) for name in names}
+    missing = {name for name in installed if re.sub(r"[-_.]+", "-", name) not in normal}
+    assert {name.partition("-")[0] for name in missing} == {"metagpu"}, (
+        "which is the root component"
+    )
     assert listed["metadata"]["component"]["name"] == "metagpu"
 
 
@@ -108,7 +115,7 @@ def test_each_package_lists_the_files_that_are_there(root: Path) -> None:
     ]
 
     assert len(listed) > 2000
-    assert [it for it in listed if not it.exists()] == []
+    assert [path for path in listed if not path.exists()] == []
 
 
 def test_the_layer_is_built_alike_elsewhere(
@@ -122,7 +129,7 @@ def test_the_layer_is_built_alike_elsewhere(
     first = content(root)
 
     assert [path for path in again if first.get(path) != again[path]] == []
-    assert {it for it in first if it.startswith(layer.ENVIRONMENT)} <= set(again)
+    assert {text for text in first if text.startswith(layer.ENVIRONMENT)} <= set(again)
 
 
 def test_the_other_processor_has_the_same_files(root: Path, tmp_path: Path) -> None:
@@ -131,10 +138,16 @@ def test_the_other_processor_has_the_same_files(root: Path, tmp_path: Path) -> N
     layer.install(tmp_path, other)
     packages = root / layer.PACKAGES
     theirs, ours = (
-        {_MACHINE.sub("", str(it.relative_to(folder))) for it in folder.rglob("*") if it.is_file()}
+        {
+            _MACHINE.sub("", str(file.relative_to(folder)))
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
         for folder in (tmp_path, packages)
     )
     libraries = list(tmp_path.rglob("*.so"))
 
-    assert {it for it in ours if "__pycache__" not in it} == theirs
-    assert {it.read_bytes()[18] for it in libraries} == {0xB7 if other == "arm64" else 0x3E}
+    assert {name for name in ours if "__pycache__" not in name} == theirs
+    assert {library.read_bytes()[18] for library in libraries} == {
+        0xB7 if other == "arm64" else 0x3E
+    }

@@ -75,8 +75,8 @@ def layout_node(
     joined = ("--node-name", node.name, "--kubeconfig", node.kubeconfig, "--cluster", "config")
     layouts = (FILES / "nvidia-mig-config.yaml").read_text()
     try:
-        with mig_node(cluster, layouts, FOUR, *files, *joined, driver=driver) as it:
-            yield it
+        with mig_node(cluster, layouts, FOUR, *files, *joined, driver=driver) as live_mig_node:
+            yield live_mig_node
     finally:
         cluster.kubectl("delete", "replicasets", "--all", f"--namespace={NAMESPACE}")
         cluster.kubectl(*label, f"{LAYOUT_LABEL}-")
@@ -114,14 +114,14 @@ def test_the_layout_of_cern_and_its_replica_set(layout_node: MigNode, driver: Pa
 def assert_layout(node: MigNode) -> None:
     """Assert that every GPU has exactly the instances of the layout."""
     for gpu in node.cluster.daemon.simulated_gpus():
-        profiles = sorted(it["placement"].partition("@")[0] for it in gpu["instances"])
+        profiles = sorted(instance["placement"].partition("@")[0] for instance in gpu["instances"])
         assert profiles == ["1g.5gb"] * 3 + ["2g.10gb"] * 2, gpu["instances"]
 
 
 def holders_known(node: MigNode) -> bool:
     """Return whether the daemon knows who holds each share; no other pod gets it before."""
     leases = node.cluster.daemon.status()["leases"]
-    return bool(leases) and all(it["holder"] for it in leases)
+    return bool(leases) and all(lease["holder"] for lease in leases)
 
 
 def replicas_devices(node: MigNode) -> set[str]:
@@ -139,9 +139,9 @@ def replicas_devices(node: MigNode) -> set[str]:
 @pytest.fixture
 def on_demand(cluster: Cluster, driver: Path) -> Iterator[MigNode]:
     """Start four empty A100s with instances on demand."""
-    with mig_node(cluster, ON_DEMAND, FOUR, driver=driver) as it:
-        it.await_amounts(EMPTY)
-        yield it
+    with mig_node(cluster, ON_DEMAND, FOUR, driver=driver) as node:
+        node.await_amounts(EMPTY)
+        yield node
 
 
 def test_nothing_leaks_when_the_daemon_is_killed_between_create_and_answer(

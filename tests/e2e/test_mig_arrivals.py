@@ -57,9 +57,9 @@ CHECKED = 50
 def empty_node(cluster: Cluster) -> Iterator[MigNode]:
     """Start four empty A100s with instances on demand, and the Node patched as leases change."""
     joined = cluster.daemon.features("allocatable", "pods")
-    with mig_node(cluster, CONFIGURATION, GPUS, *joined) as it:
-        it.await_amounts(EMPTY)
-        yield it
+    with mig_node(cluster, CONFIGURATION, GPUS, *joined) as node:
+        node.await_amounts(EMPTY)
+        yield node
 
 
 @dataclass

@@ -85,23 +85,27 @@ async def at_work(tmp_path: Path) -> AsyncIterator[Scene]:
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}, {model: a100-40gb}")
     address = ListenAddress("127.0.0.1", 0)
     scene = agent_at_work(tmp_path, node, CONFIG, host=machine.host, metrics=address)
-    async with scene as it, running() as process:
-        await it.until(10, 10)
-        await it.until(7, 7, MIG)
+    async with scene as live_scene, running() as process:
+        await live_scene.until(10, 10)
+        await live_scene.until(7, 7, MIG)
         for name, team, resource in (("a", "red", METAGPU), ("b", "blue", MIG)):
             pod = SimPod.single(name, {resource: 1})
-            await it.kubelet.admit(replace(pod, namespace=team))
-        await it.wait_holders()
+            await live_scene.kubelet.admit(replace(pod, namespace=team))
+        await live_scene.wait_holders()
         machine.add_container_process(process.pid, Holder("red", "a", "main"))
-        it.node.start_process(it.node.gpu(1), SimProcess(process.pid, 100 * MIB, sm=40))
-        it.agent.context.call_stats.of_resource(ResourceName(METAGPU)).refusals[FractionSplit] += 1
-        yield it
+        live_scene.node.start_process(
+            live_scene.node.gpu(1), SimProcess(process.pid, 100 * MIB, sm=40)
+        )
+        live_scene.agent.context.call_stats.of_resource(ResourceName(METAGPU)).refusals[
+            FractionSplit
+        ] += 1
+        yield live_scene
 
 
 async def test_promtool_accepts_both_pages(tmp_path: Path) -> None:
     """Our page has no lint at all; that of dcgm-exporter's names can be read."""
-    async with at_work(tmp_path) as it:
-        port = await port_of(it)
+    async with at_work(tmp_path) as scene:
+        port = await port_of(scene)
         _, _, own = await asked(port)
         _, _, dcgm = await asked(port, "/dcgm")
     assert 'GPU_I_PROFILE="1g.5gb"' in dcgm
@@ -117,10 +121,10 @@ async def test_prometheus_scrapes_rules_and_dashboards(tmp_path: Path) -> None:
     """
     data = tmp_path / "prometheus"
     data.mkdir()
-    async with at_work(tmp_path) as it:
-        host = f"127.0.0.1:{await port_of(it)}"
-        it.node.raise_xid(it.node.gpu(1), 31)
-        it.node.raise_xid(it.node.gpu(1), 63)
+    async with at_work(tmp_path) as scene:
+        host = f"127.0.0.1:{await port_of(scene)}"
+        scene.node.raise_xid(scene.node.gpu(1), 31)
+        scene.node.raise_xid(scene.node.gpu(1), 63)
 
         def measure() -> None:
             with prometheus_of(data, {"/metrics": host, "/dcgm": host}, RULES) as prometheus:
@@ -140,8 +144,8 @@ def test_prometheus_names_the_pods_of_a_node(cluster: Cluster, tmp_path: Path) -
     with prometheus_of(tmp_path, {"/metrics": address}, RULES) as prometheus:
 
         def pays() -> bool:
-            shares = [float(it["value"][1]) for it in prometheus.query(held)]
-            seconds = [float(it["value"][1]) for it in prometheus.query(paid)]
+            shares = [float(document["value"][1]) for document in prometheus.query(held)]
+            seconds = [float(document["value"][1]) for document in prometheus.query(paid)]
             if shares != [50] or not seconds or not 1.5 < seconds[0] < 3.5:
                 raise RigError(f"{shares} shares and {seconds} of 2.5 GPU seconds in 5 s")
             return True
@@ -154,7 +158,7 @@ def _await_data(prometheus: Prometheus) -> None:
     queries = {query for found in expressions().values() for query in found} | {*OF_DCGM}
 
     def all_have_data() -> bool:
-        if missing := [it for it in queries if not prometheus.query(_filled(it))]:
+        if missing := [query for query in queries if not prometheus.query(_filled(query))]:
             raise RigError(f"no data for {missing}")
         return True
 
@@ -177,4 +181,4 @@ def _await_data(prometheus: Prometheus) -> None:
 
 def _filled(query: str) -> str:
     """Return a query as Grafana sends it."""
-    return re.sub(r"\$(__)?\w+", lambda it: PLACEHOLDERS[it[0]], query)
+    return re.sub(r"\$(__)?\w+", lambda own_match: PLACEHOLDERS[own_match[0]], query)

@@ -270,7 +270,7 @@ def test_nearly_no_pod_is_refused(
     cluster: Cluster, gpus: int, count: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Pods wait where no GPU has their shares: 5 % are refused at most, in so few arrivals."""
-    (pool,) = arrivals(cluster, "exact", [gpus], SHORT_S, lambda it: it[0].arrived >= count)
+    (pool,) = arrivals(cluster, "exact", [gpus], SHORT_S, lambda pools: pools[0].arrived >= count)
     record_property("refused", pool.lost.total())
     assert pool.lost.total() <= count // 20, pool.lost
 
@@ -282,14 +282,20 @@ def test_exact_offers_refuse_nearly_no_pod(
 ) -> None:
     """Of many pods 0.5 % are refused, and the GPUs are used nearly as with all shares on offer."""
     exact, *others = (
-        arrivals(cluster, offer, NODES, LONGEST_S, lambda it: it[0].seconds >= 60 * MINUTES)
+        arrivals(
+            cluster,
+            offer,
+            NODES,
+            LONGEST_S,
+            lambda live_pools: live_pools[0].seconds >= 60 * MINUTES,
+        )
         for offer in OFFERS
     )
-    lost, arrived = sum(it.lost.total() for it in exact), sum(it.arrived for it in exact)
+    lost, arrived = sum(pool.lost.total() for pool in exact), sum(pool.arrived for pool in exact)
     record_property("refused", lost)
     print(f"{lost} of {arrived} pods were refused under exact offers")
     for pools in others:
         costs = [its.mean_use - mine.mean_use for mine, its in zip(exact, pools, strict=True)]
-        print(f"exact offers cost {', '.join(f'{it:.2%}' for it in costs)} of use")
+        print(f"exact offers cost {', '.join(f'{cost:.2%}' for cost in costs)} of use")
         assert max(costs) <= MAY_LOSE, costs
     assert lost <= max(1, MAY_REFUSE * arrived)

@@ -61,19 +61,19 @@ def mig(node: Node, pod_daemon: PodDaemon) -> Iterator[MigNode]:
     """Start a daemon with an A100 for instances, and two with 100 shares each."""
     cluster = Cluster(node, pod_daemon)
     cluster.repair()
-    with mig_node(cluster, CONFIGURATION, ONE_MODEL) as it:
-        it.await_amounts(INSTANCES)
+    with mig_node(cluster, CONFIGURATION, ONE_MODEL) as live_mig_node:
+        live_mig_node.await_amounts(INSTANCES)
         cluster.await_amounts(200, 200)
         for resource, backend in ((PROFILE, "mig"), (RESOURCE, "fraction")):
             await_label(cluster, resource, backend)
-        yield it
+        yield live_mig_node
 
 
 @pytest.fixture(scope="module")
 def webhook(mig: MigNode) -> Iterator[InstalledWebhook]:
     """Install the webhook, once the Node shows what the daemon offers."""
-    with installed_webhook(mig.cluster.node) as it:
-        yield it
+    with installed_webhook(mig.cluster.node) as live_installed_webhook:
+        yield live_installed_webhook
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_the_chart_runs_two_pods_that_the_api_server_trusts(
 ) -> None:
     """Both are ready at their first start, and reviews go to the Service with helm's authority."""
     pods = webhook.pods()
-    statuses = [status for it in pods for status in it["status"]["containerStatuses"]]
-    assert [(it["ready"], it["restartCount"]) for it in statuses] == [(True, 0)] * 2
+    statuses = [status for pod in pods for status in pod["status"]["containerStatuses"]]
+    assert [(status["ready"], status["restartCount"]) for status in statuses] == [(True, 0)] * 2
     registration = cluster.kubectl.get("mutatingwebhookconfiguration", "e2e-metagpu-webhook")
     [registered] = registration["webhooks"]
     assert registered["clientConfig"].keys() == {"service", "caBundle"}
@@ -135,9 +135,9 @@ def test_an_example_pod_runs_with_two_instances(mig: MigNode, cluster: Cluster, 
 
     wait_for("the holder", lambda: mig.observe().held, within_s=SOON_S)
     seen = mig.observe()
-    assert [it.partition("::")[2].partition("@")[0] for it in seen.held] == ["2g.10gb"] * 2
+    assert [name.partition("::")[2].partition("@")[0] for name in seen.held] == ["2g.10gb"] * 2
     devices = cluster.inspect_container(NAME).visible_gpus
-    assert sorted(seen.devices[it] for it in devices) == sorted(seen.held)
+    assert sorted(seen.devices[device] for device in devices) == sorted(seen.held)
 
 
 def test_the_same_pod_runs_with_shares_of_two_gpus(cluster: Cluster) -> None:
@@ -162,7 +162,7 @@ def test_the_api_server_takes_the_claims_of_a_pod(mig: MigNode, cluster: Cluster
     mig.await_amounts(INSTANCES)
     template, pod = documents = as_printed(cluster, example({}), "--claims")
     [request] = template["spec"]["spec"]["devices"]["requests"]
-    classes = [it["deviceClassName"] for it in request["firstAvailable"]]
+    classes = [document["deviceClassName"] for document in request["firstAvailable"]]
     assert classes[0] == "mig.metagpu.io"
     assert "fraction.metagpu.io" in classes
     assert "limits" not in pod["spec"]["containers"][0]["resources"]
@@ -234,18 +234,24 @@ def test_pods_of_a_mixed_cluster_go_where_the_translation_says(
         "shares-of-819": ({**SHARES, **SPREAD}, IN_PARTS, {RESOURCE: "10"}),
     }
     own = cluster.kubectl.get("node", real)["status"]["allocatable"]
-    amounts = {it: own[it] for it in ("cpu", "memory", "pods")}
+    amounts = {name: own[name] for name in ("cpu", "memory", "pods")}
     documents = [
-        node_object(it.name, amounts | {k: str(v) for k, v in it.allocatable.items()}, it.labels)
-        for it in others
+        node_object(
+            offer.name, amounts | {k: str(v) for k, v in offer.allocatable.items()}, offer.labels
+        )
+        for offer in others
     ]
     with kwok_nodes(cluster.node, *documents):
         webhook.await_nodes(len(others) + 1)
-        cluster.start(*(example(it, name, 1) for name, (it, _, _) in wanted.items()))
-        pods = {it["metadata"]["name"]: it for it in cluster.kubectl.list("pods", NAMESPACE)}
-        assert {name: (it["spec"]["nodeName"], limits(it)) for name, it in pods.items()} == {
-            name: (where, amounts) for name, (_, where, amounts) in wanted.items()
+        cluster.start(*(example(document, name, 1) for name, (document, _, _) in wanted.items()))
+        pods = {
+            document["metadata"]["name"]: document
+            for document in cluster.kubectl.list("pods", NAMESPACE)
         }
+        assert {
+            name: (document["spec"]["nodeName"], limits(document))
+            for name, document in pods.items()
+        } == {name: (where, amounts) for name, (_, where, amounts) in wanted.items()}
         [device] = cluster.inspect_container("by-model").visible_gpus
         assert mig.observe().devices[device].partition("::")[2].startswith("2g.10gb")
         [gpu] = cluster.inspect_container("shares-of-409").visible_gpus

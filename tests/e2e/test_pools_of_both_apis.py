@@ -23,7 +23,7 @@ SETTLED_S = 90.0
 def page_configuration() -> str:
     """Return the configuration that the page has for pools of both APIs."""
     (found,) = page_documents()["Pools of both APIs"]
-    return yaml.safe_dump({key: it for key, it in found.items() if key != "metadata"})
+    return yaml.safe_dump({key: value for key, value in found.items() if key != "metadata"})
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def both(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[MigNo
         with (
             dra_objects(cluster.kubectl),
             # The account's options have GPUs too, and the last ones count.
-            mig_node(cluster, page_configuration(), GPUS, *account, *simulated) as it,
+            mig_node(cluster, page_configuration(), GPUS, *account, *simulated) as live_mig_node,
         ):
             wait_for(
                 "the driver to be registered",
                 lambda: (daemon.status()["dra"] or {}).get("registered") is True,
                 within_s=SETTLED_S,
             )
-            yield it
+            yield live_mig_node
             cluster.clear()
             cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
             wait_for("leases to end", lambda: not daemon.status()["leases"], within_s=SETTLED_S)
@@ -65,15 +65,17 @@ def test_pods_by_limits_and_by_claims_have_their_instances(both: MigNode) -> Non
     )
     cluster.await_running(within_s=SETTLED_S)
 
-    instances = [it["instances"] for it in cluster.daemon.simulated_gpus()]
-    assert [[it["placement"].partition("@")[0] for it in of_gpu] for of_gpu in instances] == [
+    instances = [gpu["instances"] for gpu in cluster.daemon.simulated_gpus()]
+    assert [
+        [document["placement"].partition("@")[0] for document in of_gpu] for of_gpu in instances
+    ] == [
         [PROFILE],
         [PROFILE],
     ]
     wait_for(
         "the kubelet to list both pods",
         lambda: (
-            {str(it["holder"]): it["gpu"] for it in cluster.daemon.status()["leases"]}
+            {str(lease["holder"]): lease["gpu"] for lease in cluster.daemon.status()["leases"]}
             == {f"{NAMESPACE}/by-limits (main)": 0, f"{NAMESPACE}/by-claim (main)": 1}
         ),
         within_s=SETTLED_S,

@@ -16,7 +16,9 @@ GUESTS = "cnvrg-guests"
 HARD = {NAMESPACE: 400, GUESTS: 100}
 """The quota of each namespace: four GPUs, and one."""
 COUNTED_S = 60.0
-GPU, PART = (f"{it}.metagpu.io.deviceclass.resource.k8s.io/devices" for it in ("gpu", "fraction"))
+GPU, PART = (
+    f"{name}.metagpu.io.deviceclass.resource.k8s.io/devices" for name in ("gpu", "fraction")
+)
 
 
 @pytest.fixture
@@ -64,7 +66,9 @@ def test_a_quota_counts_the_devices_of_claims(cluster: Cluster) -> None:
             str(refused.value)
         )
 
-        kubectl.apply(*(resource_claim(f"part-{it}", shares(it)) for it in (1, 10, 50, 100)))
+        kubectl.apply(
+            *(resource_claim(f"part-{number}", shares(number)) for number in (1, 10, 50, 100))
+        )
         with pytest.raises(RigError, match=f"requested: {PART}=1, used: {PART}=4"):
             kubectl.apply(resource_claim("small", shares(1)))
         wait_for("the account", lambda: counted(cluster) == {GPU: 2, PART: 4}, within_s=COUNTED_S)
@@ -76,7 +80,7 @@ def test_a_quota_counts_the_devices_of_claims(cluster: Cluster) -> None:
 def counted(cluster: Cluster) -> dict[str, int]:
     """Return the used devices of each class by Kubernetes, empty before it counts."""
     status = cluster.kubectl.get("resourcequota", "devices", NAMESPACE).get("status", {})
-    return {name: int(it) for name, it in status.get("used", {}).items()}
+    return {name: int(value) for name, value in status.get("used", {}).items()}
 
 
 def quota(namespace: str, hard: int) -> Document:

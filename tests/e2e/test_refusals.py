@@ -49,11 +49,13 @@ def test_a_storm_is_counted_at_its_controller_and_cleaned_up(with_janitor: Joine
     kubectl("scale", "replicaset", STORM, "--replicas=0", f"--namespace={NAMESPACE}")
     assert "ask for 1: several replicas" in message[0]["message"]
     assert message[0]["reason"] == "GPURequestTooLarge"
-    assert len([it for it in message if it["reason"] == "GPURequestTooLarge"]) == 1
+    assert (
+        len([document for document in message if document["reason"] == "GPURequestTooLarge"]) == 1
+    )
     member.await_event("GPURequestTooLarge", SHARED)
 
     wait_for("the janitor", lambda: not kubectl.list("pods", NAMESPACE), within_s=CLEANED_S)
-    reasons = {it["reason"] for it in events(member, STORM)}
+    reasons = {event["reason"] for event in events(member, STORM)}
     assert reasons >= {"GPURequestTooLarge", "RejectedPodDeleted"}
     assert member.problems() == {}
 
@@ -121,4 +123,6 @@ def events(member: Joined, replica_set: str) -> list[Document]:
     """Return metagpu's Events of a ReplicaSet."""
     selector = f"involvedObject.kind=ReplicaSet,involvedObject.name={replica_set}"
     found = member.kubectl.list("events", NAMESPACE, f"--field-selector={selector}")
-    return [it for it in found if it.get("reportingComponent") == "metagpu.io/agent"]
+    return [
+        document for document in found if document.get("reportingComponent") == "metagpu.io/agent"
+    ]

@@ -64,11 +64,11 @@ def test_pods_outlive_a_restart(cluster: Cluster, restart: Callable[[Cluster], N
 
 def test_a_kubelet_that_lost_its_checkpoint_gives_no_held_share_away(cluster: Cluster) -> None:
     """The kubelet takes all shares for free, and new pods get those that no pod uses."""
-    held = {it for one in cluster.run_all({"small": 30, "large": 120}) for it in one.share_ids}
+    held = {name for one in cluster.run_all({"small": 30, "large": 120}) for name in one.share_ids}
     before = cluster.incarnations()
     wait_for(
         "the daemon to know the holders, and no others",
-        lambda: {it["holder"] for it in cluster.daemon.status()["leases"]} == KNOWN_HOLDERS,
+        lambda: {lease["holder"] for lease in cluster.daemon.status()["leases"]} == KNOWN_HOLDERS,
         within_s=30,
     )
 
@@ -80,7 +80,7 @@ def test_a_kubelet_that_lost_its_checkpoint_gives_no_held_share_away(cluster: Cl
 
     rest = ALL_SHARES - len(held)
     late = cluster.run_all({f"late-{n}": 50 for n in range(rest // 50)})
-    given = {it for one in late for it in one.share_ids}
+    given = {name for one in late for name in one.share_ids}
     assert len(given) == rest
     assert not given & held
     assert {name: cluster.incarnations()[name] for name in before} == before

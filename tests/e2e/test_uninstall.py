@@ -67,7 +67,7 @@ class Page:
     def add_variables(self, **values: str) -> None:
         """Add variables to the pod's container."""
         (container,) = self.manifest["spec"]["containers"]
-        container["env"] += [{"name": name, "value": it} for name, it in values.items()]
+        container["env"] += [{"name": name, "value": text} for name, text in values.items()]
 
     def run(self, commands: Sequence[Sequence[str]]) -> None:
         """Run commands of the page."""
@@ -78,7 +78,10 @@ class Page:
         }
         for program, *arguments in commands:
             programs[program](
-                *(str(self._file) if it == self._file.name else it for it in arguments)
+                *(
+                    str(self._file) if argument == self._file.name else argument
+                    for argument in arguments
+                )
             )
 
     def await_end(self) -> str:
@@ -135,7 +138,7 @@ def test_the_uninstallation_of_the_page_leaves_the_node_as_it_was(
     assert len(instances()) == 2
     assert len(holding.gpu_devices) == 1
     seen = traces(release.node, host_folders.RUN_DIR)
-    assert {name for name, it in seen.items() if it != before[name]} >= {
+    assert {name for name, value in seen.items() if value != before[name]} >= {
         *("sockets", "labels", "conditions", "CDI files", "pod folder")
     }
 
@@ -181,4 +184,4 @@ KINDS = ",".join(
 def instances() -> list[Document]:
     """Return the MIG instances that the driver has, while no daemon runs too."""
     gpus = json.loads(DRIVER_STATE.read_text())["gpus"]
-    return [it for gpu in gpus.values() for it in gpu["instances"]]
+    return [instance for gpu in gpus.values() for instance in gpu["instances"]]

@@ -50,7 +50,7 @@ class Webhook:
         self._process: subprocess.Popen[bytes] | None = None
         self.renew()
         objects = self._rendered()
-        node.kubectl.apply(*(objects[it] for it in ("ServiceAccount", "ClusterRole")))
+        node.kubectl.apply(*(objects[name] for name in ("ServiceAccount", "ClusterRole")))
         node.kubectl.apply(objects["ClusterRoleBinding"])
         self._kubeconfig = node.credentials(SYSTEM, REGISTRATION)
         self._registration = objects["MutatingWebhookConfiguration"]
@@ -61,13 +61,13 @@ class Webhook:
             *("webhook.enabled=true", "webhook.events=true", "webhook.certificate.from=secret"),
             *("webhook.certificate.secret=mine", f"webhook.certificate.caBundle={authority}"),
         )
-        options = [part for it in values for part in ("--set", it)]
+        options = [part for value in values for part in ("--set", value)]
         version = json.loads(self.node.kubectl("version", "-o", "json"))["serverVersion"]
         text = helm_of(self.node)(
             *("template", "metagpu", CHART, f"--kube-version={version['gitVersion']}"),
             *("--show-only", "templates/webhook.yaml", *options),
         )
-        objects = {it["kind"]: it for it in yaml.safe_load_all(text) if it}
+        objects = {document["kind"]: document for document in yaml.safe_load_all(text) if document}
         [webhook] = objects["MutatingWebhookConfiguration"]["webhooks"]
         del webhook["clientConfig"]["service"]
         webhook["clientConfig"]["url"] = f"https://127.0.0.1:{PORT}/mutate"
@@ -130,7 +130,9 @@ class Webhook:
         """Return how many reviews the webhook has answered."""
         lines = self.page("/metrics").splitlines()
         return sum(
-            int(float(it.split()[-1])) for it in lines if it.startswith("metagpu_webhook_reviews_")
+            int(float(line.split()[-1]))
+            for line in lines
+            if line.startswith("metagpu_webhook_reviews_")
         )
 
 

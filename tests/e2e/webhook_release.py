@@ -33,7 +33,7 @@ class InstalledWebhook:
     def pods(self) -> list[Document]:
         """Return the pods that do not end."""
         found = self.node.kubectl.list("pods", SYSTEM, f"--selector={_selector(self.node)}")
-        return [it for it in found if "deletionTimestamp" not in it["metadata"]]
+        return [document for document in found if "deletionTimestamp" not in document["metadata"]]
 
     def endpoint(self) -> Endpoint:
         """Return an endpoint of the Service that is ready, as kube-proxy chooses one by chance.
@@ -59,7 +59,7 @@ class InstalledWebhook:
 
         def know() -> bool:
             pages = self.metrics().values()
-            return [it["metagpu_webhook_nodes"] for it in pages] == [count] * 2
+            return [page["metagpu_webhook_nodes"] for page in pages] == [count] * 2
 
         wait_for(f"the webhook to know {count} Nodes", know, within_s=SOON_S)
 
@@ -67,7 +67,7 @@ class InstalledWebhook:
         """Return how many reviews each pod has answered; up to a second ago."""
         return Counter(
             {
-                pod: sum(it for name, it in page.items() if name.startswith(REVIEWS))
+                pod: sum(number for name, number in page.items() if name.startswith(REVIEWS))
                 for pod, page in self.metrics().items()
             }
         )
@@ -78,7 +78,7 @@ class InstalledWebhook:
         Raises:
             RigError: a pod does not answer.
         """
-        return {it["metadata"]["name"]: _page(it["status"].get("podIP")) for it in self.pods()}
+        return {pod["metadata"]["name"]: _page(pod["status"].get("podIP")) for pod in self.pods()}
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def _page(address: str | None) -> dict[str, int]:
             text = str(answer.read().decode())
     except OSError as error:
         raise RigError(f"no metrics of {address}: {error}") from error
-    samples = (it.rpartition(" ") for it in text.splitlines() if not it.startswith("#"))
+    samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {
         name: int(float(value))
         for name, _, value in samples

@@ -109,19 +109,19 @@ def pieces(request: pytest.FixtureRequest) -> int:
 async def test_failures_of_a_running_node(tmp_path: Path, piece: int, pieces: int) -> None:
     """A failure costs its own GPU at most, and none that works without the function."""
     library = NvmlLibrary(tmp_path / "nvml")
-    async with node(tmp_path, library) as it:
-        await it.until(20, 20)
-        gpus = list(it.agent.registry.snapshot.gpus)
+    async with node(tmp_path, library) as scene:
+        await scene.until(20, 20)
+        gpus = list(scene.agent.registry.snapshot.gpus)
 
         for failure in part(piece, pieces):
-            with it.agent.registry.events.subscribe(GpuFaulted) as subscription:
+            with scene.agent.registry.events.subscribe(GpuFaulted) as subscription:
                 library.fail(failure.function, failure.gpu, failure.code)
                 try:
-                    await it.agent.health.survey()
+                    await scene.agent.health.survey()
                 except* DriverUnavailable:
                     assert failure.may_cost_all, failure
                 if failure.costs_gpu:
-                    await it.until(20, 10)
+                    await scene.until(20, 10)
 
                 lost = {
                     gpus.index(event.gpu)
@@ -130,7 +130,7 @@ async def test_failures_of_a_running_node(tmp_path: Path, piece: int, pieces: in
                 }
                 assert failure.allows(lost), (failure, lost)
             library.work()
-            await it.until(20, 20)
+            await scene.until(20, 20)
 
 
 async def test_failures_from_the_start(tmp_path: Path, piece: int, pieces: int) -> None:
@@ -141,14 +141,14 @@ async def test_failures_from_the_start(tmp_path: Path, piece: int, pieces: int) 
         library = NvmlLibrary(folder / "nvml")
         library.fail(failure.function, failure.gpu, failure.code)
 
-        async with node(folder, library) as it:
+        async with node(folder, library) as scene:
             if failure.costs_gpu:
-                await it.until(10, 10)
-                assert [gpu.index for gpu in gpus_of(it)] == [1 - int(failure.gpu)], failure
+                await scene.until(10, 10)
+                assert [gpu.index for gpu in gpus_of(scene)] == [1 - int(failure.gpu)], failure
             elif failure.costs_gpu is False and not failure.may_cost_all:
-                await it.until(20, 20)
+                await scene.until(20, 20)
             library.work()
-            await it.until(20, 20)
+            await scene.until(20, 20)
 
 
 async def test_a_library_without_a_function(tmp_path: Path, piece: int) -> None:
@@ -156,13 +156,13 @@ async def test_a_library_without_a_function(tmp_path: Path, piece: int) -> None:
     for function in OPTIONAL[piece % PIECES :: PIECES]:
         folder = tmp_path / function
         folder.mkdir()
-        async with node(folder, NvmlLibrary(folder / "nvml", missing=[function])) as it:
-            await it.until(20, 20)
+        async with node(folder, NvmlLibrary(folder / "nvml", missing=[function])) as scene:
+            await scene.until(20, 20)
 
 
-def gpus_of(it: Scene) -> list[Gpu]:
+def gpus_of(scene: Scene) -> list[Gpu]:
     """Return the GPUs that the agent knows."""
-    return [state.gpu for state in it.agent.registry.snapshot.gpus.values()]
+    return [state.gpu for state in scene.agent.registry.snapshot.gpus.values()]
 
 
 @asynccontextmanager
@@ -174,5 +174,5 @@ async def node(folder: Path, library: NvmlLibrary) -> AsyncIterator[Scene]:
         config=CONFIG,
         driver=NvmlDriver(library.load(), 30.0, timing),
         health_timing=HealthTiming(retry=0.02, event_retry=0.02, unread_rescan=0.02),
-    ) as it:
-        yield it
+    ) as scene:
+        yield scene

@@ -83,13 +83,15 @@ async def target(tmp_path: Path) -> AsyncIterator[Target]:
             scene.node.start_process(
                 scene.node.gpus[0], SimProcess(neighbours.pid, NEIGHBOURS_MIB << 20)
             )
-            it = Target(own, folder, machine)
+            live_target = Target(own, folder, machine)
             await until(anyio.Path(folder).exists, 30)
-            yield it
+            yield live_target
 
-            it.set_caller(ALICE)
-            await until(it.is_answered, 30)
-            status = await to_thread.run_sync(converse, it.run, [b'{"command": "status"}\n'])
+            live_target.set_caller(ALICE)
+            await until(live_target.is_answered, 30)
+            status = await to_thread.run_sync(
+                converse, live_target.run, [b'{"command": "status"}\n']
+            )
             assert "ok" in json.loads(status[0])
     assert not [line for line in logs if line["log_level"] in {"error", "critical"}]
 
@@ -125,9 +127,9 @@ async def test_requests_of_containers(tmp_path: Path, caller: Holder | None) -> 
             else:
                 call_and_go(path, request)
 
-    async with target(tmp_path) as it:
-        it.set_caller(caller)
-        await to_thread.run_sync(attack, it.pods)
+    async with target(tmp_path) as live_target:
+        live_target.set_caller(caller)
+        await to_thread.run_sync(attack, live_target.pods)
 
 
 async def test_requests_of_root(tmp_path: Path) -> None:
@@ -140,5 +142,5 @@ async def test_requests_of_root(tmp_path: Path) -> None:
             assert output.keys() in ({"ok"}, {"error", "reason"})
             assert "the daemon failed" not in str(output.get("error"))
 
-    async with target(tmp_path) as it:
-        await to_thread.run_sync(attack, it.run)
+    async with target(tmp_path) as live_target:
+        await to_thread.run_sync(attack, live_target.run)

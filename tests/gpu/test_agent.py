@@ -67,11 +67,11 @@ async def node_at_work(card: Card, tmp_path: Path) -> AsyncIterator[Node]:
     machine = SimHost(tmp_path)
     async with agent_at_work(
         tmp_path, config=FRACTIONS, driver=NvmlDriver(), host=machine.host
-    ) as it:
-        await it.wait_snapshot(lambda now: len(now.gpus) > 0)
-        shares = 100 * len(it.agent.registry.snapshot.gpus)
-        await it.until(shares, shares)
-        yield Node(card, it, machine)
+    ) as scene:
+        await scene.wait_snapshot(lambda now: len(now.gpus) > 0)
+        shares = 100 * len(scene.agent.registry.snapshot.gpus)
+        await scene.until(shares, shares)
+        yield Node(card, scene, machine)
 
 
 async def test_a_program_above_its_limit_ends_and_its_neighbour_goes_on(

@@ -135,7 +135,10 @@ async def test_clients_of_two_containers_are_listed_side_by_side(mps: Mps) -> No
         assert set(await mps.control.clients(server)) == pids
         assert await other.ask("take 4096") == "ok"
         assert await one.ask("take 4096") == "ok"
-        listed = {it.pid: it.memory for it in await mps.card.driver.processes(mps.card.gpu.id)}
+        listed = {
+            process.pid: process.memory
+            for process in await mps.card.driver.processes(mps.card.gpu.id)
+        }
 
     assert pids <= listed.keys()
     assert all((listed[pid] or 0) >= 4096 * MIB for pid in pids)

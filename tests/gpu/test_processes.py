@@ -15,9 +15,13 @@ async def test_a_process_is_listed_with_its_memory(card: Card) -> None:
     """The memory of a process is what it has allocated, and what CUDA keeps beside that."""
     async with cuda_program(card.gpu.id) as program:
         pid = program.process.pid
-        [before] = [it for it in await card.driver.processes(card.gpu.id) if it.pid == pid]
+        [before] = [
+            process for process in await card.driver.processes(card.gpu.id) if process.pid == pid
+        ]
         assert await program.ask("take 2048") == "ok"
-        [after] = [it for it in await card.driver.processes(card.gpu.id) if it.pid == pid]
+        [after] = [
+            process for process in await card.driver.processes(card.gpu.id) if process.pid == pid
+        ]
 
     assert before.memory is not None
     assert after.memory is not None
@@ -25,7 +29,7 @@ async def test_a_process_is_listed_with_its_memory(card: Card) -> None:
     assert after.memory - before.memory == 2048 * MIB
 
     async def is_gone() -> bool:
-        return all(it.pid != pid for it in await card.driver.processes(card.gpu.id))
+        return all(process.pid != pid for process in await card.driver.processes(card.gpu.id))
 
     await until(is_gone)
 

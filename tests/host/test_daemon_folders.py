@@ -110,7 +110,7 @@ def test_a_sticky_folder_of_another_user_is_removed(tmp_path: Path, lacking: str
     for path in (sticky / "kept", sticky):
         os.chown(path, 1000, 1000)
     sticky.chmod(0o1777)
-    run = (*with_only(*(it for it in MPS if it != lacking)), sys.executable, "-c", EMPTY)
+    run = (*with_only(*(name for name in MPS if name != lacking)), sys.executable, "-c", EMPTY)
     done = subprocess.run((*run, tmp_path), check=True, capture_output=True, text=True)  # noqa: S603
 
     if lacking:

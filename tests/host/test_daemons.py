@@ -118,12 +118,12 @@ async def test_a_pods_imitation_is_not_taken_for_the_daemon(tmp_path: Path) -> N
 
 async def test_another_process_is_never_taken_for_the_daemon(tmp_path: Path) -> None:
     """A pid alone is not enough: environment and command line have to be the same."""
-    async with serving(tmp_path) as it, stand_in(tmp_path, "GPU-1") as other:
-        process = await it.process()
+    async with serving(tmp_path) as live_stand_in, stand_in(tmp_path, "GPU-1") as other:
+        process = await live_stand_in.process()
         assert process is not None
         pid = process.pid
-        assert await DAEMONS.find(it.daemon) == process
-        assert await DAEMONS.find(replace(it.daemon, arguments=("-d",))) is None
+        assert await DAEMONS.find(live_stand_in.daemon) == process
+        assert await DAEMONS.find(replace(live_stand_in.daemon, arguments=("-d",))) is None
 
         async def taken(pid: int, spec: DaemonSpec) -> DaemonProcess | None:
             spec = replace(spec, lock=tmp_path / "nowhere")
@@ -131,12 +131,12 @@ async def test_another_process_is_never_taken_for_the_daemon(tmp_path: Path) -> 
             return await DAEMONS.find(spec)
 
         assert await taken(pid, other.daemon) is None
-        with it.client():
-            [server] = await it.control.servers()
-            assert await taken(server, it.daemon) is None
-        assert await taken(HERE, it.daemon) is None
-        assert await taken(2**22 + 1, it.daemon) is None
-        assert await taken(pid, it.daemon) == process
+        with live_stand_in.client():
+            [server] = await live_stand_in.control.servers()
+            assert await taken(server, live_stand_in.daemon) is None
+        assert await taken(HERE, live_stand_in.daemon) is None
+        assert await taken(2**22 + 1, live_stand_in.daemon) is None
+        assert await taken(pid, live_stand_in.daemon) == process
 
 
 async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
@@ -315,8 +315,8 @@ async def test_a_daemon_of_a_container_has_the_hosts_mounts(
             assert daemon is not None
             assert daemon.pid == int(printed.splitlines()[-1])
             assert volume.is_mount()
-            namespaces = [anyio.Path(f"/proc/{it}/ns/mnt") for it in (daemon.pid, "self")]
-            assert len({await it.readlink() for it in namespaces}) == 1
+            namespaces = [anyio.Path(f"/proc/{name}/ns/mnt") for name in (daemon.pid, "self")]
+            assert len({await namespace.readlink() for namespace in namespaces}) == 1
             await HOST.kill(daemon)
     finally:
         await run("umount", "--recursive", "-l", str(tmp_path))
@@ -368,12 +368,12 @@ async def test_a_daemon_is_in_a_cgroup_of_its_own(tmp_path: Path) -> None:
     finally:
         await HOST.kill(process)
         await HOST.unmount(spec)
-    assert not [it async for it in anyio.Path("/sys/fs/cgroup").glob(f"**/{name}")]
+    assert not [file async for file in anyio.Path("/sys/fs/cgroup").glob(f"**/{name}")]
 
 
 def _copy_shell(root: Path, libraries: Sequence[str]) -> None:
     script = b'#!/bin/sh\necho up > "$WHERE/mark"\nkill -STOP $$\n'
-    files = {it: Path(it).read_bytes() for it in ("/bin/sh", *libraries)}
+    files = {text: Path(text).read_bytes() for text in ("/bin/sh", *libraries)}
     for name, content in (files | {"/usr/bin/nvidia-daemon": script}).items():
         copy = root / name.lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +388,9 @@ async def test_a_driver_container_is_entered(tmp_path: Path) -> None:
     for name in ("proc", "sys", "dev"):
         (root / name).mkdir(parents=True)
     listing = await HOST.programs.run("ldd", "/bin/sh")
-    await to_thread.run_sync(_copy_shell, root, [it for it in listing.split() if it[0] == "/"])
+    await to_thread.run_sync(
+        _copy_shell, root, [part for part in listing.split() if part[0] == "/"]
+    )
     home = tmp_path / "home"
     home.mkdir()
     spec = replace(sleeper(home), program="nvidia-daemon")

@@ -32,9 +32,9 @@ def sockets() -> Iterator[ExitStack]:
 
 def listen(sockets: ExitStack, path: Path) -> None:
     """Listen on a path."""
-    it = sockets.enter_context(socket.socket(socket.AF_UNIX))
-    it.bind(str(path))
-    it.listen()
+    live_socket = sockets.enter_context(socket.socket(socket.AF_UNIX))
+    live_socket.bind(str(path))
+    live_socket.listen()
 
 
 def seen(paths: SurveyPaths) -> NodeFacts:

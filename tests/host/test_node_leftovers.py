@@ -53,7 +53,7 @@ def test_what_an_operator_has_changed_stays(tmp_path: Path) -> None:
     link.parent.mkdir(parents=True)
     link.symlink_to("/etc/systemd/system/metagpu.service")
 
-    results = [removed(it, force=True).result for it in find_service(files, tmp_path)]
+    results = [removed(leftover, force=True).result for leftover in find_service(files, tmp_path)]
     assert results == [Result.REMOVED, Result.STAYS, Result.STAYS, Result.REMOVED]
     assert files[1].path.read_text() == "y"
     assert not link.is_symlink()

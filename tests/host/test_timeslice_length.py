@@ -33,16 +33,18 @@ async def test_the_length_holds_while_the_layout_does(tmp_path: Path) -> None:
     """The length is set once on each GPU, stays over an equal reload, and is put back."""
     tools = RecordedPrograms()
 
-    async with agent_at_work(tmp_path, config=slices(", timeSlice: short"), programs=tools) as it:
-        await it.until(8, 8, SHARED)
+    async with agent_at_work(
+        tmp_path, config=slices(", timeSlice: short"), programs=tools
+    ) as scene:
+        await scene.until(8, 8, SHARED)
         await tools.until(2)
         assert steps(tools.calls) == ["1", "1"]
 
         for unchanged in (slices(", timeSlice: short"), slices(", timeSlice: short") + "#\n"):
-            await anyio.Path(it.config_file).write_text(unchanged)
-            await it.agent.reload()
-        await anyio.Path(it.config_file).write_text(slices(", timeSlice: long"))
-        await it.agent.reload()
+            await anyio.Path(scene.config_file).write_text(unchanged)
+            await scene.agent.reload()
+        await anyio.Path(scene.config_file).write_text(slices(", timeSlice: long"))
+        await scene.agent.reload()
         await tools.until(6)
 
         assert steps(tools.calls[2:]) == ["0", "0", "3", "3"]
@@ -55,22 +57,24 @@ async def test_a_gpu_that_comes_is_set_too(tmp_path: Path) -> None:
     tools = RecordedPrograms()
     config = slices(", timeSlice: short") + "health: {rescanPeriod: 100ms}\n"
 
-    async with agent_at_work(tmp_path, config=config, programs=tools) as it:
+    async with agent_at_work(tmp_path, config=config, programs=tools) as scene:
         await tools.until(2)
-        it.node.add_gpu(it.node.gpus[0].model)
+        scene.node.add_gpu(scene.node.gpus[0].model)
         await tools.until(3)
 
         assert steps(tools.calls) == ["1", "1", "1"]
-        assert it.state(2).gpu.id in tools.calls[2]
+        assert scene.state(2).gpu.id in tools.calls[2]
 
 
 async def test_without_the_tool_shares_are_served(tmp_path: Path) -> None:
     """A host without nvidia-smi loses the length and nothing else."""
     tools = RecordedPrograms(refusal=ProgramMissing("there is no nvidia-smi here"))
 
-    async with agent_at_work(tmp_path, config=slices(", timeSlice: short"), programs=tools) as it:
+    async with agent_at_work(
+        tmp_path, config=slices(", timeSlice: short"), programs=tools
+    ) as scene:
         await tools.until(2)
-        await it.until(8, 8, SHARED)
+        await scene.until(8, 8, SHARED)
 
 
 class AwaitedPrograms(HostPrograms, frozen=True):
@@ -94,9 +98,9 @@ async def test_the_program_of_the_host_runs(
     program(tmp_path / "bin", f"open({str(calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')")
     tools, config = AwaitedPrograms(), slices(", timeSlice: medium")
 
-    async with agent_at_work(tmp_path, "a100-40gb:1", config, programs=tools) as it:
+    async with agent_at_work(tmp_path, "a100-40gb:1", config, programs=tools) as scene:
         await tools.ended.wait()
-        uuid = it.state(0).gpu.id
+        uuid = scene.state(0).gpu.id
 
     assert (await anyio.Path(calls).read_text()).splitlines() == [
         f"compute-policy -i {uuid} --set-timeslice 2",
@@ -106,9 +110,9 @@ async def test_the_program_of_the_host_runs(
 
 async def test_a_simulated_node_logs_its_commands(tmp_path: Path) -> None:
     """Under --simulate no program runs; the log has the commands, and their undoing at the end."""
-    async with daemon(tmp_path, slices(", timeSlice: long")) as it:
-        await it.logged("--set-timeslice 3")
-        it.process.terminate()
-        await it.logged("--set-timeslice 0")
+    async with daemon(tmp_path, slices(", timeSlice: long")) as live_daemon:
+        await live_daemon.logged("--set-timeslice 3")
+        live_daemon.process.terminate()
+        await live_daemon.logged("--set-timeslice 0")
 
-        assert await it.process.wait() == 0
+        assert await live_daemon.process.wait() == 0

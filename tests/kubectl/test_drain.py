@@ -38,13 +38,13 @@ async def draining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncI
 
     Alice has no controller, bob one of a Deployment's, and the collector is a DaemonSet's.
     """
-    async with cluster(tmp_path, capsys) as it, anyio.create_task_group() as group:
-        server, kubelet = it.scene.server, it.scene.it.kubelet
+    async with cluster(tmp_path, capsys) as live_cluster, anyio.create_task_group() as group:
+        server, kubelet = live_cluster.scene.server, live_cluster.scene.node.kubelet
         for name, owner in (("bob", ("ReplicaSet", "bob-1")), ("collector", ("DaemonSet", "dcgm"))):
             await kubelet.admit(SimPod.single(name, {METAGPU: 2}))
             pod = server.add_pod("default", name, NODE, owner=owner, requests={METAGPU: 2})
             pod["metadata"]["labels"] = {"app": name}
-        await it.scene.it.wait_holders()
+        await live_cluster.scene.node.wait_holders()
 
         async def end_pods() -> None:
             while True:
@@ -58,19 +58,21 @@ async def draining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncI
                 await changed.wait()
 
         group.start_soon(end_pods)
-        yield it
+        yield live_cluster
         group.cancel_scope.cancel()
 
 
-def evictions(it: Cluster) -> list[str]:
+def evictions(live_cluster: Cluster) -> list[str]:
     """Return the pods whose eviction was asked for, in order."""
-    seen = [one.target for one in it.scene.server.requests if one.target.endswith(EVICTED)]
+    seen = [
+        one.target for one in live_cluster.scene.server.requests if one.target.endswith(EVICTED)
+    ]
     return [target.split("/")[-2] for target in seen]
 
 
-def cordons(it: Cluster) -> list[str]:
+def cordons(live_cluster: Cluster) -> list[str]:
     """Return the reasons of the Node's cordons."""
-    annotations = it.scene.server.node(NODE)["metadata"].get("annotations") or {}
+    annotations = live_cluster.scene.server.node(NODE)["metadata"].get("annotations") or {}
     return [text for key, text in annotations.items() if key.startswith("cordon.")]
 
 
@@ -78,40 +80,40 @@ async def test_a_gpu_is_drained_in_two_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Budgets hold, what has no controller stays without force, and a second run goes on."""
-    async with draining(tmp_path, capsys) as it:
-        server, gpu = it.scene.server, f"{NODE}/0"
-        status, out, err = await it.run("drain-gpu", gpu)
+    async with draining(tmp_path, capsys) as live_cluster:
+        server, gpu = live_cluster.scene.server, f"{NODE}/0"
+        status, out, err = await live_cluster.run("drain-gpu", gpu)
         assert (status, err.count("\n")) == (2, 1), err
         assert "would cordon GPU 0 of gpu-1 and evict 1 pod; without a terminal, --yes" in err
         assert "stays: no controller makes it again" in out
-        status, out, _ = await it.run("drain-gpu", gpu, "--dry-run", "--force")
+        status, out, _ = await live_cluster.run("drain-gpu", gpu, "--dry-run", "--force")
         assert (status, "would cordon GPU 0 of gpu-1 and evict 3 pods" in out) == (0, True)
-        assert (cordons(it), evictions(it)) == ([], [])
+        assert (cordons(live_cluster), evictions(live_cluster)) == ([], [])
 
         spec = {"selector": {"matchLabels": {"app": "bob"}}}
         none = {"disruptionsAllowed": 0, "desiredHealthy": 1, "currentHealthy": 1}
         server.store.put((BUDGETS, "default", "bobs"), {"spec": spec, "status": none})
 
         async def allow() -> None:
-            await server.until(lambda: evictions(it) == ["bob", "bob"])
+            await server.until(lambda: evictions(live_cluster) == ["bob", "bob"])
             one = {"status": {"disruptionsAllowed": 1}}
             server.store.merge((BUDGETS, "default", "bobs"), one, status=True, manager="test")
 
         async with anyio.create_task_group() as group:
             group.start_soon(allow)
-            status, out, err = await it.run("drain-gpu", gpu, "--yes", "--reason", "fan")
-        assert (status, cordons(it)) == (1, ["fan"])
+            status, out, err = await live_cluster.run("drain-gpu", gpu, "--yes", "--reason", "fan")
+        assert (status, cordons(live_cluster)) == (1, ["fan"])
         assert "default/bob waits: The disruption budget bobs needs 1 healthy pods" in out
         assert "default/bob has left GPU 0" in out
         assert "default/alice (no controller makes it again; --force evicts it)" in err
         assert "default/collector (of a DaemonSet; --force evicts it)" in err
-        assert evictions(it) == ["bob"] * 3
+        assert evictions(live_cluster) == ["bob"] * 3
 
-        status, out, err = await it.run("drain-gpu", gpu, "--yes", "--force")
-        assert (status, err, cordons(it)) == (0, "", ["fan"])
+        status, out, err = await live_cluster.run("drain-gpu", gpu, "--yes", "--force")
+        assert (status, err, cordons(live_cluster)) == (0, "", ["fan"])
         assert "GPU 0 of gpu-1 is drained: nobody holds it" in out
-        assert evictions(it)[3:] == ["alice", "collector"]
-        status, out, _ = await it.run("drain-gpu", gpu)
+        assert evictions(live_cluster)[3:] == ["alice", "collector"]
+        status, out, _ = await live_cluster.run("drain-gpu", gpu)
         assert (status, "nobody holds GPU 0" in out) == (0, True)
 
 
@@ -119,7 +121,7 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No changes nothing; after Ctrl-C, and where time or right is short, the cordon stays."""
-    async with draining(tmp_path, capsys) as it:
+    async with draining(tmp_path, capsys) as live_cluster:
         answers, asked = ["n", "", "y"], list[str]()
 
         def answer(question: str) -> str:
@@ -131,8 +133,8 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         monkeypatch.setattr("builtins.input", answer)
         for _ in range(2):
-            status, _, err = await it.run("drain-gpu", f"{NODE}/0")
-            assert (status, "no pod is evicted" in err, cordons(it)) == (1, True, [])
+            status, _, err = await live_cluster.run("drain-gpu", f"{NODE}/0")
+            assert (status, "no pod is evicted" in err, cordons(live_cluster)) == (1, True, [])
         assert asked == ["Cordon GPU 0 of gpu-1 and evict 1 pod? [y/N] "] * 2
 
         evict = ClusterViewer.evict
@@ -141,17 +143,19 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(ClusterViewer, "evict", interrupted)
-        status, _, err = await it.run("drain-gpu", f"{NODE}/0")
+        status, _, err = await live_cluster.run("drain-gpu", f"{NODE}/0")
         assert (status, "GPU 0 of gpu-1 stays cordoned" in err) == (130, True)
-        assert cordons(it) == ["it is being drained"]
+        assert cordons(live_cluster) == ["it is being drained"]
 
         monkeypatch.setattr(ClusterViewer, "evict", evict)
-        it.scene.server.denied.append(("POST", EVICTED))
-        status, _, err = await it.run("drain-gpu", f"{NODE}/0", "--yes", "--force")
+        live_cluster.scene.server.denied.append(("POST", EVICTED))
+        status, _, err = await live_cluster.run("drain-gpu", f"{NODE}/0", "--yes", "--force")
         assert (status, "default/bob (not evicted: User" in err) == (1, True)
-        it.scene.server.denied.clear()
-        it.scene.server.failing.append(("POST", EVICTED))
-        status, _, err = await it.run("drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3")
+        live_cluster.scene.server.denied.clear()
+        live_cluster.scene.server.failing.append(("POST", EVICTED))
+        status, _, err = await live_cluster.run(
+            "drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3"
+        )
         assert (status, "bob (not evicted: a test made" in err) == (1, True)
 
 
@@ -185,9 +189,13 @@ def test_what_a_drain_does_with_a_pod(
     """Pods that would not come back, or come back at once, stay without force."""
     owners = [{"kind": kind, "name": "its", "controller": True}] if kind else []
     pod = {"metadata": {"uid": "1", "ownerReferences": owners, **extra}, "spec": HOLDING}
-    it = judge_pod(("team", "pod"), pod, NODE, force=force)
-    assert (it.stays.startswith(stays), bool(it.stays), it.ends) == (True, bool(stays), ends)
-    assert it.is_evicted == (not stays and not ends)
+    drained_pod = judge_pod(("team", "pod"), pod, NODE, force=force)
+    assert (drained_pod.stays.startswith(stays), bool(drained_pod.stays), drained_pod.ends) == (
+        True,
+        bool(stays),
+        ends,
+    )
+    assert drained_pod.is_evicted == (not stays and not ends)
     assert judge_pod(("team", "pod"), None, NODE, force=force).ends
 
 
@@ -202,16 +210,19 @@ def test_what_a_drain_does_with_a_pod(
 def test_a_pod_that_requests_no_device_stays(spec: Mapping[str, Any], *, evicted: bool) -> None:
     """A false report of a node ends no pod that could hold none of its GPUs, with force too."""
     pod = {"metadata": {"uid": "1"}, "spec": {"nodeName": NODE, **spec}}
-    it = judge_pod(("team", "database"), pod, NODE, force=True)
-    assert (it.is_evicted, "requests no device" in it.stays) == (evicted, not evicted)
+    drained_pod = judge_pod(("team", "database"), pod, NODE, force=True)
+    assert (drained_pod.is_evicted, "requests no device" in drained_pod.stays) == (
+        evicted,
+        not evicted,
+    )
 
 
 def test_a_pod_of_the_same_name_on_another_node_is_not_evicted() -> None:
     """A daemon may report a pod that has gone, whose name a StatefulSet has given again."""
     owners = [{"kind": "StatefulSet", "name": "train", "controller": True}]
     pod = {"metadata": {"uid": "2", "ownerReferences": owners}, "spec": {"nodeName": "gpu-2"}}
-    it = judge_pod(("team", "train-0"), pod, NODE, force=True)
-    assert (it.ends, it.is_evicted, it.uid) == (True, False, "")
+    drained_pod = judge_pod(("team", "train-0"), pod, NODE, force=True)
+    assert (drained_pod.ends, drained_pod.is_evicted, drained_pod.uid) == (True, False, "")
 
 
 class ScriptedViewer(ClusterViewer):
@@ -236,11 +247,13 @@ class ScriptedViewer(ClusterViewer):
         deadline: float | None = None,  # noqa: ARG002 - the viewer has it
     ) -> Sequence[NodeAnswer[StatusReport]]:
         """Return the next answer."""
-        self.asked += [it.name for it in agents]
+        self.asked += [agent.name for agent in agents]
         holders = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if holders is None:
             return [NodeAnswer(NODE, problem="it restarts")]
-        leases = [{"uuid": "GPU-a", "shares": 1, "holder": f"team/{it} (main)"} for it in holders]
+        leases = [
+            {"uuid": "GPU-a", "shares": 1, "holder": f"team/{holder} (main)"} for holder in holders
+        ]
         gpus = [{"uuid": "GPU-a" if "gone" not in holders else "GPU-b"}]
         report = complete({"leases": leases, "gpus": gpus}, StatusReport)
         return [NodeAnswer(NODE, report)]
@@ -289,10 +302,10 @@ async def test_a_drain_meets_what_comes_meanwhile(
 ) -> None:
     """Late pods need consent too, a daemon may be replaced, and each pod is evicted once."""
     viewer = ScriptedViewer(*rounds)
-    it = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
-    await it.look()
+    gpu_drain = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
+    await gpu_drain.look()
     with pytest.raises(MetagpuError, match=problem) if problem else nullcontext():
-        await it.evict()
+        await gpu_drain.evict()
     assert viewer.evicted == evicted
     assert ("after" in viewer.asked) == (None in rounds or ["gone"] in rounds)
 
@@ -304,10 +317,10 @@ async def test_a_daemon_that_has_just_started_frees_no_gpu(
     """A report without pods that the API server knows as running is no news."""
     viewer = ScriptedViewer(["a"], [], ["a"], [])
     viewer.lingering.add("a")
-    it = drain_of(viewer, yes=True)
-    await it.look()
+    gpu_drain = drain_of(viewer, yes=True)
+    await gpu_drain.look()
     viewer.lingering.add("a")
-    await it.evict()
+    await gpu_drain.evict()
     assert (viewer.evicted, viewer.lingering) == (["a"], set())
     said = capsys.readouterr().out
     assert said.index("its daemon does not name team/a now") < said.index("team/a has left")
@@ -338,10 +351,10 @@ async def test_a_cordon_waits_for_a_gpu_that_is_not_reported() -> None:
 async def test_a_name_is_another_pods_after_the_question() -> None:
     """A pod that was made again before the cordon is new: it needs consent, and its own uid."""
     viewer = ScriptedViewer(["a"], ["a"], ["a"], [])
-    it = drain_of(viewer, yes=True)
-    assert await it.look() == [("team", "a")]
-    assert await it.look() == []
+    gpu_drain = drain_of(viewer, yes=True)
+    assert await gpu_drain.look() == [("team", "a")]
+    assert await gpu_drain.look() == []
     viewer.generation = 2
-    assert await it.look() == [("team", "a")]
-    await it.evict()
+    assert await gpu_drain.look() == [("team", "a")]
+    await gpu_drain.evict()
     assert viewer.uids == ["a2"]

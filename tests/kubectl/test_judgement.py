@@ -37,7 +37,7 @@ def gpu(index: int, held: int, free: int | None = None, **changes: object) -> Ma
 
 def node(*gpus: Mapping[str, Any], rule: str = "one_gpu", **changes: Any) -> ClusterNode:  # noqa: ANN401 - of any field
     """Return a node whose daemon offers shares of GPUs."""
-    free = [it["shares"][SHARES]["free"] for it in gpus]
+    free = [other["shares"][SHARES]["free"] for other in gpus]
     report: dict[str, Any] = {
         "offers": {
             SHARES: {
@@ -53,12 +53,12 @@ def node(*gpus: Mapping[str, Any], rule: str = "one_gpu", **changes: Any) -> Clu
         "leases": [
             {
                 "resource": SHARES,
-                "gpu": it["index"],
-                "shares": it["shares"][SHARES]["held"],
-                "holder": f"team/pod-{it['index']} (main)",
+                "gpu": other["index"],
+                "shares": other["shares"][SHARES]["held"],
+                "holder": f"team/pod-{other['index']} (main)",
             }
-            for it in gpus
-            if it["shares"][SHARES]["held"]
+            for other in gpus
+            if other["shares"][SHARES]["held"]
         ],
     }
     report |= changes.pop("report", {})
@@ -100,7 +100,9 @@ def claiming(*requests: Mapping[str, Any]) -> PodDemand:
     """Return the demand of a pod with a claim of requests, among classes of two drivers."""
     refs = claim_refs("team", {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}]})
     spec = {"devices": {"requests": requests}}
-    claims = ReadClaims(dict.fromkeys(refs, spec), [device_class(it) for it in (*TYPES, "foreign")])
+    claims = ReadClaims(
+        dict.fromkeys(refs, spec), [device_class(kind) for kind in (*TYPES, "foreign")]
+    )
     return replace(demand(), claims=refs, devices=claims.devices(refs, claims.our_classes(())))
 
 
@@ -324,7 +326,9 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("pod", "at", "obstacle", "text"), [it[1:] for it in CASES], ids=[it[0] for it in CASES]
+    ("pod", "at", "obstacle", "text"),
+    [other[1:] for other in CASES],
+    ids=[other[0] for other in CASES],
 )
 def test_a_pod_and_a_node(pod: PodDemand, at: ClusterNode, obstacle: Obstacle, text: str) -> None:
     """Each obstacle has its sentence, and a pod that fits has what is free."""
@@ -347,7 +351,7 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
     judged = judge_all(demand(50), [far, near])
     reason, sentence, fix = conclude(demand(50), judged)
     assert reason is PodReason.FITS_NOWHERE
-    assert [it.node for it in judged] == ["gpu-1", "gpu-2"]
+    assert [judgement.node for judgement in judged] == ["gpu-1", "gpu-2"]
     assert "of 2 the nearest is gpu-1" in sentence
     assert "request at most 40" in fix
     control_plane = ClusterNode("control", taints=(TAINT,))  # without metagpu it is never near
@@ -439,4 +443,4 @@ def test_a_manifest_has_other_objects_beside_its_pods() -> None:
             "a.yaml", "document 2", {"kind": "Pod", "metadata": {"name": "a"}, "spec": {}}
         ),
     ]
-    assert [it["metadata"] for it in pods_in(documents)] == [{"name": "a"}]
+    assert [pod["metadata"] for pod in pods_in(documents)] == [{"name": "a"}]

@@ -76,14 +76,14 @@ CUSTOM: Sequence[tuple[dict[str, Any], int]] = (
 def amounts(value: object) -> list[Mapping[str, Any]]:
     """Return each `limits` in a value."""
     if isinstance(value, list):
-        return [found for it in value for found in amounts(it)]
+        return [found for entry in value for found in amounts(entry)]
     if not isinstance(value, dict):
         return []
     own = [value["limits"]] if "limits" in value else []
-    return own + [found for it in value.values() for found in amounts(it)]
+    return own + [found for entry in value.values() for found in amounts(entry)]
 
 
-@pytest.mark.parametrize(("document", "pods"), CUSTOM, ids=lambda it: str(it)[:60])
+@pytest.mark.parametrize(("document", "pods"), CUSTOM, ids=lambda value: str(value)[:60])
 def test_pods_of_custom_resources_are_translated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, Any], pods: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_kserves_annotations_stand_where_its_pods_get_them(
         ),
     ]
     _, out, _ = run(capsys, written(tmp_path, *services), nodes_file(tmp_path, NODE))
-    service, llm = (it["spec"] for it in yaml.safe_load_all(out))
+    service, llm = (document["spec"] for document in yaml.safe_load_all(out))
 
     assert service["predictor"]["annotations"]["gpus.metagpu.io/kserve-container"] == "2"
     assert llm["annotations"]["gpus.metagpu.io/main"] == "2"
@@ -257,8 +257,8 @@ def test_each_pod_of_an_object_is_named_by_its_place(
 ) -> None:
     """Sentences, tables and claims tell the pods of an object apart."""
     worker, head = template(), template()
-    for it, memory in ((worker, 90000), (head, 8000)):
-        it["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpumem": memory}}
+    for document, memory in ((worker, 90000), (head, 8000)):
+        document["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpumem": memory}}
     job = custom(
         "batch.volcano.sh/v1alpha1", "Job", tasks=[{"template": head}, {"template": worker}]
     )
@@ -274,9 +274,9 @@ def test_each_pod_of_an_object_is_named_by_its_place(
 
 def test_fit_reads_the_same_pods() -> None:
     """Each pod has the name of its object, and its place among several."""
-    read = [pods_in([KubeDocument("-", "document 1", it)]) for it in (RAY, SERVICE)]
+    read = [pods_in([KubeDocument("-", "document 1", document)]) for document in (RAY, SERVICE)]
 
-    assert [[it["metadata"]["name"] for it in pods] for pods in read] == [
+    assert [[other["metadata"]["name"] for other in pods] for pods in read] == [
         ["it spec.headGroupSpec.template", "it spec.workerGroupSpecs[0].template"],
         ["it"],
     ]
@@ -287,6 +287,6 @@ def test_a_pod_is_found_once_and_a_schema_is_none() -> None:
     schema = {"spec": {"properties": {"spec": {"containers": {"type": "array"}}}}}
     sidecars = custom("apps.kruise.io/v1alpha1", "SidecarSet", containers=[{"name": "a"}])
 
-    assert [it.path for it in places_in(pod(ASKED))] == [()]
+    assert [place.path for place in places_in(pod(ASKED))] == [()]
     assert places_in({"kind": "CustomResourceDefinition", **schema}) == []
     assert places_in(sidecars) == []

@@ -67,7 +67,11 @@ def read_usage(usage: UsageReport) -> bool:
 
 def read_status(status: StatusReport) -> bool:
     """Read a status as all commands but `get` do; return whether one is refused, in one line."""
-    lines = [it.finding for it in diagnose_status(status) if it.finding.startswith("unknown: ")]
+    lines = [
+        diagnosis.finding
+        for diagnosis in diagnose_status(status)
+        if diagnosis.finding.startswith("unknown: ")
+    ]
     ReadClaims().our_classes([status])
     for command in (explain, drain_and_cordon):
         try:
@@ -97,7 +101,7 @@ def drain_and_cordon(status: StatusReport) -> None:
         holdings_of(status, gpu.uuid)
         assert gpu.index >= 0
         assert gpu.cordon is None or gpu.cordon.reason
-        assert sum(it.held for it in gpu.shares.values()) >= 0
+        assert sum(share.held for share in gpu.shares.values()) >= 0
 
 
 def assert_names_the_field(line: str) -> None:
@@ -133,14 +137,14 @@ def places(part: object) -> Iterator[Sequence[str | int]]:
         items = iter(enumerate(part))
     for key, value in items:
         yield [key]
-        yield from ([key, *it] for it in places(value))
+        yield from ([key, *place] for place in places(value))
 
 
 async def test_a_report_without_a_field_costs_the_commands_that_read_it(tmp_path: Path) -> None:
     """No command fails without a line that names the field; the page shows what there is."""
     async with serving(tmp_path) as scene:
-        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await scene.it.wait_holders()
+        await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.node.wait_holders()
         status: Any = await scene.get("/api/v1/status", scene.token())
         usage: Any = await scene.get("/api/v1/usage", scene.token())
 

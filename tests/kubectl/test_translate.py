@@ -42,7 +42,7 @@ def node_object(offer: NodeOffer) -> Mapping[str, object]:
 
 def workload(kind: str) -> dict[str, Any]:
     """Return a workload with the seed's pod as its template."""
-    template = {key: it for key, it in pod(SEED).items() if key in ("metadata", "spec")}
+    template = {key: value for key, value in pod(SEED).items() if key in ("metadata", "spec")}
     spec = {"replicas": 3, "template": template}
     if kind == "CronJob":
         spec = {"schedule": "@daily", "jobTemplate": {"spec": spec}}
@@ -58,7 +58,7 @@ def written(folder: Path, *documents: object) -> Path:
 
 def nodes_file(folder: Path, *offers: NodeOffer, form: str = "json") -> Path:
     """Write what `kubectl get nodes -o` prints."""
-    file, items = folder / f"nodes.{form}", [node_object(it) for it in offers]
+    file, items = folder / f"nodes.{form}", [node_object(offer) for offer in offers]
     listed = {"apiVersion": "v1", "kind": "List", "items": items}
     text = json.dumps(listed) if form == "json" else yaml.safe_dump(listed)
     file.write_text(text, encoding="utf-8")
@@ -96,10 +96,10 @@ def test_every_pod_of_a_manifest_is_translated(
     found = list(yaml.safe_load_all(out))
 
     assert (status, err) == (0, "")
-    assert [it["kind"] for it in found] == ["Pod", "ConfigMap", *kinds]
+    assert [entry["kind"] for entry in found] == ["Pod", "ConfigMap", *kinds]
     assert found[1] == CONFIG_MAP
-    for it in (found[0], *found[2:]):
-        assert containers(it)[0]["resources"] == {"limits": {"nvidia.com/mig-2g.10gb": "2"}}
+    for document in (found[0], *found[2:]):
+        assert containers(document)[0]["resources"] == {"limits": {"nvidia.com/mig-2g.10gb": "2"}}
     assert found[2]["spec"]["replicas"] == 3
 
 
@@ -131,7 +131,7 @@ def test_an_anchor_is_a_value_of_each_place(
     status, out, err = run(capsys, manifest, nodes_file(tmp_path, MIG))
 
     assert (status, err) == (0, "")
-    assert [it["resources"] for it in containers(yaml.safe_load(out))] == [
+    assert [container["resources"] for container in containers(yaml.safe_load(out))] == [
         {"limits": {"nvidia.com/mig-2g.10gb": "2"}}
     ] * 2
 
@@ -208,7 +208,7 @@ def test_vocabularies_are_an_option(tmp_path: Path, capsys: pytest.CaptureFixtur
     manifest, nodes = written(tmp_path, asked, pod(SEED)), nodes_file(tmp_path, MIG)
     _, both, _ = run(capsys, manifest, nodes)
     status, hamis, err = run(capsys, manifest, nodes, "--vocabularies", "hami")
-    assert [containers(it)[0]["resources"] for it in yaml.safe_load_all(both)] == [
+    assert [containers(document)[0]["resources"] for document in yaml.safe_load_all(both)] == [
         {"limits": {"nvidia.com/mig-3g.20gb": "1"}},
         {"limits": {"nvidia.com/mig-2g.10gb": "2"}},
     ]
@@ -227,10 +227,10 @@ def test_explain_shows_what_each_node_would_give(
     lines = out.splitlines()
 
     assert status == 0
-    assert [it.split() for it in lines if it.startswith(" a100 ")] == [
+    assert [line.split() for line in lines if line.startswith(" a100 ")] == [
         ["a100", "mig", "2", "of", "nvidia.com/mig-2g.10gb", "19712", "MiB", "3712", "MiB", "yes"]
     ]
-    assert any("may not go there" in it for it in lines if it.startswith(" t "))
+    assert any("may not go there" in line for line in lines if line.startswith(" t "))
     assert "apiVersion" not in out
 
 
@@ -310,17 +310,17 @@ def test_an_annotation_without_a_value_is_none(
 
 async def test_nodes_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a file of nodes, the user's kubeconfig reads them; nothing is created."""
-    async with cluster(tmp_path, capsys) as it:
+    async with cluster(tmp_path, capsys) as live_cluster:
         fractions = node("gpu-1", "a100-40gb")
         content = {key: part for key, part in node_object(fractions).items() if key != "kind"}
-        it.scene.server.store.put(("nodes", "", "gpu-1"), content)
+        live_cluster.scene.server.store.put(("nodes", "", "gpu-1"), content)
         asked = pod({"nvidia.com/gpumem": 8000})
-        status, out, err = await it.run("translate", "-f", str(written(tmp_path, asked)))
+        status, out, err = await live_cluster.run("translate", "-f", str(written(tmp_path, asked)))
 
         assert (status, err) == (0, "")
         text = out[out.index("apiVersion:") :]  # the daemon of the test logs before it
         assert containers(yaml.safe_load(text))[0]["resources"]["limits"] == {METAGPU: "20"}
-        assert "gpu-pod1" not in json.dumps(it.scene.server.store.dump())
+        assert "gpu-pod1" not in json.dumps(live_cluster.scene.server.store.dump())
 
 
 # --- claims ---------------------------------------------------------------------------------------
@@ -349,8 +349,11 @@ def alternatives(template: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return class and selector of each alternative of the only request."""
     [asked] = template["spec"]["spec"]["devices"]["requests"]
     return [
-        (it["deviceClassName"], it["selectors"][0]["cel"]["expression"].partition("'].")[2])
-        for it in asked["firstAvailable"]
+        (
+            document["deviceClassName"],
+            document["selectors"][0]["cel"]["expression"].partition("'].")[2],
+        )
+        for document in asked["firstAvailable"]
     ]
 
 
@@ -370,8 +373,8 @@ def test_claims_have_the_alternatives_in_order(
         ("fraction.metagpu.io", "resource == 'cnvrg.io/metagpu'"),
     ]
     [asked] = template["spec"]["spec"]["devices"]["requests"]
-    assert {it["count"] for it in asked["firstAvailable"]} == {2}
-    assert [it["capacity"]["requests"] for it in asked["firstAvailable"][2:]] == [
+    assert {entry["count"] for entry in asked["firstAvailable"]} == {2}
+    assert [entry["capacity"]["requests"] for entry in asked["firstAvailable"][2:]] == [
         {"shares": "20"},
         {"memory": "8000Mi"},
     ]
@@ -387,7 +390,7 @@ def test_claims_follow_order_and_driver(tmp_path: Path, capsys: pytest.CaptureFi
     nodes = (MIG, node("b", "a100-40gb"))
     order = "--order hami-core,mig"
     template, _ = claimed(capsys, tmp_path, pod(SEED), *nodes, more=order)
-    assert [it for it, _ in alternatives(template)] == [
+    assert [name for name, _ in alternatives(template)] == [
         "fraction.metagpu.io",
         "fraction.metagpu.io",
         "mig.metagpu.io",
@@ -415,25 +418,29 @@ def test_claims_keep_what_is_not_theirs(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert two == plain
     assert one["resources"]["limits"] == {"cpu": "1"}
-    assert [it["name"] for it in one["resources"]["claims"]] == ["net", "gpus"]
-    assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["net", "gpus"]
+    assert [claim["name"] for claim in one["resources"]["claims"]] == ["net", "gpus"]
+    assert [claim["name"] for claim in document["spec"]["resourceClaims"]] == ["net", "gpus"]
 
 
 def test_the_claim_has_a_name_that_is_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The pod's own claims keep their names, and its containers name the right one."""
-    own = [{"name": it, "resourceClaimName": "net"} for it in ("gpus", "gpus-2")]
+    own = [{"name": name, "resourceClaimName": "net"} for name in ("gpus", "gpus-2")]
     _, document = claimed(capsys, tmp_path, pod(SEED, resourceClaims=own), MIG)
     [main] = document["spec"]["containers"]
 
-    assert [it["name"] for it in document["spec"]["resourceClaims"]] == ["gpus", "gpus-2", "gpus-3"]
-    assert [it["name"] for it in main["resources"]["claims"]] == ["gpus-3"]
+    assert [claim["name"] for claim in document["spec"]["resourceClaims"]] == [
+        "gpus",
+        "gpus-2",
+        "gpus-3",
+    ]
+    assert [claim["name"] for claim in main["resources"]["claims"]] == ["gpus-3"]
 
 
 def sizes(*each: int) -> Sequence[Mapping[str, int]]:
     """Return the limits of containers: MiB of one GPU, a whole GPU for 0."""
-    return [{"nvidia.com/gpumem": it} if it else {"nvidia.com/gpu": 1} for it in each]
+    return [{"nvidia.com/gpumem": number} if number else {"nvidia.com/gpu": 1} for number in each]
 
 
 ONE = node("b", "a100-40gb", gpus=1)
@@ -488,10 +495,16 @@ def template_names(
     options = (nodes_file(folder, MIG), "--claims")
     _, out, _ = run(capsys, written(folder, *asked), *options)
     documents = list(yaml.safe_load_all(out))
-    made = [it for it in documents if it["kind"] == "ResourceClaimTemplate" and "kept" not in it]
-    found = [it["metadata"]["name"] for it in made]
+    made = [
+        document
+        for document in documents
+        if document["kind"] == "ResourceClaimTemplate" and "kept" not in document
+    ]
+    found = [document["metadata"]["name"] for document in made]
     claims = [
-        place.pod(it)["spec"]["resourceClaims"] for it in documents for place in places_in(it)
+        place.pod(document)["spec"]["resourceClaims"]
+        for document in documents
+        for place in places_in(document)
     ]
     assert [own["resourceClaimTemplateName"] for [own] in claims] == found
     return found
@@ -524,7 +537,7 @@ def test_the_templates_of_long_names_have_different_names(
     first, second = template_names(tmp_path, capsys, *long)
     assert first != second
     assert template_names(tmp_path, capsys, *long[::-1]) == [second, first]
-    assert all(re.fullmatch("a{48}-[0-9a-f]{8}-gpus", it) for it in (first, second))
+    assert all(re.fullmatch("a{48}-[0-9a-f]{8}-gpus", text) for text in (first, second))
 
 
 def test_names_that_dra_serves_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

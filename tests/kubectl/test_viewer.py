@@ -102,7 +102,9 @@ def test_a_pod_with_the_label_alone_is_no_daemon(
 def test_the_manifests_pods_are_daemons() -> None:
     """The DaemonSet of the chart makes pods that are recognized, with their port."""
     documents = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
-    [template] = [it["spec"]["template"] for it in documents if it["kind"] == "DaemonSet"]
+    [template] = [
+        document["spec"]["template"] for document in documents if document["kind"] == "DaemonSet"
+    ]
     daemon = pod("agent", metadata={"labels": template["metadata"]["labels"]})
     [chosen] = choose_agents([{**daemon, "spec": {**template["spec"], "nodeName": NODE}}])
     assert chosen.port > 0
@@ -129,9 +131,9 @@ def test_daemons_of_several_namespaces_are_refused() -> None:
         choose_agents([pod("agent"), pod("forged", EVIL)])
 
 
-def forge(it: Cluster, **changes: Any) -> None:  # noqa: ANN401 - any field
+def forge(live_cluster: Cluster, **changes: Any) -> None:  # noqa: ANN401 - any field
     """Add a tenant's pod with label, account and port of a daemon."""
-    store, forged = it.scene.server.store, pod("forged", EVIL, **changes)
+    store, forged = live_cluster.scene.server.store, pod("forged", EVIL, **changes)
     port = {"name": "status-api", "containerPort": 9}  # nobody listens there
     store.put(("serviceaccounts", EVIL, VIEWER), {"metadata": {}})
     content = {
@@ -147,26 +149,28 @@ async def test_a_tenant_forges_no_daemon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tenant's labelled pod is not asked; with root's rights its namespace has to be chosen."""
-    async with cluster(tmp_path, capsys) as it:
-        forge(it, volumes=[])
-        nodes = await it.json("get", "nodes")
+    async with cluster(tmp_path, capsys) as live_cluster:
+        forge(live_cluster, volumes=[])
+        nodes = await live_cluster.json("get", "nodes")
         assert [(row["node"], row["held"]) for row in nodes["items"]] == [(NODE, {METAGPU: 3})]
-        status, out, _ = await it.run("drain-gpu", f"{NODE}/0", "--dry-run")
+        status, out, _ = await live_cluster.run("drain-gpu", f"{NODE}/0", "--dry-run")
         assert (status, "alice" in out) == (0, True)
-        asked = [each.target for each in it.scene.server.requests]
+        asked = [each.target for each in live_cluster.scene.server.requests]
         assert not [target for target in asked if EVIL in target]
 
-        forge(it)
-        status, _, err = await it.run("get", "nodes")
+        forge(live_cluster)
+        status, _, err = await live_cluster.run("get", "nodes")
         assert (status, f"{SYSTEM}, {EVIL} have" in err, err.count("\n")) == (1, True, 1)
-        status, out, _ = await it.run("get", "nodes", "--agent-namespace", SYSTEM, "-o", "json")
+        status, out, _ = await live_cluster.run(
+            "get", "nodes", "--agent-namespace", SYSTEM, "-o", "json"
+        )
         assert (status, len(json.loads(out[out.index("{\n") :])["items"])) == (0, 1)
-        status, _, err = await it.run("drain-gpu", f"{NODE}/0", "--yes")
+        status, _, err = await live_cluster.run("drain-gpu", f"{NODE}/0", "--yes")
         assert (status, "--agent-namespace" in err) == (1, True)
 
-        it.scene.server.store.delete(("pods", SYSTEM, "agent"))
-        forge(it, volumes=[])
-        status, _, err = await it.run("get", "nodes")
+        live_cluster.scene.server.store.delete(("pods", SYSTEM, "agent"))
+        forge(live_cluster, volumes=[])
+        status, _, err = await live_cluster.run("get", "nodes")
         assert (status, "metagpu is not installed in this cluster" in err) == (1, True)
 
 
@@ -174,14 +178,14 @@ async def test_a_namespace_without_a_token_costs_its_nodes_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nodes whose daemons no viewer may ask have the reason as their problem."""
-    async with cluster(tmp_path, capsys) as it:
-        it.add_pod("small", 1)
-        it.scene.server.denied.append(("POST", "serviceaccounts"))
-        status, out, _ = await it.run("get", "nodes", "-o", "json")
+    async with cluster(tmp_path, capsys) as live_cluster:
+        live_cluster.add_pod("small", 1)
+        live_cluster.scene.server.denied.append(("POST", "serviceaccounts"))
+        status, out, _ = await live_cluster.run("get", "nodes", "-o", "json")
         [silent] = json.loads(out[out.index("{\n") :])["unanswered"]
         assert (status, silent["node"]) == (1, NODE)
         assert "ask for the roles metagpu-viewer" in silent["problem"]
-        status, out, _ = await it.run("why", "small")
+        status, out, _ = await live_cluster.run("why", "small")
         assert (status, "its daemon gives no status" in out, "ask for the roles" in out) == (
             1,
             True,
@@ -198,8 +202,8 @@ async def read_reports(tmp_path: Path) -> Mapping[str, Any]:
     """Return the reports of a real agent by their paths, its two GPUs four times in each."""
     await anyio.Path(tmp_path).mkdir()
     async with serving(tmp_path) as scene:
-        await scene.it.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        await scene.it.wait_holders()
+        await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
+        await scene.node.wait_holders()
         found: dict[str, Any] = {
             path: await scene.get(f"/{path}", scene.token()) for path in (STATUS.path, USAGE.path)
         }
@@ -228,7 +232,7 @@ async def daemons(
             crowd.set()
         await crowd.wait()
         report = reports[request.path.removeprefix("/")]
-        gpus = [{**it, "uuid": f"GPU-{number}-{n}"} for n, it in enumerate(report["gpus"])]
+        gpus = [{**value, "uuid": f"GPU-{number}-{n}"} for n, value in enumerate(report["gpus"])]
         return web.json_response({**report, "gpus": gpus})
 
     app = web.Application()
@@ -281,19 +285,19 @@ async def test_500_nodes_are_asked_in_parallel(
         ended.set()
         await anyio.wait_all_tasks_blocked()
 
-    silent = [it for it in shown["nodes"] if it["status"] is None and it["usage"] is None]
-    assert [it["name"] for it in silent] == ["node-000", "node-001", "node-002"]
-    problems = [it["problem"] for it in silent]
-    assert all("no answer within 90 s" in it or "reached" in it for it in problems)
-    assert all(it["status"] and it["usage"] for it in shown["nodes"][SILENT:])
+    silent = [node for node in shown["nodes"] if node["status"] is None and node["usage"] is None]
+    assert [document["name"] for document in silent] == ["node-000", "node-001", "node-002"]
+    problems = [document["problem"] for document in silent]
+    assert all("no answer within 90 s" in problem or "reached" in problem for problem in problems)
+    assert all(node["status"] and node["usage"] for node in shown["nodes"][SILENT:])
     answers = [
-        NodeAnswer(it["name"], read_report(it["usage"], UsageReport))
-        for it in shown["nodes"][SILENT:]
+        NodeAnswer(node["name"], read_report(node["usage"], UsageReport))
+        for node in shown["nodes"][SILENT:]
     ]
     assert len(read_rows("nodes", answers)[0]) == NODES - SILENT
     assert len(read_rows("gpus", answers)[0]) == (NODES - SILENT) * 8
     assert sorted(steps) == sorted(2 * [(n, NODES) for n in range(1, NODES + 1)])
-    tokens = [it for it in server.requests if it.target.endswith("/token")]
+    tokens = [request for request in server.requests if request.target.endswith("/token")]
     assert len(tokens) == 1
 
 
@@ -327,16 +331,16 @@ class SlowViewer:
     ) -> Sequence[NodeAnswer[UsageReport]]:
         """Answer for `a` at once; a question with a deadline waits for `b`."""
         found: list[NodeAnswer[UsageReport]] = []
-        for it in agents:
-            self.asked.append(it.node)
-            if it is B and deadline is None:
+        for agent in agents:
+            self.asked.append(agent.node)
+            if agent is B and deadline is None:
                 found.append(NodeAnswer("b", problem="no answer within 5 s"))
                 continue
-            if it is B:
+            if agent is B:
                 await self.released.wait()
                 if self.error:
                     raise self.error
-            found.append(NodeAnswer(it.node, REPORT))
+            found.append(NodeAnswer(agent.node, REPORT))
         return found
 
 

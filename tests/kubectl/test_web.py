@@ -50,7 +50,9 @@ def test_what_waits_has_the_sentence_of_why() -> None:
         pod("unread", "many"),
         pod("misspelled", 1, "cnvrg.io/metagpus"),
     ]
-    rows = {it["pod"]: it for it in waiting_pods(pods, nodes, ReadClaims())}
+    rows = {
+        waiting_pod["pod"]: waiting_pod for waiting_pod in waiting_pods(pods, nodes, ReadClaims())
+    }
 
     assert list(rows) == ["large", "misspelled", "small"]
     assert rows["large"]["namespace"] == "team"
@@ -68,21 +70,21 @@ def test_the_pods_that_wait_in_the_pictures_are_judged_as_real_ones() -> None:
     """No row of the documentation's picture has a reason or a field that the code never makes."""
     [made] = waiting_pods([pod("large", 50)], [node(gpu(0, 70))], ReadClaims())
     shown = views.cluster_view()["waiting"]
-    assert [it["pod"] for it in shown] == ["sweep-15", "train-70b"]
-    for it in shown:
-        assert it.keys() == made.keys()
-        assert it["reason"].upper() in Obstacle.__members__
+    assert [entry["pod"] for entry in shown] == ["sweep-15", "train-70b"]
+    for document in shown:
+        assert document.keys() == made.keys()
+        assert document["reason"].upper() in Obstacle.__members__
 
 
 async def test_the_view_has_what_daemons_and_api_server_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A look has reports, labels, events and what waits; a change is one if something differs."""
-    async with cluster(tmp_path, capsys) as it:
-        it.add_pod("large", 21)
-        server = it.scene.server
+    async with cluster(tmp_path, capsys) as live_cluster:
+        live_cluster.add_pod("large", 21)
+        server = live_cluster.scene.server
         server.label(NODE, {"zone": "a", "feature.node.kubernetes.io/cpu": "x"})
-        view = ClusterView(ClusterViewer(it.scene.client), interval=60)
+        view = ClusterView(ClusterViewer(live_cluster.scene.client), interval=60)
         assert await view.check() == ""
         shown = await view.read()
         asked = len(server.requests)
@@ -125,7 +127,7 @@ async def test_the_view_has_what_daemons_and_api_server_report(
             group.start_soon(fail_at_a_change)
             await server.until(lambda: looks() >= before + 3)
             group.cancel_scope.cancel()
-        await it.scene.it.kubelet.admit(SimPod.single("bob", {METAGPU: 2}))
+        await live_cluster.scene.node.kubelet.admit(SimPod.single("bob", {METAGPU: 2}))
         assert (await event_of("bob"))["reason"] == "GPUSharesGranted"
         await changes.aclose()
 
@@ -142,14 +144,14 @@ async def test_pods_that_wait_by_resource_claims(
 
     Claims are read once for several looks; without the right to read them one line says so.
     """
-    async with cluster(tmp_path, capsys, BY_CLAIMS) as it:
-        server = it.scene.server
-        it.add_claiming_pod("large", 11, "cannot allocate all claims")
-        it.add_claiming_pod("foreign", 1)
+    async with cluster(tmp_path, capsys, BY_CLAIMS) as live_cluster:
+        server = live_cluster.scene.server
+        live_cluster.add_claiming_pod("large", 11, "cannot allocate all claims")
+        live_cluster.add_claiming_pod("foreign", 1)
         of_foreign = server.store.objects["resourceclaimtemplates", "default", "foreign"]
         [request] = of_foreign["spec"]["spec"]["devices"]["requests"]
         request["exactly"]["deviceClassName"] = "gpu.nvidia.com"
-        view = ClusterView(ClusterViewer(it.scene.client), interval=0)
+        view = ClusterView(ClusterViewer(live_cluster.scene.client), interval=0)
         assert await view.check() == ""
         [row] = (await view.read())["waiting"]
         assert (row["pod"], row["reason"]) == ("large", "full")
@@ -164,7 +166,7 @@ async def test_pods_that_wait_by_resource_claims(
         assert (before, reads()) == (2, 2)
 
         server.denied.append(("GET", "deviceclasses"))
-        view = ClusterView(ClusterViewer(it.scene.client), interval=0)
+        view = ClusterView(ClusterViewer(live_cluster.scene.client), interval=0)
         assert "cannot get" in await view.check()
         shown = await view.read()
         assert (shown["waiting"], shown["nodes"][0]["problem"]) == ([], "")
@@ -175,9 +177,12 @@ async def test_the_page_of_a_user_with_few_rights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A user who may not list all pods sees those of the context's namespace, or none."""
-    async with cluster(tmp_path, capsys) as it:
-        it.add_pod("large", 21)
-        denied, viewer = it.scene.server.denied, ClusterViewer(it.scene.client, "kube-system")
+    async with cluster(tmp_path, capsys) as live_cluster:
+        live_cluster.add_pod("large", 21)
+        denied, viewer = (
+            live_cluster.scene.server.denied,
+            ClusterViewer(live_cluster.scene.client, "kube-system"),
+        )
         denied.append(("GET", "/api/v1/pods"))
         view = ClusterView(viewer, namespaces=["", "default"])
         assert await view.check() == ""
@@ -190,7 +195,9 @@ async def test_the_page_of_a_user_with_few_rights(
         assert (shown["waiting"], shown["nodes"][0]["problem"]) == ([], "")
         assert METAGPU in shown["nodes"][0]["status"]["offers"]
         assert "cannot get /api/v1/namespaces/default/pods" in shown["lacking"]
-        status, _, err = await it.run("web", "-n", "default", "--agent-namespace", "kube-system")
+        status, _, err = await live_cluster.run(
+            "web", "-n", "default", "--agent-namespace", "kube-system"
+        )
         assert (status, "cannot get" in err, err.count("\n")) == (1, True, 1)
 
 
@@ -198,9 +205,12 @@ async def test_a_right_that_is_withdrawn_costs_no_node_its_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While Pods may not be listed, all nodes are shown with one line; then the pods again."""
-    async with cluster(tmp_path, capsys) as it:
-        it.add_pod("large", 21)
-        denied, viewer = it.scene.server.denied, ClusterViewer(it.scene.client, "kube-system")
+    async with cluster(tmp_path, capsys) as live_cluster:
+        live_cluster.add_pod("large", 21)
+        denied, viewer = (
+            live_cluster.scene.server.denied,
+            ClusterViewer(live_cluster.scene.client, "kube-system"),
+        )
         view = ClusterView(viewer, namespaces=["default"], interval=0)
         assert await view.check() == ""
         right = ("GET", "/api/v1/namespaces/default/pods")
@@ -222,10 +232,12 @@ async def test_daemons_that_may_not_be_listed_again_still_answer(
 ) -> None:
     """Daemons that were found are asked, while one line says that no others are looked for."""
     monkeypatch.setattr(web, "OBJECTS_AGE", 0.0)
-    async with cluster(tmp_path, capsys) as it:
-        view = ClusterView(ClusterViewer(it.scene.client), namespaces=["default"], interval=0)
+    async with cluster(tmp_path, capsys) as live_cluster:
+        view = ClusterView(
+            ClusterViewer(live_cluster.scene.client), namespaces=["default"], interval=0
+        )
         assert await view.check() == ""
-        it.scene.server.denied.append(("GET", "/api/v1/pods"))
+        live_cluster.scene.server.denied.append(("GET", "/api/v1/pods"))
         shown = await view.read()
         [row] = shown["nodes"]
         assert (row["name"], row["problem"], METAGPU in row["status"]["offers"]) == (NODE, "", True)
@@ -234,18 +246,18 @@ async def test_daemons_that_may_not_be_listed_again_still_answer(
 
 
 @asynccontextmanager
-async def page(it: Cluster, *arguments: str) -> AsyncIterator[int]:
+async def page(live_cluster: Cluster, *arguments: str) -> AsyncIterator[int]:
     """Serve the page until the block ends; yield its port."""
     words = ["web", "--address", "127.0.0.1:0", *arguments]
     args = await to_thread.run_sync(lambda: parser().parse_args(words))
-    it.capsys.readouterr()
+    live_cluster.capsys.readouterr()
     async with anyio.create_task_group() as group:
-        group.start_soon(serve_cluster, args, ClusterViewer(it.scene.client), [""])
+        group.start_soon(serve_cluster, args, ClusterViewer(live_cluster.scene.client), [""])
         with anyio.fail_after(30):
             out = ""  # the agent beside may still log
             while not (line := PAGE_LINE.search(out)):
                 await anyio.sleep(0.01)
-                out += it.capsys.readouterr().out
+                out += live_cluster.capsys.readouterr().out
         yield int(line[1])
         group.cancel_scope.cancel()
 
@@ -256,7 +268,7 @@ async def test_the_page_is_served_to_this_machine(
     """The page and its view are served; a taken port and another site's name are refused."""
     started: list[str] = []
     monkeypatch.setattr(webbrowser, "open", started.append)
-    async with cluster(tmp_path, capsys) as it, page(it, "--open") as port:
+    async with cluster(tmp_path, capsys) as live_cluster, page(live_cluster, "--open") as port:
 
         async def get(path: str, host: str = "localhost") -> tuple[int, bytes]:
             request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
@@ -268,7 +280,7 @@ async def test_the_page_is_served_to_this_machine(
         assert (status, json.loads(body)["nodes"][0]["name"]) == (200, NODE)
         assert (await get("/"))[0] == 200
         assert (await get("/api/v1/view", "rebound.example"))[0] == 403
-        status, _, err = await it.run("web", "--address", f"127.0.0.1:{port}")
+        status, _, err = await live_cluster.run("web", "--address", f"127.0.0.1:{port}")
         assert (status, "give --address another port" in err, err.count("\n")) == (1, True, 1)
 
 

@@ -69,11 +69,11 @@ def inside(nvml: NvmlDriver) -> set[str]:
     """Return the workers whose thread is inside NVML; GPUs without their uuids."""
     session = nvml._session
     workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
-    return {it.name.partition(" (")[0] for it in workers if not it.is_idle}
+    return {worker.name.partition(" (")[0] for worker in workers if not worker.is_idle}
 
 
 def out(nvml: NvmlDriver) -> set[str]:
     """Return the workers with a pending call, or one about to begin; GPUs without their uuids."""
     session = nvml._session
     workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
-    return {it.name.partition(" (")[0] for it in workers if it._lock.locked()}
+    return {worker.name.partition(" (")[0] for worker in workers if worker._lock.locked()}

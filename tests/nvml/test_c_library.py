@@ -33,7 +33,9 @@ async def test_reads_structures_of_c(library: NvmlLibrary) -> None:
 
         assert [gpu.memory for gpu in survey.gpus] == [16 * GIB, 16 * GIB]
         assert (one.pci_bus_id, one.minor, one.reserved) == ("0000:08:00.0", 1, GIB // 2)
-        assert [(it.name, it.max_instances) for it in one.mig_profiles] == [("1g.2gb", 7)]
+        assert [(profile.name, profile.max_instances) for profile in one.mig_profiles] == [
+            ("1g.2gb", 7)
+        ]
         assert survey.topology.between(survey.gpus[0].id, one.id).nvlinks == 2
         assert (await nvml.condition(one.id)).memory_used == GIB + GIB // 2
         assert await nvml.processes(one.id) == (GpuProcess(4711, GIB),)

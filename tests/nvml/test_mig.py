@@ -208,7 +208,9 @@ async def test_a_profile_has_its_engines() -> None:
 
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
-    profiles = {it.name: (it.multiprocessors, it.engines) for it in gpu.mig_profiles}
+    profiles = {
+        profile.name: (profile.multiprocessors, profile.engines) for profile in gpu.mig_profiles
+    }
 
     assert profiles["1g.5gb"] == (14, MigEngines(copy=1))
     assert profiles["2g.10gb"] == (28, MigEngines(copy=2, decoder=1))

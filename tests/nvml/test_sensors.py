@@ -29,22 +29,38 @@ async def test_values_are_nvmls_in_base_units() -> None:
             pynvml.nvmlClocksThrottleReasonSwPowerCap
             | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
         )
-        it = await nvml.sensors(survey.gpus[0].id)
+        detailed_sensors = await nvml.sensors(survey.gpus[0].id)
 
-    assert (it.power, it.power_limit, it.sm_clock) == (400, 400, 1410e6)
-    assert (it.temperature, it.memory_temperature, it.utilization) == (68, 72, 1)
-    assert it.nvlink_errors == dict.fromkeys(NvlinkError, 0) | {NvlinkError.REPLAY: 3}
-    assert (it.pcie_replays, it.ecc_corrected, it.ecc_uncorrected) == (5, 2, 0)
-    assert it.throttled == frozenset([ThrottleReason.POWER_CAP])
-    assert it.memory_used == 2**30
+    assert (detailed_sensors.power, detailed_sensors.power_limit, detailed_sensors.sm_clock) == (
+        400,
+        400,
+        1410e6,
+    )
+    assert (
+        detailed_sensors.temperature,
+        detailed_sensors.memory_temperature,
+        detailed_sensors.utilization,
+    ) == (68, 72, 1)
+    assert detailed_sensors.nvlink_errors == dict.fromkeys(NvlinkError, 0) | {NvlinkError.REPLAY: 3}
+    assert (
+        detailed_sensors.pcie_replays,
+        detailed_sensors.ecc_corrected,
+        detailed_sensors.ecc_uncorrected,
+    ) == (5, 2, 0)
+    assert detailed_sensors.throttled == frozenset([ThrottleReason.POWER_CAP])
+    assert detailed_sensors.memory_used == 2**30
 
 
 async def test_what_a_card_does_not_report_is_absent() -> None:
     """A card without NVLink, memory sensor and remapped rows has none of these, not zero."""
     async with opened("t4:1") as (_, nvml, survey):
-        it = await nvml.sensors(survey.gpus[0].id)
-    assert (it.memory_temperature, it.rows_failed, it.nvlink_errors) == (None, None, {})
-    assert it.ecc_corrected == 0
+        sensors = await nvml.sensors(survey.gpus[0].id)
+    assert (sensors.memory_temperature, sensors.rows_failed, sensors.nvlink_errors) == (
+        None,
+        None,
+        {},
+    )
+    assert sensors.ecc_corrected == 0
 
 
 async def test_mig_instances_have_memory_of_their_own() -> None:
@@ -54,13 +70,16 @@ async def test_mig_instances_have_memory_of_their_own() -> None:
         assert await nvml.mig.sensors(gpu.id) == ()
         mig.enabled = mig.pending = True
         small, large = (
-            next(it for it in gpu.mig_profiles if it.name == name) for name in ("1g.5gb", "3g.20gb")
+            next(profile for profile in gpu.mig_profiles if profile.name == name)
+            for name in ("1g.5gb", "3g.20gb")
         )
         places = (small, Placement(0, 1)), (large, Placement(4, 4))
-        made = [await nvml.mig.create(gpu.id, it.number, at, DEADLINE) for it, at in places]
+        made = [
+            await nvml.mig.create(gpu.id, profile.number, at, DEADLINE) for profile, at in places
+        ]
         used = SimProcess(7, 3 * 2**30, gi=made[1].number, ci=0)
         node.start_process(node.gpu(0), used)
-        one, two = sorted(await nvml.mig.sensors(gpu.id), key=lambda it: it.memory_used)
+        one, two = sorted(await nvml.mig.sensors(gpu.id), key=lambda sensors: sensors.memory_used)
     assert (one.number, one.profile, one.memory_used) == (made[0].number, small.number, 0)
     assert (two.number, two.profile, two.memory_used) == (made[1].number, large.number, 3 * 2**30)
     assert two.memory_free == large.memory - 3 * 2**30
@@ -81,9 +100,14 @@ async def test_a_failure_costs_its_own_value_alone(code: int) -> None:
     nvml = NvmlDriver(library)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
-        it = await nvml.sensors(gpu.id)
-    assert (it.power, it.energy, it.nvlink_errors, it.ecc_corrected) == (None, None, {}, None)
-    assert it.temperature == 32
+        sensors = await nvml.sensors(gpu.id)
+    assert (sensors.power, sensors.energy, sensors.nvlink_errors, sensors.ecc_corrected) == (
+        None,
+        None,
+        {},
+        None,
+    )
+    assert sensors.temperature == 32
 
 
 async def test_a_lost_gpu_has_no_reading() -> None:

@@ -35,7 +35,11 @@ async def test_a_gpu_whose_registration_fails_costs_the_other_no_event(tmp_path:
                 await nvml.renew_events()
             while code not in heard:
                 events = await nvml.events()
-                heard += [it.code for it in events if isinstance(it, Xid) and it.gpu == healthy]
+                heard += [
+                    event.code
+                    for event in events
+                    if isinstance(event, Xid) and event.gpu == healthy
+                ]
 
     assert heard == list(range(40))
 

@@ -66,7 +66,7 @@ async def test_an_old_driver_has_older_functions() -> None:
 
         assert gpu.reserved is None
         assert used == (GPU_MODELS["a100-40gb"].reserved + 512) * MIB
-        assert [it.pid for it in await nvml.processes(gpu.id)] == [11]
+        assert [process.pid for process in await nvml.processes(gpu.id)] == [11]
 
 
 async def test_an_unknown_recovery_action_is_no_health() -> None:
@@ -278,7 +278,7 @@ async def test_unknown_values_are_logged_once(library: NvmlLibrary, code: int) -
 
     _, other = survey.gpus
     assert (other.minor, other.pci_bus_id, other.mig_enabled) == (None, "", None)
-    assert len([it for it in logs if it["event"] == "nvml value unknown"]) == len(functions)
+    assert len([log for log in logs if log["event"] == "nvml value unknown"]) == len(functions)
 
 
 async def test_a_later_failure_keeps_the_value(library: NvmlLibrary) -> None:
@@ -301,7 +301,7 @@ async def test_a_lost_gpu_is_lost_by_any_call(library: NvmlLibrary) -> None:
 
     async with nvml.session():
         survey = await nvml.survey()
-        assert [it.index for it in survey.unreadable] == [1]
+        assert [unreadable_gpu.index for unreadable_gpu in survey.unreadable] == [1]
         library.work()
         [_, gpu] = (await nvml.survey()).gpus
         library.fail("nvmlDeviceGetRemappedRows", 1, pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -355,7 +355,7 @@ async def test_a_memory_that_fails_is_no_unknown_memory(library: NvmlLibrary) ->
 
     async with nvml.session():
         survey = await nvml.survey()
-    assert [(it.index, V1 in it.reason) for it in survey.unreadable] == [(0, True)]
+    assert [(gpu.index, V1 in gpu.reason) for gpu in survey.unreadable] == [(0, True)]
 
 
 async def test_long_entries_of_early_535(tmp_path: Path) -> None:

@@ -39,19 +39,23 @@ def utilization(specs: Iterable[Document], allocated: Iterable[tuple[str, str]])
 
 
 def _newest(specs: Sequence[Document]) -> Sequence[Document]:
-    newest = max(it["pool"]["generation"] for it in specs)
-    found = [it for it in specs if it["pool"]["generation"] == newest]
+    newest = max(spec["pool"]["generation"] for spec in specs)
+    found = [spec for spec in specs if spec["pool"]["generation"] == newest]
     if len(found) != found[0]["pool"]["resourceSliceCount"]:
         raise IncompletePoolError(found[0]["pool"]["name"])
     return found
 
 
 def _of_pool(specs: Sequence[Document], allocated: Collection[str]) -> Fraction:
-    devices = [it for spec in specs for it in spec.get("devices", ())]
-    plain = [it["name"] in allocated for it in devices if not it.get("consumesCounters")]
-    counted = [it for it in devices if it.get("consumesCounters")]
-    sets = {consumed["counterSet"] for it in counted for consumed in it["consumesCounters"]}
-    held = [it for it in counted if it["name"] in allocated]
+    devices = [device for spec in specs for device in spec.get("devices", ())]
+    plain = [
+        device["name"] in allocated for device in devices if not device.get("consumesCounters")
+    ]
+    counted = [device for device in devices if device.get("consumesCounters")]
+    sets = {
+        consumed["counterSet"] for document in counted for consumed in document["consumesCounters"]
+    }
+    held = [document for document in counted if document["name"] in allocated]
     of_plain = Fraction(sum(plain), len(plain) or 1)
     if not held:
         return of_plain
@@ -66,7 +70,7 @@ def _of_sets(total: Amounts, held: Sequence[Document]) -> Fraction:
     used = _amounts(held, "consumesCounters", "counterSet")
     return sum(
         (
-            max(used.get(name, {}).get(it, Fraction(0)) / n for it, n in counters.items() if n)
+            max(used.get(name, {}).get(text, Fraction(0)) / n for text, n in counters.items() if n)
             for name, counters in total.items()
         ),
         Fraction(0),
@@ -77,8 +81,8 @@ def _amounts(owners: Iterable[Document], field: str, name: str) -> Amounts:
     found = defaultdict[str, Counter[str]](Counter)
     for owner in owners:
         for part in owner.get(field, ()):
-            for counter, it in part["counters"].items():
-                found[part[name]][counter] += int(it["value"])
+            for counter, document in part["counters"].items():
+                found[part[name]][counter] += int(document["value"])
     return {
         key: {counter: Fraction(n) for counter, n in counters.items()}
         for key, counters in found.items()

@@ -88,7 +88,7 @@ def offered(*gpus: Gpu, text: str = "") -> tuple[Layout, Snapshot]:
 def refusal(state: GpuState, wanted: Share | None = None) -> str:
     """Return why a share of a GPU is refused, or any of those that are."""
     available = availability_of(state)
-    chosen = wanted or next(it for it in state.shares if it.id in available.refused)
+    chosen = wanted or next(other for other in state.shares if other.id in available.refused)
     return str(available.refusal(chosen) or "")
 
 

@@ -124,7 +124,10 @@ def _required_versions(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _all_edits(spec: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    return [spec.get("containerEdits", {}), *(it["containerEdits"] for it in spec["devices"])]
+    return [
+        spec.get("containerEdits", {}),
+        *(device["containerEdits"] for device in spec["devices"]),
+    ]
 
 
 def _require(holds: bool, what: object) -> None:  # noqa: FBT001 - a rule holds, or it does not

@@ -24,7 +24,11 @@ def real_cgroup(container: Container) -> Iterator[Path]:
     Tests of machines that let nobody create cgroups are skipped, and say so.
     """
     folder = HIERARCHY / f"kubepods/besteffort/pod{container.pod_uid}/{container.id}"
-    made = [it for it in (folder, *folder.parents) if HIERARCHY in it.parents and not it.exists()]
+    made = [
+        path
+        for path in (folder, *folder.parents)
+        if HIERARCHY in path.parents and not path.exists()
+    ]
     if not os.access(HIERARCHY, os.W_OK):
         pytest.skip(f"{HIERARCHY} cannot be written to: this needs root and cgroups of one's own")
     try:

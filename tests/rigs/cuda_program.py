@@ -100,7 +100,7 @@ class Cuda:
     def _launch(self, name: str, blocks: int, *arguments: c_uint64) -> None:
         kernel = c_void_p()
         self._call("cuModuleGetFunction", byref(kernel), self._module, name.encode())
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(it) for it in arguments))
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(uint64) for uint64 in arguments))
         sizes = (c_uint(blocks), *map(c_uint, (1, 1, 32, 1, 1, 0)))
         self._call("cuLaunchKernel", kernel, *sizes, None, pointers, None)
         self._call("cuCtxSynchronize")

@@ -116,7 +116,7 @@ async def stand_in(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[StandIn]:
     """Run a control daemon that answers."""
-    async with stand_in(folder) as it:
-        await DAEMONS.start(it.daemon)
-        await it.answers()
-        yield it
+    async with stand_in(folder) as live_stand_in:
+        await DAEMONS.start(live_stand_in.daemon)
+        await live_stand_in.answers()
+        yield live_stand_in

@@ -174,7 +174,7 @@ class Exchanges:
 
     async def until_ready(self) -> None:
         """Wait until a daemon waits for the node that could take it."""
-        await until(lambda: (it := read_standby(self.folder)) is not None and it.ready)
+        await until(lambda: (standby := read_standby(self.folder)) is not None and standby.ready)
 
     async def until_served(self) -> None:
         """Wait until the kubelet has a list of each resource, and any of its shares."""
@@ -182,8 +182,8 @@ class Exchanges:
         def served() -> bool:
             shown = self.kubelet.allocatable()
             return all(
-                self.kubelet.open_streams.get(it) == 1 and shown.get(it, 0) > 0
-                for it in self.resources
+                self.kubelet.open_streams.get(resource) == 1 and shown.get(resource, 0) > 0
+                for resource in self.resources
             )
 
         # A new daemon that misses a pod of the checkpoint ends no lease until no pod has arrived

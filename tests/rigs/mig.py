@@ -89,7 +89,7 @@ def created(scene: Scene, index: int = 0) -> dict[str, HardwareDevice]:
     """Return the instances that the agent reports as created, by profile and slice."""
     provisioned_state = scene.state(index).provisioned.get("mig")
     return (
-        {share.partition("::")[2]: it for share, it in provisioned_state.devices.items()}
+        {share.partition("::")[2]: device for share, device in provisioned_state.devices.items()}
         if provisioned_state
         else {}
     )

@@ -45,9 +45,9 @@ class MigBoard:
         """The slots, as share ids name them, of all devices, by uuid."""
         names = {profile.number: profile.name for profile in self.gpu.mig_profiles}
         return {
-            device.uuid: f"{names[it.profile]}@{it.placement.start}"
-            for it in self.instances.values()
-            for device in it.compute_instances
+            device.uuid: f"{names[instance.profile]}@{instance.placement.start}"
+            for instance in self.instances.values()
+            for device in instance.compute_instances
         }
 
     def begin(self, profile: int, placement: Placement) -> int:
@@ -56,10 +56,12 @@ class MigBoard:
         Raises:
             InsufficientResources: if another instance is on its slices.
         """
-        taken = {number for it in self.instances.values() for number in it.placement.slices}
+        taken = {
+            number for instance in self.instances.values() for number in instance.placement.slices
+        }
         if not taken.isdisjoint(placement.slices):
             raise InsufficientResources("an instance is there")
-        whole = max(it.size for one in self.gpu.mig_profiles for it in one.placements)
+        whole = max(other.size for one in self.gpu.mig_profiles for other in one.placements)
         number = whole // placement.size - 1 + placement.start // placement.size
         self.instances[number] = MigInstance(number, profile, placement)
         return number
@@ -74,7 +76,7 @@ class MigBoard:
     def destroy(self, number: int) -> None:
         """Destroy an instance; no process refuses that, as pods have not begun to compute."""
         gone = self.instances.pop(number, None)
-        uuids = {it.uuid for it in gone.compute_instances} if gone else set()
+        uuids = {instance.uuid for instance in gone.compute_instances} if gone else set()
         self.taken += uuids & set(self.used())
 
 

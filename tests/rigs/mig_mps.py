@@ -45,9 +45,9 @@ async def shared(
     """Share instances through MPS while the block lasts."""
     node = node or await a_node(folder, "{model: a100-40gb, mig: true}")
     pool = mig_pool(options)
-    async with agent_at_work(folder, node, pool, kubelet=kubelet, daemons=daemons) as it:
-        await it.wait_snapshot(lambda now: bool(now.gpus))
-        yield it
+    async with agent_at_work(folder, node, pool, kubelet=kubelet, daemons=daemons) as scene:
+        await scene.wait_snapshot(lambda now: bool(now.gpus))
+        yield scene
 
 
 async def devices(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 def with_only(*capabilities: str) -> tuple[str, ...]:
     """Return the command that starts a program as root with these capabilities alone."""
-    bounds = ",".join(("-all", *(f"+{it}" for it in capabilities)))
+    bounds = ",".join(("-all", *(f"+{capability}" for capability in capabilities)))
     return ("setpriv", f"--bounding-set={bounds}", "--inh-caps=-all", "--no-new-privs")
 
 

@@ -45,17 +45,21 @@ def complete(partial: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def _complete(value: Any, kind: Any) -> Any:  # noqa: ANN401 - any field of a report
-    for it in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
-        if isinstance(value, Mapping) and isinstance(it, type) and issubclass(it, ReportPart):
-            fields = {field.encode_name: field for field in msgspec.structs.fields(it)}
+    for argument in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        if (
+            isinstance(value, Mapping)
+            and isinstance(argument, type)
+            and issubclass(argument, ReportPart)
+        ):
+            fields = {field.encode_name: field for field in msgspec.structs.fields(argument)}
             return {
                 **{name: _empty(each.type) for name, each in fields.items() if _required(each)},
                 **{name: _complete(part, fields[name].type) for name, part in value.items()},
             }
-        if isinstance(value, Mapping) and get_origin(it) is dict:
-            return {name: _complete(part, get_args(it)[1]) for name, part in value.items()}
-        if isinstance(value, (list, tuple)) and get_origin(it) is list:
-            return [_complete(part, *get_args(it)) for part in value]
+        if isinstance(value, Mapping) and get_origin(argument) is dict:
+            return {name: _complete(part, get_args(argument)[1]) for name, part in value.items()}
+        if isinstance(value, (list, tuple)) and get_origin(argument) is list:
+            return [_complete(part, *get_args(argument)) for part in value]
     return value
 
 

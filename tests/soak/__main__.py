@@ -178,7 +178,7 @@ class Soak:
             line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
         )
         tasks = self.folder / "tasks"
-        files = (it for name in ("run", "dp", "cdi", "tmp") for it in self._files(name))
+        files = (file for name in ("run", "dp", "cdi", "tmp") for file in self._files(name))
         return {
             "seconds": round(seconds),
             "memory": round(int(status["VmRSS"].split()[0]) / 1000, 1),
@@ -196,7 +196,9 @@ def growth(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return by how much the least of each figure grew from the third quarter to the last."""
     quarter = len(samples) // 4
     third, last = samples[2 * quarter : 3 * quarter], samples[3 * quarter :]
-    return {name: min(it[name] for it in last) - min(it[name] for it in third) for name in GROWTH}
+    return {
+        name: min(row[name] for row in last) - min(row[name] for row in third) for name in GROWTH
+    }
 
 
 def plot(samples: Sequence[Mapping[str, float]]) -> str:
@@ -204,12 +206,13 @@ def plot(samples: Sequence[Mapping[str, float]]) -> str:
     width, height = 640, 70
     parts = []
     for number, name in enumerate(GROWTH):
-        most = max(it[name] for it in samples) or 1
+        most = max(row[name] for row in samples) or 1
         end = samples[-1]["seconds"] or 1
         top = 20 + number * (height + 24)
         points = " ".join(
-            f"{60 + it['seconds'] / end * width:.1f},{top + height * (1 - it[name] / most):.1f}"
-            for it in samples
+            f"{60 + sample['seconds'] / end * width:.1f},"
+            f"{top + height * (1 - sample[name] / most):.1f}"
+            for sample in samples
         )
         label = f"{name}{' (MB)' if name == 'memory' else ''}: at most {most:g}"
         parts += [

@@ -64,7 +64,9 @@ class TestMig(BackendContract):
 
 def test_every_installed_backend_is_in_this_module() -> None:
     """No built-in backend is left out above."""
-    tested = {it.backend for it in BackendContract.__subclasses__() if it.__module__ == __name__}
+    tested = {
+        kind.backend for kind in BackendContract.__subclasses__() if kind.__module__ == __name__
+    }
     assert tested == set(installed_backends().values())
 
 
@@ -88,7 +90,7 @@ class Forgets(WholeBackend):
     ) -> Sequence[Share]:
         """Choose anything but the required shares."""
         del snapshot
-        return [it for it in available if it not in required][:size]
+        return [share for share in available if share not in required][:size]
 
 
 class Accepts(WholeBackend):

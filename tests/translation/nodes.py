@@ -41,7 +41,11 @@ def node(
         allocatable[str(resource)] = len(offer.shares)
         if backends == "mig":  # the kubelet counts those that can be there at once
             profile = resource.removeprefix("nvidia.com/mig-")
-            most = next(it.max_instances for it in found[0].mig_profiles if it.name == profile)
+            most = next(
+                mig_profile.max_instances
+                for mig_profile in found[0].mig_profiles
+                if mig_profile.name == profile
+            )
             allocatable[str(resource)] = most * gpus
     return NodeOffer(name, node_labels(snapshot, LabelSettings(STRATEGIES)), allocatable)
 
@@ -68,7 +72,7 @@ def applied(pod: Mapping[str, Any], operations: Sequence[Mapping[str, Any]]) -> 
     patched: Any = copy.deepcopy(dict(pod))
     for operation in operations:
         *way, last = [
-            it.replace("~1", "/").replace("~0", "~") for it in operation["path"].split("/")[1:]
+            part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]
         ]
         at = patched
         for key in way:

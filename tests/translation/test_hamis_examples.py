@@ -14,7 +14,7 @@ from tests.translation.nodes import limits, node, pod
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"
 GPU, MEMORY, PERCENT, CORES = (
-    f"nvidia.com/{it}" for it in ("gpu", "gpumem", "gpumem-percentage", "gpucores")
+    f"nvidia.com/{key}" for key in ("gpu", "gpumem", "gpumem-percentage", "gpucores")
 )
 EXAMPLES: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, str]]]] = {
     "`default_use`": ({GPU: 2, MEMORY: 3000, CORES: 30}, {}),
@@ -77,7 +77,9 @@ def becomes(example: str, offer: NodeOffer) -> str:
 def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
     section = PAGE.read_text(encoding="utf-8").partition("## HAMi's pods")[2].partition("\n- ")[0]
-    table = [it.strip("| ").split(" | ") for it in re.findall(r"^\| `.*$", section, re.MULTILINE)]
+    table = [
+        word.strip("| ").split(" | ") for word in re.findall(r"^\| `.*$", section, re.MULTILINE)
+    ]
     return {name: rest for name, *rest in table}
 
 
@@ -88,7 +90,7 @@ def test_the_page_says_what_an_example_becomes(example: str) -> None:
     asks, *cells = rows()[example]
     keys = re.findall(r"`([^`:]+): ([^`]+)`", asks)
 
-    assert cells == [becomes(example, it) for it in (INSTANCES, FRACTIONS, MPS)]
+    assert cells == [becomes(example, offer) for offer in (INSTANCES, FRACTIONS, MPS)]
     assert dict(keys) == {
         **{name.removeprefix("nvidia.com/"): str(count) for name, count in amounts.items()},
         **{name.partition("/")[2]: value for name, value in annotations.items()},
@@ -105,4 +107,4 @@ def test_the_page_has_a_row_for_each_file() -> None:
 
 if __name__ == "__main__":  # prints the cells, for whom changes the page
     for name in EXAMPLES:
-        print(name, json.dumps([becomes(name, it) for it in (INSTANCES, FRACTIONS, MPS)]))  # noqa: T201
+        print(name, json.dumps([becomes(name, offer) for offer in (INSTANCES, FRACTIONS, MPS)]))  # noqa: T201

@@ -68,9 +68,9 @@ def becomes(annotations: Mapping[str, str], offer: NodeOffer) -> str:
         return "impossible"
     patched = applied(asked, outcome.operations)["spec"]
     [found] = [
-        it["resources"]["limits"]
-        for it in (*patched.get("initContainers", ()), *patched["containers"])
-        if "resources" in it
+        container["resources"]["limits"]
+        for container in (*patched.get("initContainers", ()), *patched["containers"])
+        if "resources" in container
     ]
     return ", ".join(f"`{name}: {count}`" for name, count in found.items())
 
@@ -79,7 +79,7 @@ def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
     section = PAGE.read_text(encoding="utf-8").partition("## KAI's pods")[2].partition("\n| Key")[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]
-    return {name: rest for name, *rest in (it.split(" | ") for it in lines)}
+    return {name: rest for name, *rest in (line.split(" | ") for line in lines)}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -88,8 +88,8 @@ def test_the_page_says_what_kais_examples_become(example: str) -> None:
     asks, *cells = rows()[example]
     keys = re.findall(r"`([^`:]+): ([^`]+)`", asks)
 
-    assert cells == [becomes(EXAMPLES[example], it) for it in (INSTANCES, FRACTIONS, MPS)]
-    own = {key.removeprefix(OWN): it for key, it in EXAMPLES[example].items()}
+    assert cells == [becomes(EXAMPLES[example], offer) for offer in (INSTANCES, FRACTIONS, MPS)]
+    own = {key.removeprefix(OWN): text for key, text in EXAMPLES[example].items()}
     assert dict(keys) == own
     assert rows().keys() == EXAMPLES.keys()
 
@@ -106,7 +106,7 @@ def test_the_annotations_and_the_scheduler_go() -> None:
     }
     assert annotations == {"team": "a", "gpus.metagpu.io/c0": "2"}
     assert patched["spec"]["schedulerName"] == "default-scheduler"
-    assert any("becomes default-scheduler" in it for it in outcome.warnings)
+    assert any("becomes default-scheduler" in warning for warning in outcome.warnings)
     again = translate(patched, [FRACTIONS], KAI)
     assert (again.operations, again.warnings) == ((), ())
 
@@ -128,16 +128,17 @@ def test_a_limit_above_the_request_is_an_annotation_of_the_resource() -> None:
     outcome = translate(asked, [FRACTIONS], KAI)
     annotations = applied(asked, outcome.operations)["metadata"]["annotations"]
     assert annotations["gpu-mem-limit.cnvrg.io/metagpu"] == "8192Mi"
-    assert any("allowAnnotations: [limit]" in it for it in outcome.warnings)
+    assert any("allowAnnotations: [limit]" in warning for warning in outcome.warnings)
 
     assert any(
-        "gpu-memory.limit has no" in it for it in translate(asked, [INSTANCES], KAI).warnings
+        "gpu-memory.limit has no" in warning
+        for warning in translate(asked, [INSTANCES], KAI).warnings
     )
     both = pod({}, {}, annotations={**request, "nvidia.com/container.c1.gpu-memory.limit": "4Gi"})
     outcome = translate(both, [FRACTIONS], KAI)
     assert "gpu-mem-limit" not in str(outcome.operations)
     assert limits(both, outcome, 1) == {"cnvrg.io/metagpu": "11"}
-    assert any("c0: gpu-memory.limit has no effect" in it for it in outcome.warnings)
+    assert any("c0: gpu-memory.limit has no effect" in warning for warning in outcome.warnings)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +243,15 @@ def test_a_translated_pod_asks_for_resources_alone(
     again = translate(patched, at, KAI)
     assert (again.operations, again.impossible, again.unreadable) == ((), None, "")
     assert patched["metadata"]["annotations"].get("team") == annotations.get("team")
-    assert not [it for it in patched["metadata"]["annotations"] if it.startswith("gpu-fraction")]
+    assert not [
+        annotation
+        for annotation in patched["metadata"]["annotations"]
+        if annotation.startswith("gpu-fraction")
+    ]
     served = [
         name
-        for it in patched["spec"]["containers"]
-        for name in it["resources"]["limits"]
+        for container in patched["spec"]["containers"]
+        for name in container["resources"]["limits"]
         if "/" in name
     ]
     assert served

@@ -56,31 +56,31 @@ def test_nodes_that_come_and_go_are_those_that_are_there(
     """After any changes a pod becomes what it becomes among the nodes that are left."""
     groups = NodeGroups()
     left: dict[str, NodeOffer] = {}
-    for it in changed:
-        if isinstance(it, str):
-            groups.remove(it)
-            left.pop(it, None)
+    for value in changed:
+        if isinstance(value, str):
+            groups.remove(value)
+            left.pop(value, None)
         else:
-            groups.put(it)
-            left[it.name] = it
+            groups.put(value)
+            left[value.name] = value
 
     assert groups.nodes == left
-    assert groups.offered == {name for it in left.values() for name in it.allocatable}
+    assert groups.offered == {name for offer in left.values() for name in offer.allocatable}
     fresh = translate(one, left.values(), HAMI)
     found = translate_among(one, groups, HAMI)
     assert found.operations == fresh.operations
     assert (found.impossible is None) == (fresh.impossible is None)
 
 
-@given(st.lists(states, max_size=6, unique_by=lambda it: it.name), asked)
+@given(st.lists(states, max_size=6, unique_by=lambda value: value.name), asked)
 def test_a_group_answers_as_its_nodes_do(nodes: list[NodeOffer], one: dict[str, Any]) -> None:
     """The chosen resource is that of the nodes that an explanation marks, looked at one by one."""
     outcome = translate(one, nodes, HAMI)
-    marked = {it.text for it in explain(one, nodes, HAMI) if it.chosen}
+    marked = {way.text for way in explain(one, nodes, HAMI) if way.chosen}
     added = {
-        f"{it['value']} of {it['path'].rsplit('/', 1)[1].replace('~1', '/')}"
-        for it in outcome.operations
-        if "/limits/" in it["path"] and it["op"] == "add"
+        f"{operation['value']} of {operation['path'].rsplit('/', 1)[1].replace('~1', '/')}"
+        for operation in outcome.operations
+        if "/limits/" in operation["path"] and operation["op"] == "add"
     }
 
     assert marked == added

@@ -74,7 +74,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_translated_pod_translates_to_itself(asked: dict[str, Any], at: list[str]) -> None:
     """The second translation has no operations, and the first changes no argument."""
     before = copy.deepcopy(asked)
-    offers = [NODES[it] for it in at]
+    offers = [NODES[text] for text in at]
     first = translate(asked, offers, HAMI)
     assert asked == before
     patched = applied(asked, first.operations)
@@ -87,7 +87,7 @@ def test_a_translated_pod_translates_to_itself(asked: dict[str, Any], at: list[s
 @given(pods(), names)
 def test_other_fields_are_never_touched(asked: dict[str, Any], at: list[str]) -> None:
     """Without resources, our annotations and the affinity the pod is what it was."""
-    patched = applied(asked, translate(asked, [NODES[it] for it in at], HAMI).operations)
+    patched = applied(asked, translate(asked, [NODES[text] for text in at], HAMI).operations)
 
     for each in (asked, patched):
         for key in list(each["metadata"]["annotations"]):
@@ -98,7 +98,7 @@ def test_other_fields_are_never_touched(asked: dict[str, Any], at: list[str]) ->
             for where in ("limits", "requests"):
                 present = container["resources"].get(where, {})
                 container["resources"][where] = {
-                    key: it for key, it in present.items() if "/" not in key
+                    key: value for key, value in present.items() if "/" not in key
                 }
     assert patched == asked
 
@@ -111,7 +111,7 @@ def test_every_node_that_may_get_the_pod_gives_enough(
 
     That holds for nodes which come later too.
     """
-    outcome = translate(asked, [NODES[it] for it in at], HAMI)
+    outcome = translate(asked, [NODES[text] for text in at], HAMI)
     if not outcome.operations:
         return
     patched = applied(asked, outcome.operations)
@@ -122,8 +122,10 @@ def test_every_node_that_may_get_the_pod_gives_enough(
         asks = any("gpu" in key for key in limits) and limits.get("nvidia.com/gpu") != 0
         if not asks or before == after:
             continue
-        [(resource, count)] = [it for it in after["resources"]["limits"].items() if "/" in it[0]]
-        offers = [NODES[it] for it in {*at, *later}]
+        [(resource, count)] = [
+            limit for limit in after["resources"]["limits"].items() if "/" in limit[0]
+        ]
+        offers = [NODES[text] for text in {*at, *later}]
         for offer in offers:
             if resource in offer.allocatable and _admits(patched, offer):
                 assert _refusing(asked, offer) == ""
@@ -167,19 +169,20 @@ def _admits(asked: dict[str, Any], offer: NodeOffer) -> bool:
         return True
     labels = {"kubernetes.io/hostname": offer.name, **offer.labels}
     return any(
-        term.get("matchExpressions") and all(_holds(it, labels) for it in term["matchExpressions"])
+        term.get("matchExpressions")
+        and all(_holds(expression, labels) for expression in term["matchExpressions"])
         for term in required["nodeSelectorTerms"]
     )
 
 
-def _holds(it: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    value, values = labels.get(it["key"]), it.get("values", [])
-    if it["operator"] in ("Gt", "Lt"):
+def _holds(document: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(document["key"]), document.get("values", [])
+    if document["operator"] in ("Gt", "Lt"):
         [bound] = values
         difference = int(value or bound) - int(bound)
-        return difference > 0 if it["operator"] == "Gt" else difference < 0
+        return difference > 0 if document["operator"] == "Gt" else difference < 0
     return {
         "In": value in values,
         "NotIn": value not in values,
         "DoesNotExist": value is None,
-    }[it["operator"]]
+    }[document["operator"]]

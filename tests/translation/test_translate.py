@@ -114,7 +114,7 @@ def test_each_way_of_a_node_is_explained_once() -> None:
     """Whole GPUs are one way, whatever the order has beside them."""
     ways = explain(pod({"nvidia.com/gpu": 2}), [WHOLE, FRACTIONS], HAMI)
 
-    assert [(it.node, it.technique, it.text, it.chosen) for it in ways] == [
+    assert [(way.node, way.technique, way.text, way.chosen) for way in ways] == [
         ("whole", "whole", "2 of example.com/gpu", True),
         ("fractions", "fraction", "200 of cnvrg.io/metagpu", False),
     ]
@@ -180,7 +180,10 @@ def test_only_the_containers_named_are_touched() -> None:
 def _where(asked: Mapping[str, Any], at: Sequence[NodeOffer]) -> list[str]:
     """Return the required expressions of a translated pod, as text."""
     found = required(asked, translate(asked, at, HAMI))
-    return [f"{it['key']} {it['operator']} {','.join(it['values'])}" for it in found]
+    return [
+        f"{document['key']} {document['operator']} {','.join(document['values'])}"
+        for document in found
+    ]
 
 
 def test_shares_that_mean_different_memory_are_distinguished_by_a_label() -> None:
@@ -231,7 +234,7 @@ def test_what_a_number_of_shares_relies_on_is_required(
     """The affinity is there before a node is that would give the pod less."""
     asked = pod(amounts, annotations=annotations)
 
-    assert [it.rpartition(".")[2] for it in _where(asked, [at])] == expected
+    assert [name.rpartition(".")[2] for name in _where(asked, [at])] == expected
 
 
 def test_nodes_that_the_pod_excludes_itself_are_in_no_affinity() -> None:
@@ -368,7 +371,7 @@ def test_containers_share_gpus_not_the_sum_of_them(
     fit: bool,  # noqa: FBT001 - the expected outcome
 ) -> None:
     """The parts of containers fit on GPUs, one by one: no part lies on two."""
-    asked = pod(*({"nvidia.com/gpumem-percentage": it} for it in percents))
+    asked = pod(*({"nvidia.com/gpumem-percentage": percent} for percent in percents))
     outcome = translate(asked, [FRACTIONS], HAMI)
 
     assert (outcome.impossible is None) is fit
@@ -447,7 +450,7 @@ def test_an_effect_that_is_missing_is_a_warning(
     """Each thing that a pod asks for and does not get has one warning, with the reason."""
     outcome = translate(pod(amounts, annotations=annotations), [at], HAMI)
 
-    assert [sentence in it for it in outcome.warnings] == [True]
+    assert [sentence in warning for warning in outcome.warnings] == [True]
     assert outcome.impossible is None
 
 
@@ -464,7 +467,7 @@ def test_what_cannot_be_read_is_left_as_it_is(amounts: Mapping[str, object], sen
     """The outcome is one of its own: neither a translation nor an untouched pod."""
     outcome = translate(pod(amounts), [A100], HAMI)
 
-    assert [sentence in it for it in outcome.warnings] == [True]
+    assert [sentence in warning for warning in outcome.warnings] == [True]
     assert (bool(outcome.unreadable), outcome.operations, outcome.impossible) == (True, (), None)
 
 
@@ -520,7 +523,7 @@ def test_a_node_without_another_resource_of_the_pod_is_no_candidate() -> None:
 
     assert limits(asked, translate(asked, [A100, connected], HAMI)) == {"cnvrg.io/metagpu": "20"}
     assert "it has no rdma.io/hca" in {
-        it.text.partition(": ")[2] for it in explain(asked, [A100, connected], HAMI)
+        way.text.partition(": ")[2] for way in explain(asked, [A100, connected], HAMI)
     }
     assert limits(nowhere, translate(nowhere, [A100], HAMI)) == {"nvidia.com/mig-2g.10gb": "1"}
 

@@ -51,9 +51,9 @@ class Opened:
     def __init__(self, page: "Page") -> None:
         self.page = page
         self.complaints: list[str] = []
-        page.on("console", lambda it: self.complaints.append(it.text))
-        page.on("pageerror", lambda it: self.complaints.append(str(it)))
-        page.on("dialog", lambda it: self.complaints.append(f"dialog: {it.message}"))
+        page.on("console", lambda worker: self.complaints.append(worker.text))
+        page.on("pageerror", lambda worker: self.complaints.append(str(worker)))
+        page.on("dialog", lambda worker: self.complaints.append(f"dialog: {worker.message}"))
 
     async def live(self) -> None:
         """Wait until the page follows the server."""
@@ -97,11 +97,11 @@ async def opened(
         **more,
     )
     try:
-        it = Opened(await context.new_page())
-        await it.page.goto(f"http://127.0.0.1:{port}/")
-        yield it
+        tab = Opened(await context.new_page())
+        await tab.page.goto(f"http://127.0.0.1:{port}/")
+        yield tab
         if quiet:
-            assert it.complaints == []
+            assert tab.complaints == []
     finally:
         await context.close()
 
@@ -136,9 +136,9 @@ class ServedView:
 @asynccontextmanager
 async def served(view: Mapping[str, Any]) -> AsyncIterator[ServedView]:
     """Serve a view while the block lasts."""
-    it = ServedView(view)
+    served_view = ServedView(view)
     async with anyio.create_task_group() as group:
-        group.start_soon(it.server.run)
-        await becomes(lambda: it.server.port)
-        yield it
+        group.start_soon(served_view.server.run)
+        await becomes(lambda: served_view.server.port)
+        yield served_view
         group.cancel_scope.cancel()

@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator["Browser"]:
     """Run one Chromium for all tests."""
-    async with chromium() as it:
-        yield it
+    async with chromium() as live_browser:
+        yield live_browser
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def provide_chromium() -> Chromium:
             _unpack(Path(folder)).rename(root)
     fonts = root / "fonts.conf"
     fonts.write_text(FONTS.format(root=root))
-    libraries = {str(it.parent) for it in (root / "usr" / "lib").rglob("*.so*")}
+    libraries = {str(file.parent) for file in (root / "usr" / "lib").rglob("*.so*")}
     return Chromium(
         str(root / "usr" / "lib" / "chromium" / "chromium-headless-shell"),
         {

@@ -41,8 +41,8 @@ SHOWN = """() => {
 
 def free_port() -> int:
     """Return a port of the loopback that nothing uses."""
-    with socket.create_server(("127.0.0.1", 0)) as it:
-        return int(it.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as live_socket:
+        return int(live_socket.getsockname()[1])
 
 
 @asynccontextmanager
@@ -61,19 +61,19 @@ async def page_of_agent(
 async def test_a_grant_shows_at_once(browser: "Browser", tmp_path: Path) -> None:
     """An open page draws a pod's cut, and its name once the kubelet lists it."""
     port = free_port()
-    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
-        await it.live()
-        assert await it.page.title() == f"{await it.page.inner_text('h1')} - metagpu"
-        assert await it.page.locator(".gpu").count() == 2
-        assert await it.page.locator("button.cut").count() == 0
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as tab:
+        await tab.live()
+        assert await tab.page.title() == f"{await tab.page.inner_text('h1')} - metagpu"
+        assert await tab.page.locator(".gpu").count() == 2
+        assert await tab.page.locator("button.cut").count() == 0
 
         await scene.kubelet.admit(SimPod.single("train", {METAGPU: 6}))
-        await it.page.wait_for_selector("button.cut", timeout=REPORTED_MS)
-        cut = it.page.get_by_role("button", name="default/train (main): 6 of 10 metagpu")
+        await tab.page.wait_for_selector("button.cut", timeout=REPORTED_MS)
+        cut = tab.page.get_by_role("button", name="default/train (main): 6 of 10 metagpu")
         await cut.wait_for(timeout=SOON_MS)
-        assert await it.page.inner_text("#pods th .pod") == "default/train"
+        assert await tab.page.inner_text("#pods th .pod") == "default/train"
 
-        served = await it.run("() => fetch('/api/v1/view').then((it) => it.json())")
+        served = await tab.run("() => fetch('/api/v1/view').then((it) => it.json())")
         [real], [made] = served["nodes"], views.node_view()["nodes"]
         for key in ("status", "usage"):
             assert made[key].keys() <= real[key].keys(), key
@@ -86,18 +86,18 @@ async def test_a_grant_shows_at_once(browser: "Browser", tmp_path: Path) -> None
 async def test_a_fault_shows_with_its_reason(browser: "Browser", tmp_path: Path) -> None:
     """A fault is in the list of what needs attention, and on its GPU with its time."""
     port = free_port()
-    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
-        await it.live()
-        assert not await it.page.is_visible("#attention")
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as tab:
+        await tab.live()
+        assert not await tab.page.is_visible("#attention")
         scene.node.raise_xid(scene.node.gpu("1"), 79)
-        row = it.page.locator("#problems li", has_text="XID 79")
+        row = tab.page.locator("#problems li", has_text="XID 79")
         await row.wait_for(timeout=SOON_MS)
         assert "since" in await row.inner_text()
-        gpu = it.page.locator("#gpu-1")
+        gpu = tab.page.locator("#gpu-1")
         assert await gpu.get_attribute("data-level") == "error"
         assert "out of service" in await gpu.inner_text()
         assert "10 not available" in await gpu.locator(".bar").inner_text()
-        assert "XID 79" in (await it.page.text_content("#news") or "")  # read out by readers
+        assert "XID 79" in (await tab.page.text_content("#news") or "")  # read out by readers
 
 
 async def test_the_page_survives_a_restart(browser: "Browser", tmp_path: Path) -> None:
@@ -105,20 +105,20 @@ async def test_the_page_survives_a_restart(browser: "Browser", tmp_path: Path) -
     port = free_port()
     async with AsyncExitStack() as kept:
         async with page_of_agent(tmp_path, port):
-            it = await kept.enter_async_context(opened(browser, port, quiet=False))
-            await it.live()
-        lost = it.page.locator("#connection[data-state=lost]")
+            tab = await kept.enter_async_context(opened(browser, port, quiet=False))
+            await tab.live()
+        lost = tab.page.locator("#connection[data-state=lost]")
         await lost.wait_for(timeout=SOON_MS)
         assert (await lost.inner_text()).startswith("no connection since ")
-        assert await it.page.locator(".gpu").count() == 2
-        await it.run("() => { window.same = true }")
+        assert await tab.page.locator(".gpu").count() == 2
+        await tab.run("() => { window.same = true }")
 
         async with page_of_agent(tmp_path, port) as scene:
-            await it.live()
+            await tab.live()
             await scene.kubelet.admit(SimPod.single("late", {METAGPU: 3}))
-            await it.page.wait_for_selector("button.cut", timeout=SOON_MS)
-        assert await it.run("() => window.same")
-        assert {text for text in it.complaints if "ERR_" not in text} == set()
+            await tab.page.wait_for_selector("button.cut", timeout=SOON_MS)
+        assert await tab.run("() => window.same")
+        assert {text for text in tab.complaints if "ERR_" not in text} == set()
 
 
 async def test_a_mig_device_is_drawn_where_it_lies(browser: "Browser", tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ async def test_a_mig_device_is_drawn_where_it_lies(browser: "Browser", tmp_path:
     config = mig_pool("profiles: [1g.5gb, 2g.10gb], keepWarm: 1h")
     async with (
         page_of_agent(tmp_path, port, node, config) as scene,
-        opened(browser, port) as it,
+        opened(browser, port) as tab,
     ):
         await scene.until(3, 3, MIG)
-        await it.live()
-        assert await it.page.locator(".slices .slot").count() == 8
+        await tab.live()
+        assert await tab.page.locator(".slices .slot").count() == 8
         await scene.kubelet.admit(SimPod.single("tuner", {MIG: 1}))
-        cut = it.page.get_by_role("button", name="2g.10gb tuner: default/tuner (main), MIG device")
+        cut = tab.page.get_by_role("button", name="2g.10gb tuner: default/tuner (main), MIG device")
         await cut.wait_for(timeout=SOON_MS)
         [device] = scene.agent.registry.snapshot.gpus.values()
         [slot] = [share.partition("::")[2] for share in device.leases]
@@ -143,7 +143,7 @@ async def test_a_mig_device_is_drawn_where_it_lies(browser: "Browser", tmp_path:
         )
         place = await cut.locator("xpath=..").evaluate(style)
         assert place == [str(int(slot.partition("@")[2]) + 1), "2"]
-        assert await it.page.locator(".slices .slot").count() == 6
+        assert await tab.page.locator(".slices .slot").count() == 6
 
 
 async def test_the_cluster_of_real_daemons(
@@ -151,18 +151,18 @@ async def test_the_cluster_of_real_daemons(
 ) -> None:
     """The page of `kubectl metagpu web` has nodes, faults, and what waits and why."""
     async with (
-        cluster(tmp_path, capsys) as it,
-        page(it, "--interval", "0.5") as port,
+        cluster(tmp_path, capsys) as live_cluster,
+        page(live_cluster, "--interval", "0.5") as port,
         opened(browser, port) as shown,
     ):
         await shown.live()
         assert await shown.page.locator("#nodes h3").all_inner_texts() == [NODE]
         assert "largest 17 of 17 free" in await shown.page.inner_text("#nodes")
-        it.add_pod("large", 21)
+        live_cluster.add_pod("large", 21)
         row = shown.page.locator("#waiting tr", has_text="default/large")
         await row.wait_for(timeout=SOON_MS)
         assert "too large" in await row.inner_text()
-        it.scene.it.node.raise_xid(it.scene.it.node.gpu(1), 79)
+        live_cluster.scene.node.node.raise_xid(live_cluster.scene.node.node.gpu(1), 79)
         problem = shown.page.locator("#problems li", has_text="XID 79")
         await problem.wait_for(timeout=SOON_MS)
         await problem.locator("a").click()
@@ -173,10 +173,10 @@ async def test_the_cluster_of_real_daemons(
 async def test_the_page_is_small_and_alone(browser: "Browser", tmp_path: Path) -> None:
     """All files are under 100 KB, and nothing is asked of another origin."""
     port = free_port()
-    async with page_of_agent(tmp_path, port), opened(browser, port) as it:
-        await it.live()
+    async with page_of_agent(tmp_path, port), opened(browser, port) as tab:
+        await tab.live()
         script = "() => performance.getEntriesByType('resource').map((it) => it.name)"
-        origins = {name.split("/")[2] for name in await it.run(script)}
+        origins = {name.split("/")[2] for name in await tab.run(script)}
         assert origins == {f"127.0.0.1:{port}"}
     bodies = [await to_thread.run_sync(file.read_bytes) for file in FILES.iterdir()]
     assert sum(map(len, bodies)) < LARGEST_PAGE
@@ -185,26 +185,26 @@ async def test_the_page_is_small_and_alone(browser: "Browser", tmp_path: Path) -
 async def test_a_tab_that_nobody_sees_lets_go(browser: "Browser", tmp_path: Path) -> None:
     """After a minute in the background the page follows nothing; seen again, it has all."""
     port = free_port()
-    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
-        await it.live()
-        await it.page.clock.install()
-        await it.run(SHOWN.replace("STATE", "hidden"))
-        await it.page.clock.fast_forward("01:01")
-        lost = it.page.locator("#connection[data-state=lost]")
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as tab:
+        await tab.live()
+        await tab.page.clock.install()
+        await tab.run(SHOWN.replace("STATE", "hidden"))
+        await tab.page.clock.fast_forward("01:01")
+        lost = tab.page.locator("#connection[data-state=lost]")
         await lost.wait_for(timeout=SOON_MS)
         await scene.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
-        assert await it.page.locator("button.cut").count() == 0
-        await it.run(SHOWN.replace("STATE", "visible"))
-        await it.live()
-        await it.page.locator("button.cut").wait_for(timeout=SOON_MS)
+        assert await tab.page.locator("button.cut").count() == 0
+        await tab.run(SHOWN.replace("STATE", "visible"))
+        await tab.live()
+        await tab.page.locator("button.cut").wait_for(timeout=SOON_MS)
 
 
 async def test_an_idle_page_costs_a_request_in_seconds(browser: "Browser", tmp_path: Path) -> None:
     """Without a change the page asks only for the memory in use, every few seconds."""
     port = free_port()
-    async with page_of_agent(tmp_path, port), opened(browser, port) as it:
-        await it.live()
+    async with page_of_agent(tmp_path, port), opened(browser, port) as tab:
+        await tab.live()
         asked: list[str] = []
-        it.page.on("request", lambda request: asked.append(request.url))
+        tab.page.on("request", lambda request: asked.append(request.url))
         await anyio.sleep(2)
         assert len(asked) <= 1, asked

@@ -27,21 +27,21 @@ async def test_every_screen_fits(
     """Nothing reaches over an edge, and axe-core finds no violation at this size either."""
     async with (
         served(VIEWS[kind]()) as server,
-        opened(browser, server.server.port, size=size, bypass_csp=True) as it,
+        opened(browser, server.server.port, size=size, bypass_csp=True) as tab,
     ):
-        await it.live()
-        assert await it.run("() => document.documentElement.scrollWidth <= innerWidth")
-        assert await it.run(TOO_WIDE) == []
-        assert await it.run(OF_MAIN) > 0.9  # a wall screen is used as far as it goes
-        await it.run(axe)
-        assert await it.run(AXE_REPORT) == []
+        await tab.live()
+        assert await tab.run("() => document.documentElement.scrollWidth <= innerWidth")
+        assert await tab.run(TOO_WIDE) == []
+        assert await tab.run(OF_MAIN) > 0.9  # a wall screen is used as far as it goes
+        await tab.run(axe)
+        assert await tab.run(AXE_REPORT) == []
 
 
 async def test_each_bar_of_the_cluster_has_its_text(browser: "Browser") -> None:
     """The picture of a GPU names each holder with its part, and what is free."""
-    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        minis = it.page.locator(".mini")
+    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        minis = tab.page.locator(".mini")
         texts = [await one.get_attribute("aria-label") or "" for one in await minis.all()]
     assert len(texts) > 20
     assert all(text.startswith("GPU ") for text in texts)
@@ -63,25 +63,25 @@ async def test_no_text_of_a_table_covers_another(browser: "Browser") -> None:
     for size in ((1000, 800), (1280, 800), (320, 568)):
         async with (
             served(views.cluster_view()) as server,
-            opened(browser, server.server.port, size=size) as it,
+            opened(browser, server.server.port, size=size) as tab,
         ):
-            await it.live()
-            assert await it.run(covered) == []
+            await tab.live()
+            assert await tab.run(covered) == []
 
 
 async def test_a_long_name_hides_no_column(browser: "Browser") -> None:
     """A pod's name has 253 characters at most: what waits and why stays in view beside it."""
     name = "n" * 253
     view = views.cluster_view()
-    long = {**view, "waiting": [{**it, "pod": name} for it in view["waiting"]]}
+    long = {**view, "waiting": [{**value, "pod": name} for value in view["waiting"]]}
     for node in long["nodes"]:
         for lease in (node["status"] or {}).get("leases", ()):
             lease["holder"] = f"lab/{name} (main)"
-    async with served(long) as server, opened(browser, server.server.port) as it:
-        await it.live()
+    async with served(long) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
         for table in ("#waiting", "#pods"):
-            assert name in await it.page.inner_text(table)
-            frame = it.page.locator(".scroll", has=it.page.locator(table))
+            assert name in await tab.page.inner_text(table)
+            frame = tab.page.locator(".scroll", has=tab.page.locator(table))
             assert await frame.evaluate("(it) => it.scrollWidth <= it.clientWidth")
         width = "() => document.querySelector('#waiting td').getBoundingClientRect().width"
-        assert await it.run(width) > 300
+        assert await tab.run(width) > 300

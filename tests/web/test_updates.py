@@ -44,16 +44,16 @@ WATCH_CHANGES = """() => {
 async def test_a_grant_shows_within_a_second(browser: "Browser", tmp_path: Path) -> None:
     """From the admission of a pod to its cut in the document: a second, of half of all grants."""
     port, taken = free_port(), list[float]()
-    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as it:
-        await it.live()
-        await it.run(WATCH_CUTS)
+    async with page_of_agent(tmp_path, port) as scene, opened(browser, port) as tab:
+        await tab.live()
+        await tab.run(WATCH_CUTS)
         for number in range(GRANTS):
             await anyio.sleep(1)  # the last grant's name has come, and is reported
             began = time.time()
             await scene.kubelet.admit(SimPod.single(f"pod-{number}", {METAGPU: 1}))
-            cut = it.page.get_by_role("button", name=f"default/pod-{number} (main)")
+            cut = tab.page.get_by_role("button", name=f"default/pod-{number} (main)")
             await cut.wait_for(timeout=SOON_MS)
-            cuts = await it.run("() => window.cuts")
+            cuts = await tab.run("() => window.cuts")
             taken.append(min(at for at in cuts if at >= began) - began)
     assert statistics.median(taken) < WITHIN, taken
 
@@ -71,19 +71,19 @@ def crowd(*, without: str = "") -> Any:  # noqa: ANN401 - JSON
 async def test_an_update_changes_no_more_than_is_new(browser: "Browser") -> None:
     """Of 960 pods one ends: its cut, what is free and sums change; before, nothing changes."""
     ended = "team-3/pod-3-59"
-    async with served(crowd()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        cuts = it.page.locator("#gpu-3 button.cut")
+    async with served(crowd()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        cuts = tab.page.locator("#gpu-3 button.cut")
         assert await cuts.count() == 60
-        await it.run(WATCH_CHANGES)
+        await tab.run(WATCH_CHANGES)
         for _ in range(UNCHANGED):
-            async with it.page.expect_response("**/api/v1/view", timeout=SOON_MS):
+            async with tab.page.expect_response("**/api/v1/view", timeout=SOON_MS):
                 server.change()
         server.view = crowd(without=ended)
         server.change()
-        await it.page.wait_for_function(
+        await tab.page.wait_for_function(
             "() => document.querySelectorAll('#gpu-3 button.cut').length === 59", timeout=SOON_MS
         )
-        changes = await it.run("() => window.changes")
+        changes = await tab.run("() => window.changes")
         assert await cuts.count() == 59
     assert 0 < len(changes) <= OF_ONE_POD, changes

@@ -58,34 +58,36 @@ async def test_axe_finds_no_violation(browser: "Browser", axe: str, kind: str, s
     async with served(view) as server:
         port = server.server.port
         # The policy has no exception for a test: axe enters past it.
-        async with opened(browser, port, scheme=scheme, bypass_csp=True) as it:
+        async with opened(browser, port, scheme=scheme, bypass_csp=True) as tab:
             if kind == "refused":
-                await it.page.route("**/api/**", lambda route: route.fulfill(status=403, json={}))
-                await it.page.reload()
-                await it.page.wait_for_selector("#access")
-                it.complaints.clear()
+                await tab.page.route("**/api/**", lambda route: route.fulfill(status=403, json={}))
+                await tab.page.reload()
+                await tab.page.wait_for_selector("#access")
+                tab.complaints.clear()
             else:
-                await it.live()
-            await it.run(axe)
-            assert await it.run(AXE_REPORT) == []
+                await tab.live()
+            await tab.run(axe)
+            assert await tab.run(AXE_REPORT) == []
 
 
 async def _cpu_ms(chromium: "CDPSession") -> float:
     """Return the CPU time that the page's thread has spent."""
     metrics = await chromium.send("Performance.getMetrics")
-    seconds: float = next(it["value"] for it in metrics["metrics"] if it["name"] == "TaskDuration")
+    seconds: float = next(
+        metric["value"] for metric in metrics["metrics"] if metric["name"] == "TaskDuration"
+    )
     return 1000 * seconds
 
 
 async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser") -> None:
     """Changes of a crowded node cost little CPU, and move neither focus nor scrolling."""
-    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        await it.page.locator("#gpu-9 button.cut").nth(4).focus()
-        await it.run("() => scrollTo(0, 500)")
-        before = await it.run(FOCUSED), await it.run("() => scrollY")
-        await it.run(WATCH_FRAMES)
-        chromium = await it.page.context.new_cdp_session(it.page)
+    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        await tab.page.locator("#gpu-9 button.cut").nth(4).focus()
+        await tab.run("() => scrollTo(0, 500)")
+        before = await tab.run(FOCUSED), await tab.run("() => scrollY")
+        await tab.run(WATCH_FRAMES)
+        chromium = await tab.page.context.new_cdp_session(tab.page)
         await chromium.send("Performance.enable", {"timeDomain": "threadTicks"})
         spent = await _cpu_ms(chromium)
         for number in range(CHANGES):
@@ -93,12 +95,12 @@ async def test_sixteen_gpus_of_a_thousand_shares_stay_smooth(browser: "Browser")
             server.change()
             await anyio.sleep(0.3)
         spent = await _cpu_ms(chromium) - spent
-        frames = sorted(await it.run("() => window.frames_ms"))
+        frames = sorted(await tab.run("() => window.frames_ms"))
         assert 0 < spent / CHANGES < CHANGE_MS, spent
         assert frames[len(frames) // 2] < FRAME_MS, frames[-10:]
-        assert (await it.run(FOCUSED)).split(":")[0] == before[0].split(":")[0]
-        assert await it.run("() => scrollY") == before[1]
-        assert await it.run("() => document.querySelectorAll('*').length") < 10_000
+        assert (await tab.run(FOCUSED)).split(":")[0] == before[0].split(":")[0]
+        assert await tab.run("() => scrollY") == before[1]
+        assert await tab.run("() => document.querySelectorAll('*').length") < 10_000
 
 
 async def test_no_change_takes_the_page_for_long(browser: "Browser") -> None:
@@ -106,14 +108,14 @@ async def test_no_change_takes_the_page_for_long(browser: "Browser") -> None:
 
     Counted is the CPU time of each task, which other programs do not stretch.
     """
-    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        await browser.start_tracing(page=it.page, categories=["toplevel"])
+    async with served(views.crowded_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        await browser.start_tracing(page=tab.page, categories=["toplevel"])
         try:
             for number in range(CHANGES):
                 server.view = views.crowded_view(pods=50 + number % 3)
                 server.change()
-                await it.page.wait_for_function(DRAWN, arg=50 + number % 3)
+                await tab.page.wait_for_function(DRAWN, arg=50 + number % 3)
         finally:
             trace = json.loads(await browser.stop_tracing())
     tasks = _task_times(trace["traceEvents"])
@@ -124,14 +126,15 @@ async def test_no_change_takes_the_page_for_long(browser: "Browser") -> None:
 def _task_times(events: Sequence[Mapping[str, Any]]) -> Sequence[float]:
     """Return the CPU milliseconds of each task of the page's thread, the longest last."""
     threads = {
-        (it["pid"], it["tid"])
-        for it in events
-        if it["name"] == "thread_name" and it["args"]["name"] == "CrRendererMain"
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
     }
     return sorted(
-        it.get("tdur", 0) / 1000  # a task at an end of the trace has none
-        for it in events
-        if it["name"] == "ThreadControllerImpl::RunTask" and (it["pid"], it["tid"]) in threads
+        event.get("tdur", 0) / 1000  # a task at an end of the trace has none
+        for event in events
+        if event["name"] == "ThreadControllerImpl::RunTask"
+        and (event["pid"], event["tid"]) in threads
     )
 
 
@@ -153,13 +156,13 @@ async def test_text_stays_text(browser: "Browser") -> None:
     waiting = [{"namespace": hostile, "pod": hostile, "reason": hostile, "text": hostile}]
     for kind in ("node", "cluster"):
         view = views.view(kind, [node.as_node()], events=events, waiting=waiting)
-        async with served(view) as server, opened(browser, server.server.port) as it:
-            await it.live()
-            assert hostile in await it.page.inner_text("#problems")
-            assert hostile in await it.page.inner_text("#events")
-            assert hostile in await it.page.inner_text("#remarks")
-            assert await it.page.locator("img").count() == 1
-            assert await it.page.locator("script").count() == 1
+        async with served(view) as server, opened(browser, server.server.port) as tab:
+            await tab.live()
+            assert hostile in await tab.page.inner_text("#problems")
+            assert hostile in await tab.page.inner_text("#events")
+            assert hostile in await tab.page.inner_text("#remarks")
+            assert await tab.page.locator("img").count() == 1
+            assert await tab.page.locator("script").count() == 1
 
 
 async def test_problems_are_in_the_words_of_status(
@@ -193,10 +196,10 @@ async def test_problems_are_in_the_words_of_status(
     assert len(printed) > 15
     async with (
         served(views.view("node", [node.as_node()])) as server,
-        opened(browser, server.server.port) as it,
+        opened(browser, server.server.port) as tab,
     ):
-        await it.live()
-        shown = await it.page.inner_text("#problems")
+        await tab.live()
+        shown = await tab.page.inner_text("#problems")
         assert [line for line in printed if line not in shown] == []
         assert "cordoned: fan since" in shown
 
@@ -211,43 +214,43 @@ async def test_there_is_a_page_without_gpus(browser: "Browser") -> None:
     ):
         async with (
             served(view) as server,
-            opened(browser, server.server.port, reduced_motion="reduce") as it,
+            opened(browser, server.server.port, reduced_motion="reduce") as tab,
         ):
-            await it.live()
-            assert text in await it.page.inner_text("main")
+            await tab.live()
+            assert text in await tab.page.inner_text("main")
             moving = "() => [...document.querySelectorAll('*')].map((it) => getComputedStyle(it))"
             moving += ".filter((it) => it.transitionProperty !== 'none').length"
-            assert await it.run(moving) == 0
+            assert await tab.run(moving) == 0
 
 
 async def test_the_keyboard_is_enough(browser: "Browser") -> None:
     """Tab reaches each bar, arrows its cuts, Enter marks a pod everywhere; focus is visible."""
-    async with served(views.node_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        keyboard = it.page.keyboard
+    async with served(views.node_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        keyboard = tab.page.keyboard
         await keyboard.press("Tab")
-        assert await it.run("() => document.activeElement.className") == "skip"
-        assert await it.run("() => document.activeElement.getBoundingClientRect().left") >= 0
+        assert await tab.run("() => document.activeElement.className") == "skip"
+        assert await tab.run("() => document.activeElement.getBoundingClientRect().left") >= 0
         await keyboard.press("Enter")
         reached: list[str] = []
         while len(reached) < 40:
             await keyboard.press("Tab")
-            reached.append(await it.run(FOCUSED))
-            outline = await it.run("() => getComputedStyle(document.activeElement).outlineStyle")
+            reached.append(await tab.run(FOCUSED))
+            outline = await tab.run("() => getComputedStyle(document.activeElement).outlineStyle")
             assert outline != "none", reached[-1]
             if reached[-1].startswith("vision/train-resnet"):
                 break
         assert reached[-1].startswith("vision/train-resnet (main): 50 of 100 metagpu"), reached
         await keyboard.press("ArrowRight")
-        assert (await it.run(FOCUSED)).startswith("lab/notebook-ana")
-        assert await it.page.inner_text("#hint") == await it.run(FOCUSED)
+        assert (await tab.run(FOCUSED)).startswith("lab/notebook-ana")
+        assert await tab.page.inner_text("#hint") == await tab.run(FOCUSED)
         await keyboard.press("End")
-        assert (await it.run(FOCUSED)).startswith("lab/notebook-ben")
+        assert (await tab.run(FOCUSED)).startswith("lab/notebook-ben")
         await keyboard.press("Enter")
-        pressed = it.page.locator("[aria-pressed=true]")
+        pressed = tab.page.locator("[aria-pressed=true]")
         assert await pressed.count() == 2  # the cut, and the pod's row
         await keyboard.press("Tab")
-        assert (await it.run(FOCUSED)).startswith(
+        assert (await tab.run(FOCUSED)).startswith(
             "3g.40gb finetune-7b: nlp/finetune-7b (main)"
         )  # the bar of the next GPU
         await keyboard.press("Escape")
@@ -256,9 +259,9 @@ async def test_the_keyboard_is_enough(browser: "Browser") -> None:
 
 async def test_mig_devices_lie_on_their_slices(browser: "Browser") -> None:
     """A MIG device is as wide as its slices and begins at its own; free slices are numbered."""
-    async with served(views.node_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        boxes = await it.run(
+    async with served(views.node_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        boxes = await tab.run(
             """() => [...document.querySelectorAll('#gpu-1 .slices > li')].map((it) => {
                 const whole = it.parentElement.getBoundingClientRect();
                 const box = it.getBoundingClientRect();
@@ -274,58 +277,58 @@ async def test_mig_devices_lie_on_their_slices(browser: "Browser") -> None:
         device = server.view["nodes"][0]["status"]["gpus"][1]["devices"][2]
         device |= {"idle": False, "holder": "nlp/finetune-7b (main)"}
         server.change()
-        await it.page.locator("#gpu-1 button", has_text="1g.10gb").wait_for(timeout=SOON_MS)
-        owners = it.page.locator("#gpu-1 .owners .owner")
+        await tab.page.locator("#gpu-1 button", has_text="1g.10gb").wait_for(timeout=SOON_MS)
+        owners = tab.page.locator("#gpu-1 .owners .owner")
         assert await owners.all_inner_texts() == ["mig owns it"]
-        assert "offered by mig now, by timeslice in 12 s" in await it.page.inner_text("#gpu-3")
-        held_back = it.page.locator("#offers tr", has_text="cnvrg.io/metagpu")
+        assert "offered by mig now, by timeslice in 12 s" in await tab.page.inner_text("#gpu-3")
+        held_back = tab.page.locator("#offers tr", has_text="cnvrg.io/metagpu")
         assert (await held_back.inner_text()).split("\t")[-1] == "20"
 
 
 async def test_a_pod_sees_its_own_part(browser: "Browser") -> None:
     """The page of a pod has its name, its parts, limits and faults, and no word of others."""
-    async with served(views.pod_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        assert await it.page.title() == "Pod lab/notebook-ana - metagpu"
-        assert await it.page.locator("button.cut").count() == 2
-        assert await it.page.locator("#gpu-0 .bar li").all_inner_texts() == ["notebook-ana", ""]
-        cut = await it.page.locator("#gpu-0 button.cut").bounding_box()
-        whole = await it.page.locator("#gpu-0 .bar").bounding_box()
+    async with served(views.pod_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        assert await tab.page.title() == "Pod lab/notebook-ana - metagpu"
+        assert await tab.page.locator("button.cut").count() == 2
+        assert await tab.page.locator("#gpu-0 .bar li").all_inner_texts() == ["notebook-ana", ""]
+        cut = await tab.page.locator("#gpu-0 button.cut").bounding_box()
+        whole = await tab.page.locator("#gpu-0 .bar").bounding_box()
         assert cut
         assert whole
         assert abs(cut["width"] / whole["width"] - 0.2) < 0.01
-        problem = await it.page.inner_text("#problems")
+        problem = await tab.page.inner_text("#problems")
         assert "XID 79" in problem
         assert "since" in problem
-        events = await it.page.locator("#events li b").all_inner_texts()
+        events = await tab.page.locator("#events li b").all_inner_texts()
         assert events == ["GPUUnhealthy", "GPUSharesGranted"]
-        assert "5.5 of 47.6 GiB" in await it.page.inner_text("#figures")
-        assert "2 processes" in await it.page.inner_text("#gpu-0")
-        assert "43.6 of 47.6 GiB, limit 48.0 GiB" in await it.page.inner_text("#pods")
-        assert "over its limit" in await it.page.inner_text("#pods")
-        text = await it.page.inner_text("main")
+        assert "5.5 of 47.6 GiB" in await tab.page.inner_text("#figures")
+        assert "2 processes" in await tab.page.inner_text("#gpu-0")
+        assert "43.6 of 47.6 GiB, limit 48.0 GiB" in await tab.page.inner_text("#pods")
+        assert "over its limit" in await tab.page.inner_text("#pods")
+        text = await tab.page.inner_text("main")
         for foreign in ("free", "not available", "Idle", "pool", "Resources", "Pods"):
             assert foreign not in text
         server.view = views.view("pod", [{**server.view["nodes"][0], "problem": "no daemon"}])
         server.view["nodes"][0] |= {"status": None, "usage": None}
         server.change()
-        await it.page.locator("#problems", has_text="no daemon").wait_for(timeout=SOON_MS)
-        assert await it.page.inner_text("h1") == "Pod lab/notebook-ana"
+        await tab.page.locator("#problems", has_text="no daemon").wait_for(timeout=SOON_MS)
+        assert await tab.page.inner_text("h1") == "Pod lab/notebook-ana"
 
 
 async def test_a_pod_sees_the_slices_of_its_own_mig_device(browser: "Browser") -> None:
     """The slices of the pod's MIG device are at their place; the others are blank."""
-    async with served(views.mig_pod_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        texts = await it.page.locator("#gpu-0 .slices > li").all_inner_texts()
+    async with served(views.mig_pod_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        texts = await tab.page.locator("#gpu-0 .slices > li").all_inner_texts()
         assert texts == ["", "", "", "", "2g.20gb notebook-ana", "", ""]
-        cut = await it.page.locator("#gpu-0 button.cut").bounding_box()
-        whole = await it.page.locator("#gpu-0 .slices").bounding_box()
+        cut = await tab.page.locator("#gpu-0 button.cut").bounding_box()
+        whole = await tab.page.locator("#gpu-0 .slices").bounding_box()
         assert cut
         assert whole
         assert abs((cut["x"] - whole["x"]) / whole["width"] - 0.5) < 0.02
         assert abs(cut["width"] / whole["width"] - 0.25) < 0.02
-        problem = await it.page.inner_text("#problems")
+        problem = await tab.page.inner_text("#problems")
         assert "MIG device 2g.20gb@4: XID 94" in problem
         assert "since" in problem
 
@@ -334,47 +337,47 @@ async def test_a_missing_right_is_one_line(browser: "Browser") -> None:
     """Without the right to list Pods, one line stands in place of the pods that wait."""
     lacking = "pods that wait are not shown: pods is forbidden"
     shown = {**views.cluster_view(), "waiting": [], "lacking": lacking}
-    async with served(shown) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        assert await it.page.inner_text("#waiting-part p") == lacking
-        assert not await it.page.locator("#waiting-table").is_visible()
-        assert await it.page.locator("#nodes h3").count() == 9
+    async with served(shown) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        assert await tab.page.inner_text("#waiting-part p") == lacking
+        assert not await tab.page.locator("#waiting-table").is_visible()
+        assert await tab.page.locator("#nodes h3").count() == 9
 
 
 async def test_the_cluster_is_filtered(browser: "Browser") -> None:
     """Filters leave the nodes that have such a GPU, stay in the address, and open a node."""
-    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as it:
-        await it.live()
-        nodes = it.page.locator("#nodes h3")
+    async with served(views.cluster_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        nodes = tab.page.locator("#nodes h3")
         assert await nodes.count() == 9
-        assert "no answer from pod" in await it.page.inner_text("#nodes")
-        await it.page.select_option("#filter-model", "L40S")
+        assert "no answer from pod" in await tab.page.inner_text("#nodes")
+        await tab.page.select_option("#filter-model", "L40S")
         assert await nodes.all_inner_texts() == ["gpu-c-04", "gpu-c-07"]
-        await it.page.select_option("#filter-health", "needs attention")
+        await tab.page.select_option("#filter-health", "needs attention")
         assert await nodes.all_inner_texts() == ["gpu-c-04"]
-        assert await it.page.inner_text("#nodes-title") == "1 of 9 nodes"
-        await it.page.reload()
-        await it.live()
+        assert await tab.page.inner_text("#nodes-title") == "1 of 9 nodes"
+        await tab.page.reload()
+        await tab.live()
         assert await nodes.all_inner_texts() == ["gpu-c-04"]
-        await it.page.click("#nodes a")
-        await it.page.locator("h1", has_text="Node gpu-c-04").wait_for(timeout=SOON_MS)
-        assert await it.page.locator(".gpu").count() == 4
-        await it.page.focus(".skip")
-        await it.page.keyboard.press("Enter")  # and the address stays that of the node
-        assert await it.run("() => document.activeElement.id") == "main"
-        assert await it.page.inner_text("h1") == "Node gpu-c-04"
-        await it.page.click("#back")
-        await it.page.locator("h1", has_text="Cluster").wait_for(timeout=SOON_MS)
-        await it.page.select_option("#filter-health", "")
-        await it.page.select_option("#filter-model", "")
-        await it.page.select_option("#filter-profile", "2g.20gb")
+        await tab.page.click("#nodes a")
+        await tab.page.locator("h1", has_text="Node gpu-c-04").wait_for(timeout=SOON_MS)
+        assert await tab.page.locator(".gpu").count() == 4
+        await tab.page.focus(".skip")
+        await tab.page.keyboard.press("Enter")  # and the address stays that of the node
+        assert await tab.run("() => document.activeElement.id") == "main"
+        assert await tab.page.inner_text("h1") == "Node gpu-c-04"
+        await tab.page.click("#back")
+        await tab.page.locator("h1", has_text="Cluster").wait_for(timeout=SOON_MS)
+        await tab.page.select_option("#filter-health", "")
+        await tab.page.select_option("#filter-model", "")
+        await tab.page.select_option("#filter-profile", "2g.20gb")
         assert await nodes.count() == 4
-        await it.page.select_option("#filter-profile", "")
-        await it.page.select_option("#filter-namespace", "lab")
-        assert "lab/sweep-15" in await it.page.inner_text("#waiting")
-        assert "nlp/train-70b" not in await it.page.inner_text("#waiting")
-        await it.run("() => { location.hash = 'toString=1' }")  # a name of no filter
-        await it.frame()
+        await tab.page.select_option("#filter-profile", "")
+        await tab.page.select_option("#filter-namespace", "lab")
+        assert "lab/sweep-15" in await tab.page.inner_text("#waiting")
+        assert "nlp/train-70b" not in await tab.page.inner_text("#waiting")
+        await tab.run("() => { location.hash = 'toString=1' }")  # a name of no filter
+        await tab.frame()
         assert await nodes.count() == 9
 
 
@@ -408,39 +411,39 @@ async def test_a_token_is_asked_for_and_kept(browser: "Browser") -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(server.run)
         await becomes(lambda: server.port)
-        async with opened(browser, server.port, quiet=False) as it:
+        async with opened(browser, server.port, quiet=False) as tab:
             for given in ("wrong…", f"“{TOKEN}”"):  # no header has such characters
-                await it.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
-                assert "no viewer's token" in await it.page.inner_text("#refusal")
-                assert "metagpu.io/status" in await it.page.inner_text("#access pre")
-                await it.page.fill("#token", given)
-                await it.page.press("#token", "Enter")
-            await it.live()
-            assert await it.page.locator(".gpu").count() == 8
-            await it.page.reload()
-            await it.live()
+                await tab.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
+                assert "no viewer's token" in await tab.page.inner_text("#refusal")
+                assert "metagpu.io/status" in await tab.page.inner_text("#access pre")
+                await tab.page.fill("#token", given)
+                await tab.page.press("#token", "Enter")
+            await tab.live()
+            assert await tab.page.locator(".gpu").count() == 8
+            await tab.page.reload()
+            await tab.live()
             tokens.problem = "the API server does not answer"
-            await it.page.reload()
-            said = it.page.locator("#connection", has_text=tokens.problem)
+            await tab.page.reload()
+            said = tab.page.locator("#connection", has_text=tokens.problem)
             await said.wait_for(timeout=SOON_MS)
             tokens.problem = ""
-            await it.live()
+            await tab.live()
             tokens.token = ""  # it has expired; nothing changes meanwhile
-            await it.run("() => document.dispatchEvent(new Event('visibilitychange'))")
-            await it.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
+            await tab.run("() => document.dispatchEvent(new Event('visibilitychange'))")
+            await tab.page.wait_for_selector("#access:not([hidden])", timeout=SOON_MS)
             refused = (
                 f"status of ({int(HTTPStatus.FORBIDDEN)}|{int(HTTPStatus.SERVICE_UNAVAILABLE)})"
             )
-            assert [text for text in it.complaints if not re.search(refused, text)] == []
+            assert [text for text in tab.complaints if not re.search(refused, text)] == []
         group.cancel_scope.cancel()
 
 
-async def _take(it: Opened, name: str, folder: Path, height: int) -> None:
+async def _take(tab: Opened, name: str, folder: Path, height: int) -> None:
     """Take a picture of the top of the page."""
-    await it.page.mouse.move(0, 0)
-    width = await it.run("() => innerWidth")
+    await tab.page.mouse.move(0, 0)
+    width = await tab.run("() => innerWidth")
     clip: Any = {"x": 0, "y": 0, "width": width, "height": height}
-    picture = await it.page.screenshot(clip=clip, full_page=True, animations="disabled")
+    picture = await tab.page.screenshot(clip=clip, full_page=True, animations="disabled")
     assert 10_000 < len(picture) < LARGEST_IMAGE, f"{name}: {len(picture)} bytes"
     await anyio.Path(folder / f"{name}.png").write_bytes(picture)
 
@@ -453,7 +456,7 @@ async def _take(it: Opened, name: str, folder: Path, height: int) -> None:
         ("page-cluster", "cluster", "light", DESKTOP, 900),
         ("page-phone", "node", "dark", PHONE, 844),
     ],
-    ids=lambda it: it[0],
+    ids=lambda value: value[0],
 )
 async def test_the_pictures_of_the_documentation(
     browser: "Browser", tmp_path: Path, picture: tuple[str, str, str, tuple[int, int], int]
@@ -463,9 +466,9 @@ async def test_the_pictures_of_the_documentation(
     view = views.cluster_view() if kind == "cluster" else views.node_view()
     async with (
         served(view) as server,
-        opened(browser, server.server.port, scheme=scheme, size=size) as it,
+        opened(browser, server.server.port, scheme=scheme, size=size) as tab,
     ):
-        await it.live()
-        assert await it.run("() => document.documentElement.scrollWidth <= innerWidth")
-        await _take(it, name, IMAGES if os.environ.get(SCREENSHOTS) else tmp_path, height)
+        await tab.live()
+        assert await tab.run("() => document.documentElement.scrollWidth <= innerWidth")
+        await _take(tab, name, IMAGES if os.environ.get(SCREENSHOTS) else tmp_path, height)
         assert (IMAGES / f"{name}.png").exists()

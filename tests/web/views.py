@@ -219,14 +219,14 @@ class NodeView:
         """Return the node as a view has it, with the totals of its offers."""
         offers: dict[str, Report] = {}
         for gpu in self.status["gpus"]:
-            for name, it in gpu["shares"].items():
+            for name, document in gpu["shares"].items():
                 known = self.status["resources"].setdefault(name, {"capacity": 0, "allocatable": 0})
-                known["capacity"] += it["capacity"]
-                known["allocatable"] += it["capacity"] if gpu["healthy"] else 0
+                known["capacity"] += document["capacity"]
+                known["allocatable"] += document["capacity"] if gpu["healthy"] else 0
                 one = offers.setdefault(name, {"free": 0, "heldBack": 0, "largestRequest": 0})
                 one["requestRule"] = "any"
-                one["free"] += it["free"]
-                one["largestRequest"] = max(one["largestRequest"], it["free"])
+                one["free"] += document["free"]
+                one["largestRequest"] = max(one["largestRequest"], document["free"])
         self.status["offers"] = {**offers, **self.status["offers"]}
         answered = not problem
         return {
@@ -382,10 +382,15 @@ def pod_view() -> View:
         since=ago(14),
     )
     containers = [
-        {**it, "gpus": [{**part, "limitMiB": 24576, "processes": [{}, {}]} for part in it["gpus"]]}
-        for it in node.usage["containers"]
+        {
+            **container,
+            "gpus": [
+                {**part, "limitMiB": 24576, "processes": [{}, {}]} for part in container["gpus"]
+            ],
+        }
+        for container in node.usage["containers"]
     ]
-    gpus = [{**it, "devices": [], "slices": 0} for it in node.usage["gpus"]]
+    gpus = [{**gpu, "devices": [], "slices": 0} for gpu in node.usage["gpus"]]
     row = node_of_pod(
         {"node": node.name, "gpus": gpus}, {"containers": containers, "unauthorized": []}
     )
@@ -410,10 +415,13 @@ def mig_pod_view() -> View:
         "share": "GPU-gpu-node-01-0::2g.20gb@4",
         "fault": {"reason": "XID 94", "since": ago(5)},
     }
-    gpus = [{**it, "devices": [device], "slices": 8} for it in node.usage["gpus"]]
+    gpus = [{**gpu, "devices": [device], "slices": 8} for gpu in node.usage["gpus"]]
     containers = [
-        {**it, "gpus": [{**part, "limitMiB": None, "processes": []} for part in it["gpus"]]}
-        for it in node.usage["containers"]
+        {
+            **container,
+            "gpus": [{**part, "limitMiB": None, "processes": []} for part in container["gpus"]],
+        }
+        for container in node.usage["containers"]
     ]
     devices = {"node": node.name, "gpus": gpus}
     return view("pod", [node_of_pod(devices, {"containers": containers, "unauthorized": []})])
@@ -471,7 +479,10 @@ def cluster_view(count: int = 9) -> View:
                 waiting_pod("nlp", "train-70b", {METAGPU: 700}),
                 waiting_pod("lab", "sweep-15", claim="two-gpus"),
             ],
-            [ClusterNode(it["name"], report=_status_of(it), problem=it["problem"]) for it in nodes],
+            [
+                ClusterNode(other["name"], report=_status_of(other), problem=other["problem"])
+                for other in nodes
+            ],
             two_gpus(),
         ),
     )

@@ -70,7 +70,7 @@ class Authority:
 
     def _make(self, subject: str, key: Path, out: Path, *extensions: str) -> None:
         signing = ("-x509", "-days", "7") if extensions else ()
-        added = [part for it in extensions for part in ("-addext", it)]
+        added = [part for extension in extensions for part in ("-addext", extension)]
         _openssl(
             *("req", "-config", self._config, *signing, "-subj", subject, "-noenc"),
             *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
@@ -137,19 +137,19 @@ def review(pod: object, *, uid: str = "1", dry_run: bool = False, **request: Any
 def patched(pod: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pod after the patch of a response."""
     found: dict[str, Any] = json.loads(json.dumps(pod))
-    for it in json.loads(base64.b64decode(response.get("patch", "W10="))):
+    for load in json.loads(base64.b64decode(response.get("patch", "W10="))):
         *parents, last = [
-            part.replace("~1", "/").replace("~0", "~") for part in it["path"].split("/")[1:]
+            part.replace("~1", "/").replace("~0", "~") for part in load["path"].split("/")[1:]
         ]
         at: Any = found
         for part in parents:
             at = at[int(part)] if isinstance(at, list) else at[part]
-        if it["op"] == "remove":
+        if load["op"] == "remove":
             del at[last]
         elif isinstance(at, list):
-            at.append(it["value"]) if last == "-" else at.insert(int(last), it["value"])
+            at.append(load["value"]) if last == "-" else at.insert(int(last), load["value"])
         else:
-            at[last] = it["value"]
+            at[last] = load["value"]
     return found
 
 

@@ -77,7 +77,7 @@ async def test_it_is_ready_with_nodes_and_a_certificate(tmp_path: Path, folder: 
 
         async def says(*parts: str) -> bool:
             status, text = await page(webhook, session, "/readyz")
-            return status == 503 and all(it in text for it in parts)
+            return status == 503 and all(part in text for part in parts)
 
         await until(lambda: says("no certificate", "the nodes have not been read yet", "nodes"))
         assert (await page(webhook, session, "/healthz"))[0] == 200
@@ -98,7 +98,7 @@ async def test_nodes_come_change_and_go(tmp_path: Path, folder: Path) -> None:
     async with api.running(), program(api, tmp_path, folder) as (webhook, _):
         nodes = webhook._nodes
         await becomes(lambda: nodes.known)
-        assert {name: it.allocatable for name, it in nodes.groups.nodes.items()} == {
+        assert {name: offer.allocatable for name, offer in nodes.groups.nodes.items()} == {
             "gpu-1": {"cnvrg.io/metagpu": 200}
         }
         await api.watched("/api/v1/nodes")
@@ -255,7 +255,7 @@ async def test_what_gets_no_event(folder: Path, authority: Authority) -> None:
         await send(review(huge(90001)))  # the last one
         await api.until(api.events)
 
-    assert ["90001" in it["note"] for it in api.events()] == [True]
+    assert ["90001" in event["note"] for event in api.events()] == [True]
 
 
 async def test_without_the_option_nothing_is_written(folder: Path, authority: Authority) -> None:
@@ -264,7 +264,7 @@ async def test_without_the_option_nothing_is_written(folder: Path, authority: Au
     async with serving(api, folder, authority, events=False) as send:
         assert (await send(review(owned())))["warnings"]
 
-    assert {it.method for it in api.requests} == {"GET"}
+    assert {request.method for request in api.requests} == {"GET"}
 
 
 async def test_a_storm_writes_few_events(folder: Path, authority: Authority) -> None:
@@ -278,7 +278,9 @@ async def test_a_storm_writes_few_events(folder: Path, authority: Authority) -> 
         for number in range(100):
             await send(review(huge(90000 + number, name=f"pod-{number}")))
         await send(review(huge(), namespace="team-b"))  # after all others
-        await api.until(lambda: any(it["metadata"]["namespace"] == "team-b" for it in api.events()))
+        await api.until(
+            lambda: any(event["metadata"]["namespace"] == "team-b" for event in api.events())
+        )
 
     assert 1 < len(api.events()) <= BURST * MINOR + 2
 
@@ -304,7 +306,7 @@ async def test_names_that_kubernetes_refuses_take_no_memory(
         await send(review(huge(90001)))  # the last one
         await api.until(api.events)
 
-    assert ["90001" in it["note"] for it in api.events()] == [True]
+    assert ["90001" in event["note"] for event in api.events()] == [True]
 
 
 @pytest.mark.parametrize("broken", ["denied", "failing"])

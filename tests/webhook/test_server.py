@@ -153,7 +153,9 @@ async def test_an_unreadable_request_is_counted_as_one(folder: Path, authority: 
         response = await webhook.review(review(pod({"nvidia.com/gpumem": "1500m"})))
 
     assert "patch" not in response
-    assert ["'1500m' is not a whole number" in it for it in response["warnings"]] == [True]
+    assert ["'1500m' is not a whole number" in warning for warning in response["warnings"]] == [
+        True
+    ]
     assert webhook.stats.outcomes[Outcome.UNREADABLE] == 1
 
 
@@ -228,7 +230,7 @@ async def test_a_fault_of_ours_lets_the_pod_pass(
         next_one = await webhook.review(review(pod(TWO_GPUS)))
 
     assert response == {"uid": "1", "allowed": True, "warnings": [translator.FAILED]}
-    assert [it["event"] for it in logs] == ["translation failed"]
+    assert [log["event"] for log in logs] == ["translation failed"]
     assert "patch" in next_one
 
 
@@ -267,7 +269,7 @@ async def test_long_warnings_are_cut(
         response = await webhook.review(review(pod(TWO_GPUS)))
 
     assert len(response["warnings"]) == 15
-    assert all(len(it) == 256 and "\n" not in it for it in response["warnings"])
+    assert all(len(warning) == 256 and "\n" not in warning for warning in response["warnings"])
     assert sum(map(len, response["warnings"])) <= 4096
 
 
@@ -331,7 +333,7 @@ async def test_patch_is_base64_of_a_list(folder: Path, authority: Authority) -> 
         response = await webhook.review(review(pod(TWO_GPUS)))
 
     operations = json.loads(base64.b64decode(response["patch"], validate=True))
-    assert {it["op"] for it in operations} <= {"add", "remove", "replace"}
+    assert {operation["op"] for operation in operations} <= {"add", "remove", "replace"}
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -593,7 +595,10 @@ def choosy(terms: int) -> dict[str, Any]:
     required = {
         "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [one] * terms}
     }
-    return {**(it := pod(TWO_GPUS)), "spec": {**it["spec"], "affinity": {"nodeAffinity": required}}}
+    return {
+        **(document := pod(TWO_GPUS)),
+        "spec": {**document["spec"], "affinity": {"nodeAffinity": required}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -767,7 +772,7 @@ async def test_a_bad_pair_changes_nothing(folder: Path, authority: Authority, fa
         await certificate.reload()
         await certificate.reload()
 
-    assert [it["event"] for it in logs] == ["certificate rejected"]
+    assert [log["event"] for log in logs] == ["certificate rejected"]
     assert str(folder) in certificate.error
     assert certificate.expires == before
     assert certificate.problem == ""

@@ -352,7 +352,9 @@ class MigBackend(
 
     def _names(self, states: Iterable[GpuState]) -> frozenset[str]:
         """Return the names of the pool's profiles on some GPUs."""
-        return frozenset(it for state in states for it in self._options.on(state.gpu).profile_names)
+        return frozenset(
+            name for state in states for name in self._options.on(state.gpu).profile_names
+        )
 
     def _log_limited_replicas(self, gpu: Gpu) -> None:
         """Log the profiles whose instances serve fewer clients than the pool's replicas."""

@@ -96,7 +96,7 @@ def find_device(snapshot: Snapshot, pool: str, device: str) -> Device:
     state = snapshot.gpus.get(gpu_of_device(device))
     if state is None:
         raise UnknownDevice(pool, device, NO_SUCH_GPU)
-    found = next((it for it in devices_of(state) if it.name == device), None)
+    found = next((published for published in devices_of(state) if published.name == device), None)
     if found is None:
         offered = "offers other devices now" if devices_of(state) else "offers no devices now"
         reason = f"GPU {state.gpu} {offered}; delete the ResourceClaim to get another device"

@@ -173,7 +173,7 @@ def slices_of(
         gpu_slices(snapshot, gpu, node, driver, pcie_roots.get(gpu), plain=plain, counted=counted)
         for gpu in snapshot.gpus
     )
-    return pools_of([it for it in found if it is not None], node, driver)
+    return pools_of([slices for slices in found if slices is not None], node, driver)
 
 
 def has_counters(snapshot: Snapshot) -> bool:
@@ -189,8 +189,8 @@ def pools_of(
 ) -> dict[str, tuple[SliceSpec, ...]]:
     """Return the slices of both pools of a node, with what all slices of a pool have."""
     contents = {
-        pool_name(node): [part for it in found for part in it.contents],
-        monitor_pool_name(node): _lists([it.monitor for it in found]),
+        pool_name(node): [part for slices in found for part in slices.contents],
+        monitor_pool_name(node): _lists([slices.monitor for slices in found]),
     }
     return {
         name: tuple(

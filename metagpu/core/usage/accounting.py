@@ -123,7 +123,10 @@ class HeldParts:
         """Return the part that a share stands for."""
         gpu = self._state.gpu
         if is_mig(share.id):
-            slices = max((at.end for it in gpu.mig_profiles for at in it.placements), default=1)
+            slices = max(
+                (at.end for mig_profile in gpu.mig_profiles for at in mig_profile.placements),
+                default=1,
+            )
             for profile, placement in placed_at(gpu.mig_profiles, share.id):
                 return placement.size / slices * min(1.0, share.memory / profile.memory)
         if gpu.memory and share.memory and self._offered.get(share.id) != share:
@@ -132,7 +135,7 @@ class HeldParts:
 
     def of_leases(self) -> float:
         """Return the part of the GPU that is held."""
-        return min(1.0, sum(self.of_share(it.share) for it in self._state.leases.values()))
+        return min(1.0, sum(self.of_share(lease.share) for lease in self._state.leases.values()))
 
     def of_container(self, usage: ContainerUsage) -> float:
         """Return the part that a container holds, of a share of several an equal part.

@@ -202,5 +202,8 @@ def mig_state(
 
 def _is_pending(state: GpuState) -> bool:
     """Return whether a GPU does not match the configuration yet."""
-    blocked = any(it.blocked or it.paused for it in state.provisioned.values())
+    blocked = any(
+        provisioned_state.blocked or provisioned_state.paused
+        for provisioned_state in state.provisioned.values()
+    )
     return bool(orphaned_leases(state.shares, state.leases) or state.suspended or blocked)

@@ -151,7 +151,7 @@ class NodeConnection:
             if parts.pod_events is not None and features & JANITORS
             else None
         )
-        self._reconcilers = [it for it in self._of_features() if it[0] in features]
+        self._reconcilers = [use for use in self._of_features() if use[0] in features]
         self._unnamed = list(self._of_no_feature())
 
     async def run(self) -> None:
@@ -176,7 +176,7 @@ class NodeConnection:
             group.start_soon(self.pods.run)
         if Feature.COMPETING_PLUGINS in features:
             group.start_soon(parts.competing_pods.run)
-        others = (it for feature, it in self._reconcilers if feature is not Feature.CONFIG)
+        others = (use for feature, use in self._reconcilers if feature is not Feature.CONFIG)
         for reconciler in (*others, *self._unnamed):
             group.start_soon(reconciler.run)
         group.start_soon(self._trigger_amounts)
@@ -202,7 +202,7 @@ class NodeConnection:
         """Trigger all reconcilers."""
         if self.slices is not None:
             self.slices.reconciler.trigger()
-        for reconciler in (*(it for _, it in self._reconcilers), *self._unnamed):
+        for reconciler in (*(use for _, use in self._reconcilers), *self._unnamed):
             reconciler.trigger()
 
     def problems(self) -> Mapping[Feature, str]:
@@ -314,7 +314,7 @@ class NodeConnection:
 
         Until the Node has a number that falls, the scheduler binds pods that find nothing.
         """
-        amounts = [it for feature, it in self._reconcilers if feature is Feature.ALLOCATABLE]
+        amounts = [use for feature, use in self._reconcilers if feature is Feature.ALLOCATABLE]
         async for _ in self._context.registry.watch(watched_state):
             for reconciler in amounts:
                 reconciler.trigger()
@@ -331,7 +331,7 @@ class NodeConnection:
                 self.trigger()
 
     async def _trigger_free_labels(self) -> None:
-        (labels,) = (it for feature, it in self._reconcilers if feature is Feature.LABELS)
+        (labels,) = (use for feature, use in self._reconcilers if feature is Feature.LABELS)
         async for _ in self._context.registry.watch(free_labels):
             labels.trigger()
 

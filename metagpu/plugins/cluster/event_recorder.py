@@ -270,21 +270,21 @@ class EventRecorder:
 
     def _next(self, closed: Container[str]) -> EventData | None:
         """Return the oldest data, minor ones last."""
-        waiting = (it for it in self._queue if it.subject.namespace not in closed)
-        return min(waiting, key=lambda it: it.minor, default=None)
+        waiting = (event for event in self._queue if event.subject.namespace not in closed)
+        return min(waiting, key=lambda event_data: event_data.minor, default=None)
 
     def _drop_one(self) -> None:
         """Drop the oldest data of the namespace with most of them, minor ones first."""
-        waiting = Counter(it.subject.namespace for it in self._queue)
+        waiting = Counter(event.subject.namespace for event in self._queue)
         loudest = max(waiting, key=waiting.__getitem__)
-        its = (it for it in self._queue if it.subject.namespace == loudest)
-        self._remove(min(its, key=lambda it: not it.minor))
+        its = (event for event in self._queue if event.subject.namespace == loudest)
+        self._remove(min(its, key=lambda event_data: not event_data.minor))
         self.dropped += 1
 
     def _remove(self, data: EventData) -> None:
         """Remove data from the queue, unless they were dropped meanwhile."""
-        for index, it in enumerate(self._queue):
-            if it is data:
+        for index, queued in enumerate(self._queue):
+            if queued is data:
                 del self._queue[index]
                 return
 
@@ -318,7 +318,9 @@ class EventRecorder:
         if data.unlimited:
             return True
         about = data.dedup_key[0]
-        existing = sum(key[0] == about and not it.unlimited for key, it in self._series.items())
+        existing = sum(
+            key[0] == about and not series.unlimited for key, series in self._series.items()
+        )
         limit = self.per_subject * (MINOR if data.minor else 1)
         return existing < limit and all(rate.wait(now) == 0 for rate in self._rates_of(data))
 
@@ -326,7 +328,7 @@ class EventRecorder:
         return (*self._rates[data.subject.namespace].of(data), self.overall)
 
     def _forget_old(self, now: float) -> None:
-        for namespace in [it for it, rate in self._rates.items() if rate.every.is_full(now)]:
+        for namespace in [name for name, rate in self._rates.items() if rate.every.is_full(now)]:
             del self._rates[namespace]
         while self._series:
             oldest, series = next(iter(self._series.items()))

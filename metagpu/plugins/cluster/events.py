@@ -155,7 +155,9 @@ def standing_problems(snapshot: Snapshot, node: ObjectReference) -> Sequence[Eve
     A start of the daemon reads GPUs, and may enable MIG mode, before the API server's side runs.
     """
     events: list[Event] = [
-        UnreadableGpusFound({i: it.reason for i, it in snapshot.unreadable_gpus.items()}, at=0),
+        UnreadableGpusFound(
+            {i: verdict.reason for i, verdict in snapshot.unreadable_gpus.items()}, at=0
+        ),
         *(
             BackendSuspended(gpu, backend, pause.reason, pause.since, until_reset=True)
             for gpu, state in snapshot.gpus.items()

@@ -200,7 +200,7 @@ def _of_resources(snapshot: Snapshot) -> Mapping[str, str]:
             labels[f"{name}.backend"] = "_".join(backends)
             labels[f"{name}.replicas"] = str(max(map(len, offer.by_gpu.values())))
             labels[f"{name}.gpus"] = str(len(offer.by_gpu))
-            smallest = min(0 if it.replica else it.memory for it in offer.shares.values())
+            smallest = min(0 if share.replica else share.memory for share in offer.shares.values())
             if smallest >= MIB:
                 labels[f"{name}.memory"] = str(smallest // MIB)
     return labels
@@ -224,7 +224,9 @@ def _sharing(states: Iterable[GpuState], settings: LabelSettings) -> tuple[int, 
     )
     if counted:
         return max((count, strategy) for (_, _, strategy), count in counted.items())
-    has_mig = any(is_mig(share.id) for share in shares) or all(it.gpu.mig_enabled for it in states)
+    has_mig = any(is_mig(share.id) for share in shares) or all(
+        state.gpu.mig_enabled for state in states
+    )
     only_mig = has_mig and all(is_mig(share.id) for share in shares)
     return int(not only_mig), SharingStrategy.NONE
 

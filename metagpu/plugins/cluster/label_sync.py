@@ -108,7 +108,7 @@ class NodeFeature:
         self._checked_at = anyio.current_time()
         try:
             answer = await self.client.call("GET", GROUP)
-            kinds = [it.get("name") for it in answer.get("resources") or ()]
+            kinds = [resource.get("name") for resource in answer.get("resources") or ()]
             self._available = "nodefeatures" in kinds and await self._read()
         except ClusterError as error:
             self._suspend(error)
@@ -319,7 +319,7 @@ class LabelSync:
 
         self.missing = frozenset(missing)
         ours = owned_labels(node)
-        return {it: mine[it] for it in missing if it in ours or carrier.overdue}
+        return {name: mine[name] for name in missing if name in ours or carrier.overdue}
 
     async def _hand_over(self, node: KubeObject) -> bool:
         """Disown the labels that NFD manages by now; return whether there were any.
@@ -350,7 +350,7 @@ class LabelSync:
         try:
             await self.patcher.apply("", {"metadata": {"labels": dict(wanted)}})
         except ClusterError as error:
-            conflicts = {it.removeprefix(_LABEL_FIELD) for it in error.fields} & wanted.keys()
+            conflicts = {field.removeprefix(_LABEL_FIELD) for field in error.fields} & wanted.keys()
             if error.status != CONFLICT or not conflicts:
                 raise
             if others := conflicts - former:

@@ -56,7 +56,7 @@ class OwnSlices(Informer):
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in all slices of this node."""
-        self.objects = {it["metadata"]["name"]: it for it in items if self._is_known(it)}
+        self.objects = {item["metadata"]["name"]: item for item in items if self._is_known(item)}
         self.known = True
         self._on_change("")
 
@@ -78,9 +78,9 @@ class OwnSlices(Informer):
     def in_pool(self, driver: str, pool: str) -> Mapping[str, KubeObject]:
         """Return the slices of a pool, by name."""
         return {
-            name: it
-            for name, it in self.objects.items()
-            if (it["spec"]["driver"], pool_of(it)) == (driver, pool)
+            name: piece
+            for name, piece in self.objects.items()
+            if (piece["spec"]["driver"], pool_of(piece)) == (driver, pool)
         }
 
 
@@ -169,8 +169,8 @@ async def find_still_dropped(
         ClusterError: the API server does not answer, or a webhook supports no dry run.
     """
     sent, found = set[str](), set[str]()
-    for it in slices:
-        probe = probe_of(it)
+    for piece in slices:
+        probe = probe_of(piece)
         fields = {
             path
             for path in sent_fields(probe["spec"]) - sent

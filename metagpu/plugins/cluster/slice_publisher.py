@@ -70,8 +70,8 @@ class DeviceClasses(Informer):
     def on_list(self, items: Sequence[KubeObject]) -> None:
         """Take in all DeviceClasses."""
         self._known = {}
-        for it in items:
-            self.on_update(it)
+        for item in items:
+            self.on_update(item)
 
     def on_update(self, item: KubeObject) -> None:
         """Take in one of them; it may have lost its extended resource."""
@@ -185,12 +185,14 @@ class SlicePublisher:
         resources = self.classes.of_driver(self.driver())
         by_plugin = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
         return SlicesReport(
-            pools=len({pool_of(it.answer) for it in self._published.values()}),
+            pools=len({pool_of(published.answer) for published in self._published.values()}),
             problem=problem,
             dropped=self._dropped_problem,
             extended_resources=dict(resources),
             classes_problem=self.classes.problem,
-            contested={it: name for it, name in resources.items() if it in by_plugin},
+            contested={
+                resource: name for resource, name in resources.items() if resource in by_plugin
+            },
         )
 
     async def reconcile(self) -> float | None:
@@ -199,9 +201,9 @@ class SlicePublisher:
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
         await self._render(snapshot)
-        for gpu, it in list(self._refused.items()):
-            same = gpu in self._rendered and self._rendered[gpu].slices is it.slices
-            if not same or it.slices is None or await self._is_taken(it.slices, node):
+        for gpu, refused in list(self._refused.items()):
+            same = gpu in self._rendered and self._rendered[gpu].slices is refused.slices
+            if not same or refused.slices is None or await self._is_taken(refused.slices, node):
                 del self._refused[gpu]
         waits = await self._write_all(node)
         if self._refused:
@@ -240,7 +242,9 @@ class SlicePublisher:
         """
         while True:
             refused = dict(self._refused)
-            taken = (it.slices for gpu, it in self._rendered.items() if gpu not in refused)
+            taken = (
+                rendered.slices for gpu, rendered in self._rendered.items() if gpu not in refused
+            )
             pools = pools_of(list(filter(None, taken)), self.node.name, self.driver())
             self._bucket.burst = self.timing.burst * sum(map(len, pools.values()))
             # First: in a pool of before the scheduler would find the same GPUs once more.
@@ -274,13 +278,15 @@ class SlicePublisher:
         before = self.own.in_pool(specs[0]["driver"], specs[0]["pool"]["name"])
         generations, now = set(map(generation_of, before.values())), anyio.current_time()
         wanted, generation = named(specs), max(generations, default=0)
-        differing = {it: spec for it, spec in wanted.items() if not self._is_as_wanted(it, spec)}
+        differing = {
+            text: spec for text, spec in wanted.items() if not self._is_as_wanted(text, spec)
+        }
         waits = {name: self._edit_ends(name, spec) - now for name, spec in differing.items()}
         due = {name: differing[name] for name, wait in waits.items() if wait <= 0}
         is_complete = before.keys() == wanted.keys() and len(generations) == 1
         if is_complete and not due:
             return min(waits.values(), default=None)
-        apart = len(due) == 1 or not any("sharedCounters" in it for it in due.values())
+        apart = len(due) == 1 or not any("sharedCounters" in document for document in due.values())
         if is_complete and apart:
             later = min((wait for wait in waits.values() if wait > 0), default=None)
             return await self._write(due, generation, node) or later
@@ -305,7 +311,7 @@ class SlicePublisher:
         """
         dropped = list(self.dropped)
         try:
-            for name in sorted(due, key=lambda it: self._written.get(it, -1)):
+            for name in sorted(due, key=lambda text: self._written.get(text, -1)):
                 wait = self._bucket.wait(anyio.current_time())
                 if wait > 0 and not together:
                     return wait
@@ -373,8 +379,8 @@ class SlicePublisher:
     async def _delete_others(self, pools: Mapping[str, object]) -> None:
         """Delete the slices of pools that are published no more, or under another driver."""
         driver = self.driver()
-        for name, it in list(self.own.objects.items()):
-            if it["spec"]["driver"] != driver or pool_of(it) not in pools:
+        for name, published_slice in list(self.own.objects.items()):
+            if published_slice["spec"]["driver"] != driver or pool_of(published_slice) not in pools:
                 await self._delete(name)
 
     async def _probe_dropped(self, snapshot: Snapshot, node: KubeObject) -> None:
@@ -440,5 +446,5 @@ class SlicePublisher:
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     states: Iterable[GpuState] = snapshot.gpus.values()
-    dra = tuple(it for it in states if it.api is Api.DRA)
+    dra = tuple(state for state in states if state.api is Api.DRA)
     return dra, snapshot.versions, bool(snapshot.offers)

@@ -145,10 +145,10 @@ def parse_allocation(
     if claim.status.allocation is None:
         raise ResourceClaimUnusable(str(ref), "it is not allocated")
     devices = claim.status.allocation.devices
-    ours = [it for it in devices.results if it.driver == driver]
-    results = tuple(it for it in ours if not it.admin_access)
-    admin = tuple(it for it in ours if it.admin_access)
-    if any(type_of(it.device) == MONITOR_TYPE for it in results):
+    ours = [device for device in devices.results if device.driver == driver]
+    results = tuple(device for device in ours if not device.admin_access)
+    admin = tuple(device for device in ours if device.admin_access)
+    if any(type_of(device.device) == MONITOR_TYPE for device in results):
         reason = (
             "it has a device that only shows its GPU: set `adminAccess: true` in the request, in a "
             "namespace with the label resource.kubernetes.io/admin-access"
@@ -162,25 +162,27 @@ def parse_allocation(
         )
         raise ResourceClaimUnusable(str(ref), reason)
     _check_amounts(ref, results)
-    if configs := [it for it in devices.config if it.opaque.driver == driver]:
+    if configs := [config for config in devices.config if config.opaque.driver == driver]:
         if read_sharing is None:
             reason = f"it has opaque parameters for {driver}, which has none; remove them"
             raise ResourceClaimUnusable(str(ref), reason)
         _refuse_for_admin(ref, admin, configs)
         results = _with_sharing(ref, results, configs, read_sharing)
-    pods = tuple(it.name for it in claim.status.reserved_for if it.resource == "pods")
+    pods = tuple(
+        consumer.name for consumer in claim.status.reserved_for if consumer.resource == "pods"
+    )
     return Allocation(results, pods, admin)
 
 
 def _requests(results: Sequence[AllocatedDevice]) -> str:
-    return ", ".join(sorted({it.main_request for it in results}))
+    return ", ".join(sorted({device.main_request for device in results}))
 
 
 def _refuse_for_admin(
     ref: ResourceClaimRef, admin: Sequence[AllocatedDevice], configs: Sequence[_Config]
 ) -> None:
     """Refuse the claim's own parameters for requests with adminAccess."""
-    if admin and any(it.source != "FromClass" for it in configs):
+    if admin and any(config.source != "FromClass" for config in configs):
         reason = (
             f"it has opaque parameters for {_requests(admin)} with adminAccess, which only looks "
             "at a GPU; remove them"
@@ -196,17 +198,18 @@ def _with_sharing(
 ) -> tuple[AllocatedDevice, ...]:
     """Return the results with what the claim's parameters say of each."""
     parameters = [
-        OpaqueParameters(it.opaque.parameters, it.requests, it.source == "FromClass")
-        for it in configs
+        OpaqueParameters(config.opaque.parameters, config.requests, config.source == "FromClass")
+        for config in configs
     ]
     parts = [
-        AllocatedPart(it.request, type_of(it.device), gpu_of_device(it.device)) for it in results
+        AllocatedPart(device.request, type_of(device.device), gpu_of_device(device.device))
+        for device in results
     ]
     try:
         found = read_sharing(parameters, parts)
     except ConfigError as error:
         raise ResourceClaimUnusable(str(ref), str(error)) from error
-    return tuple(replace(it, sharing=its) for it, its in zip(results, found, strict=True))
+    return tuple(replace(device, sharing=its) for device, its in zip(results, found, strict=True))
 
 
 def _check_amounts(ref: ResourceClaimRef, results: tuple[AllocatedDevice, ...]) -> None:

@@ -126,10 +126,10 @@ def read_checkpoint(kubelet_root: Path, driver: str) -> ClaimCheckpoint | None:
         if of_driver := by_driver.get(driver):
             prepared[ref] = of_driver
         held[ref] = tuple(
-            replace(own, pool=f"{name}/{it.pool}")
+            replace(own, pool=f"{name}/{device.pool}")
             for name, devices in by_driver.items()
-            for it in devices
-            if (own := it.claimed) is not None
+            for device in devices
+            if (own := device.claimed) is not None
         )
     return ClaimCheckpoint(prepared, held, frozenset(claim.claim_uid for claim in claims))
 
@@ -250,7 +250,7 @@ class CheckpointFollower:
             if checkpoint is None:
                 continue
             await self._begin_missing(checkpoint)
-            missing = {it for it in held if it.uid not in checkpoint.known}
+            missing = {ref for ref in held if ref.uid not in checkpoint.known}
             for claim in missing & suspected:  # twice: the kubelet may have been writing the file
                 log.warning("resource claim forgotten by the kubelet", claim=str(claim))
                 await self._preparer.unprepare(claim)
@@ -272,9 +272,11 @@ class CheckpointFollower:
         self._registry.apply(ResourceClaimsRead(claims, anyio.current_time()))
         gpus = self._registry.snapshot.gpus
         for claim, devices in claims.items():
-            shares = (share for it in devices if it.gpu in gpus for share in it.share_ids)
+            shares = (
+                share for device in devices if device.gpu in gpus for share in device.share_ids
+            )
             leases = (gpus[gpu_of(share)].leases[share] for share in shares)
-            taken = [it for it in leases if it.resource_claim != claim]
+            taken = [lease for lease in leases if lease.resource_claim != claim]
             if not taken:
                 continue
             holder = str(taken[0].resource_claim or taken[0].holder or "a running container")
@@ -308,7 +310,7 @@ class CheckpointFollower:
         """Write the CDI specifications of claims that have none."""
         offered = self._shares_of_claims()
         for ref, devices in prepared.items():
-            held = any(it.claimed for it in devices)
+            held = any(device.claimed for device in devices)
             if held and not await self._files.exists(ref.uid):
                 try:
                     await self._write_again(ref, devices, offered)
@@ -348,7 +350,7 @@ class CheckpointFollower:
                 names[own.name] = prepared.requests[0] if prepared.requests else ""
         grants: dict[str, Grant] = {}
         for together in requests.values():
-            shares = [offered.get(share_id) for it in together for share_id in it.share_ids]
+            shares = [offered.get(share_id) for device in together for share_id in device.share_ids]
             held = [share for share in shares if share is not None]
             if len(held) < len(shares):
                 log.error(
@@ -361,5 +363,5 @@ class CheckpointFollower:
             backend = self._backend(held[0].resource)
             grant = await backend.grant(held, self._registry.snapshot)
             grant = with_settings(grant, backend, together[0].settings)
-            grants.update((it.name, grant) for it in together)
+            grants.update((device.name, grant) for device in together)
         await self._files.write(claim.uid, with_joint_variables(claim.uid, grants, names))

@@ -79,7 +79,7 @@ def becomes_free_soon(
     soon = False
     for device, count in wanted:
         state = now.gpus[device.gpu]
-        others = (it.share for it in state.leases.values() if it.resource_claim != claim)
+        others = (lease.share for lease in state.leases.values() if lease.resource_claim != claim)
         if len(without_conflict(device.shares, others)) < count:
             return False
         soon = soon or _changes_soon(state)
@@ -92,12 +92,12 @@ def _changes_soon(state: GpuState) -> bool:
         return False
     return (
         bool(state.cleanup.since)
-        or any(it.reason == NOT_READY for it in state.suspended.values())
-        or any(it.delayed for it in state.provisioned.values())
+        or any(pause.reason == NOT_READY for pause in state.suspended.values())
+        or any(provisioned_state.delayed for provisioned_state in state.provisioned.values())
         or any(
             not device.idle and share not in state.leases
-            for it in state.provisioned.values()
-            for share, device in it.devices.items()
+            for provisioned_state in state.provisioned.values()
+            for share, device in provisioned_state.devices.items()
         )
     )
 
@@ -160,12 +160,12 @@ class ClaimPlanner:
         device = self._device(result, snapshot)
         state, taken = snapshot.gpus[device.gpu], frozenset(taken)
         wanted = device.count_shares(result.consumed(device.capacity_name))
-        left = [it for it in device.shares if it.id not in taken]
-        kept = [it for it in left if it.id in own][:wanted]
+        left = [share for share in device.shares if share.id not in taken]
+        kept = [share for share in left if share.id in own][:wanted]
         # Before a reload to this API, init containers may have got some that have no lease.
         taken_by_others = state.leases.keys() | state.allocated.keys()
-        free = [it for it in left if it.id not in taken_by_others]
-        open_shares = [it for it in free if it.id not in availability_of(state).refused]
+        free = [share for share in left if share.id not in taken_by_others]
+        open_shares = [share for share in free if share.id not in availability_of(state).refused]
         if len(kept) + len(open_shares) < wanted:
             refuse((free or device.shares)[:wanted], snapshot)
             free_count = len(kept) + len(open_shares)
@@ -178,7 +178,7 @@ class ClaimPlanner:
             backend.check(shares, snapshot)
         elif isinstance(backend, SharesClaims):
             backend.check_settings(result.sharing.settings, result.sharing.field)
-        return Part(result, device, tuple(sorted(shares, key=lambda it: it.number)))
+        return Part(result, device, tuple(sorted(shares, key=lambda share: share.number)))
 
     def _check_together(self, parts: Iterable[Part], snapshot: Snapshot) -> None:
         """Refuse devices of one request that one container cannot have together.
@@ -196,10 +196,13 @@ class ClaimPlanner:
     ) -> bool:
         """Return whether the reason of a refusal ends by itself: no lease is in the way."""
         try:
-            devices = [(self._device(it, now), it.consumed) for it in results]
+            devices = [(self._device(device, now), device.consumed) for device in results]
         except RequestError:
             return False
-        wanted = [(it, it.count_shares(consumed(it.capacity_name))) for it, consumed in devices]
+        wanted = [
+            (device, device.count_shares(consumed(device.capacity_name)))
+            for device, consumed in devices
+        ]
         return becomes_free_soon(claim, wanted, now)
 
 
@@ -237,9 +240,9 @@ class ClaimLeases:
         settings = {share.id: part.settings for part in parts for share in part.shares}
         settings = {share: its for share, its in settings.items() if its}
         pools = {
-            it.id: f"{part.result.driver}/{part.result.pool}"
+            share.id: f"{part.result.driver}/{part.result.pool}"
             for part in parts
-            for it in part.shares
+            for share in part.shares
         }
         fact = SharesClaimed(
             chosen, self._clock(), resource_claim=claim, settings=settings, pools=pools
@@ -258,7 +261,7 @@ class ClaimLeases:
         found = self._lease_or_wait(claim, results)
         if not isinstance(found, RequestError):
             return found
-        gpus = {gpu_of_device(it.device) for it in results}
+        gpus = {gpu_of_device(device.device) for device in results}
         changes = self._registry.watch(
             lambda now: (now.offers, *(now.gpus.get(gpu) for gpu in gpus))
         )

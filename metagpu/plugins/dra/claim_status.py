@@ -70,14 +70,18 @@ def device_statuses(
 
     Nothing while it is unknown whether a MIG device exists, as after a start of the daemon.
     """
-    if any(_is_unknown(own, snapshot) for it in devices if (own := it.claimed) is not None):
+    if any(
+        _is_unknown(own, snapshot)
+        for prepared_device in devices
+        if (own := prepared_device.claimed) is not None
+    ):
         return ()
     found: dict[tuple[str, str, str | None], DeviceStatus] = {}
-    for it in devices:
-        key = it.pool, it.device, it.share_id
-        if (own := it.claimed) is not None:
-            found.setdefault(key, _status(it, own, snapshot))
-        elif (gpu := monitored_gpu(it)) is not None:
+    for device in devices:
+        key = device.pool, device.device, device.share_id
+        if (own := device.claimed) is not None:
+            found.setdefault(key, _status(device, own, snapshot))
+        elif (gpu := monitored_gpu(device)) is not None:
             found.setdefault(key, DeviceStatus(*key, ready=True, data={"gpu": gpu}))
     return tuple(found.values())
 
@@ -99,7 +103,7 @@ def _is_unknown(own: ClaimDevice, snapshot: Snapshot) -> bool:
 def _status(prepared: PreparedDevice, own: ClaimDevice, snapshot: Snapshot) -> DeviceStatus:
     state = snapshot.gpus.get(own.gpu)
     leases = state.leases if state is not None else {}
-    shares = [leases[it].share for it in own.share_ids if it in leases]
+    shares = [leases[share_id].share for share_id in own.share_ids if share_id in leases]
     data: dict[str, Any] = {
         "gpu": own.gpu,
         "backend": own.backend,
@@ -107,13 +111,15 @@ def _status(prepared: PreparedDevice, own: ClaimDevice, snapshot: Snapshot) -> D
         "slots": list(own.ranges),
     }
     # Replicas have all of the memory in turns.
-    if memory := memory_mib([it for it in shares if not it.replica]):
+    if memory := memory_mib([share for share in shares if not share.replica]):
         data["memoryMiB"] = memory
     ready = True
     if any(map(is_mig, own.share_ids)):
         made = state.provisioned.get(own.backend) if state is not None else None
-        known = [made.devices.get(it) for it in own.share_ids] if made is not None else []
-        uuids = list(dict.fromkeys(it.device for it in known if it is not None))
+        known = (
+            [made.devices.get(share_id) for share_id in own.share_ids] if made is not None else []
+        )
+        uuids = list(dict.fromkeys(device.device for device in known if device is not None))
         ready = bool(uuids)
         if ready:
             data["migDevice"] = uuids[0]
@@ -240,7 +246,7 @@ class ClaimStatuses:
     async def _follow_devices(self) -> None:
         """Write claims again whose MIG devices were created again."""
         async for _ in self._registry.watch(
-            lambda now: tuple((it.provisioned, it.suspended) for it in now.gpus.values())
+            lambda now: tuple((gpu.provisioned, gpu.suspended) for gpu in now.gpus.values())
         ):
             self._changed.set()
 
@@ -302,13 +308,13 @@ class ClaimStatuses:
             return
         before, now = (written.since if written else {}), _now()
         entries, since = [], {}
-        for it in statuses:
-            key = identity_of(it.entry(self._driver, now))
+        for status in statuses:
+            key = identity_of(status.entry(self._driver, now))
             known = before.get(key)
-            since[key] = known if known and known[0] == it.ready else (it.ready, now)
-            entries.append(it.entry(self._driver, since[key][1]))
+            since[key] = known if known and known[0] == status.ready else (status.ready, now)
+            entries.append(status.entry(self._driver, since[key][1]))
         answer = await self._apply(claim, {"devices": entries})
-        found = {identity_of(it) for it in answer.get("status", {}).get("devices") or ()}
+        found = {identity_of(device) for device in answer.get("status", {}).get("devices") or ()}
         if since.keys() <= found:
             self._written[claim] = _WrittenStatus(statuses, since)
         else:
@@ -319,13 +325,13 @@ class ClaimStatuses:
         """Take in what an earlier daemon wrote."""
         since: dict[tuple[object, ...], tuple[bool, str]] = {}
         statuses = []
-        for it in entries:
-            conditions = it.get("conditions") or ()
-            if it.get("driver") == self._driver and conditions:
+        for entry in entries:
+            conditions = entry.get("conditions") or ()
+            if entry.get("driver") == self._driver and conditions:
                 ready, time = conditions[0]["status"] == "True", conditions[0]["lastTransitionTime"]
-                since[identity_of(it)] = ready, time
-                place = it["pool"], it["device"], it.get("shareID")
-                statuses.append(DeviceStatus(*place, ready, it.get("data") or {}))
+                since[identity_of(entry)] = ready, time
+                place = entry["pool"], entry["device"], entry.get("shareID")
+                statuses.append(DeviceStatus(*place, ready, entry.get("data") or {}))
         self._unread.discard(claim)
         self._written[claim] = _WrittenStatus(tuple(statuses), since)
 

@@ -362,11 +362,11 @@ def crowded_gpus(snapshot: Snapshot) -> Iterator[str]:
     that joins later meets no check.
     """
     for state in snapshot.gpus.values():
-        for resource in dict.fromkeys(it.share.resource for it in state.leases.values()):
+        for resource in dict.fromkeys(lease.share.resource for lease in state.leases.values()):
             offer = snapshot.offers.get(resource)
             most = offer and offer.rule.max_containers.get(state.gpu.id)
-            leases = [it for it in state.leases.values() if it.share.resource == resource]
-            claims = {str(it.resource_claim) for it in leases if it.sharers}
+            leases = [lease for lease in state.leases.values() if lease.share.resource == resource]
+            claims = {str(lease.resource_claim) for lease in leases if lease.sharers}
             if most and claims and (count := count_containers(leases)) > most:
                 yield (
                     f"GPU {state.gpu.index} serves {most} containers of {resource} at once, and "

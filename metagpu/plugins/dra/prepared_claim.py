@@ -59,7 +59,9 @@ def with_joint_variables(
     together = defaultdict[str, list[Grant]](list)
     for name, grant in grants.items():
         those = together[_container(requests[name])]
-        if not any(it is grant for it in those):  # the devices of a request may have one grant
+        if not any(
+            earlier is grant for earlier in those
+        ):  # the devices of a request may have one grant
             those.append(grant)
     found = {
         name: replace(grant, envs=joined_variables(together[_container(requests[name])]))
@@ -105,7 +107,11 @@ PreparedClaims = Mapping[ResourceClaimRef, Sequence[PreparedDevice]]
 
 def shares_by_request(devices: Sequence[PreparedDevice]) -> Mapping[ShareId, str]:
     """Return the request of each share, nothing where all are of one request."""
-    named = [(it.requests[0], own) for it in devices if it.requests and (own := it.claimed)]
+    named = [
+        (device.requests[0], own)
+        for device in devices
+        if device.requests and (own := device.claimed)
+    ]
     if len({request for request, _ in named}) < 2:  # noqa: PLR2004 - one alone
         return {}
     return {share: request for request, own in named for share in own.share_ids}
@@ -140,18 +146,18 @@ def monitor_devices(
     Raises:
         UnknownDevice: the node has no such GPU.
     """
-    return tuple(_device(it, snapshot) for it in results)
+    return tuple(_device(device, snapshot) for device in results)
 
 
 def monitored_gpu(device: PreparedDevice) -> GpuId | None:
     """Return the GPU that a device looks at, `None` for one that holds shares."""
-    names = (it.removeprefix(_NAME) for it in device.cdi_names if it.startswith(_NAME))
+    names = (name.removeprefix(_NAME) for name in device.cdi_names if name.startswith(_NAME))
     return next(map(GpuId, names), None)
 
 
 def monitored_gpus(devices: Iterable[PreparedDevice]) -> frozenset[GpuId]:
     """Return the GPUs that devices look at."""
-    return frozenset(gpu for it in devices if (gpu := monitored_gpu(it)) is not None)
+    return frozenset(gpu for device in devices if (gpu := monitored_gpu(device)) is not None)
 
 
 def all_monitored(claims: PreparedClaims) -> frozenset[GpuId]:
@@ -204,7 +210,7 @@ class ClaimFiles:
 
     async def remove_others(self, uids: Collection[str]) -> None:
         """Remove the files of all claims but these."""
-        await to_thread.run_sync(self._remove_others, frozenset(self._path(it) for it in uids))
+        await to_thread.run_sync(self._remove_others, frozenset(self._path(uid) for uid in uids))
 
     def _remove_others(self, kept: frozenset[Path]) -> None:
         for path in self.folder.glob(f"{_PREFIX}*.json"):

@@ -152,7 +152,9 @@ class PreparationRetries:
     async def _retry(self) -> bool:
         """Annotate the pods of claims that can be prepared; return whether there are some."""
         ready = [
-            it for it in self._preparer.states.refused.items() if self._preparer.can_prepare(*it)
+            refs
+            for refs in self._preparer.states.refused.items()
+            if self._preparer.can_prepare(*refs)
         ]
         for claim, allocation in ready:
             if self._preparer.states.refused.pop(claim, None) is None:
@@ -179,8 +181,8 @@ class PreparationRetries:
 def claim_names(pod: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the ResourceClaims of a pod that have been made."""
     status = pod.get("status", {})
-    for it in (*pod["spec"].get("resourceClaims", ()), *status.get("resourceClaimStatuses", ())):
-        if name := it.get("resourceClaimName"):
+    for claim in (*pod["spec"].get("resourceClaims", ()), *status.get("resourceClaimStatuses", ())):
+        if name := claim.get("resourceClaimName"):
             yield name
     if extended := status.get("extendedResourceClaimStatus"):
         yield extended["resourceClaimName"]

@@ -122,7 +122,10 @@ class DraService:
 async def _for_each(
     claims: Iterable[v1.Claim], call: Callable[[ResourceClaimRef], Coroutine[Any, Any, None]]
 ) -> None:
-    named = [ResourceClaimRef(it.namespace, it.name, it.uid) for it in claims]
+    named = [
+        ResourceClaimRef(named_claim.namespace, named_claim.name, named_claim.uid)
+        for named_claim in claims
+    ]
     if len(named) == 1:  # the kubelet's usual call
         await call(named[0])
         return
@@ -158,17 +161,17 @@ def encode_prepare_response(answers: Mapping[str, PrepareAnswer]) -> bytes:
 def _answer(answer: PrepareAnswer) -> bytes:
     if isinstance(answer, str):
         return encode_text(_FIELD_2, answer)
-    return b"".join(encode_field(_FIELD_1, _device(it)) for it in answer)
+    return b"".join(encode_field(_FIELD_1, _device(device)) for device in answer)
 
 
-def _device(it: PreparedDevice) -> bytes:
-    share = b"" if it.share_id is None else encode_field(_FIELD_5, it.share_id.encode())
+def _device(device: PreparedDevice) -> bytes:
+    share = b"" if device.share_id is None else encode_field(_FIELD_5, device.share_id.encode())
     return b"".join(
         (
-            *(encode_field(_FIELD_1, request.encode()) for request in it.requests),
-            encode_text(_FIELD_2, it.pool),
-            encode_text(_FIELD_3, it.device),
-            *(encode_field(_FIELD_4, name.encode()) for name in it.cdi_names),
+            *(encode_field(_FIELD_1, request.encode()) for request in device.requests),
+            encode_text(_FIELD_2, device.pool),
+            encode_text(_FIELD_3, device.device),
+            *(encode_field(_FIELD_4, name.encode()) for name in device.cdi_names),
             share,
         )
     )
@@ -260,13 +263,15 @@ def _encode(states: tuple[DeviceState, ...]) -> bytes:
         v1alpha1.NodeWatchResourcesResponse(
             devices=[
                 v1alpha1.DeviceHealth(
-                    device=v1alpha1.DeviceIdentifier(pool_name=it.pool, device_name=it.device),
-                    health=status.HEALTHY if it.healthy else status.UNHEALTHY,
+                    device=v1alpha1.DeviceIdentifier(
+                        pool_name=state.pool, device_name=state.device
+                    ),
+                    health=status.HEALTHY if state.healthy else status.UNHEALTHY,
                     last_updated_time=now,
                     health_check_timeout_seconds=_TIMEOUT,
-                    message=it.reason.encode()[:_LONGEST].decode(errors="ignore"),
+                    message=state.reason.encode()[:_LONGEST].decode(errors="ignore"),
                 )
-                for it in states
+                for state in states
             ]
         )
     )

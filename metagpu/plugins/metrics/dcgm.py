@@ -147,8 +147,8 @@ def _hardware(gpu: Gpu) -> Sequence[str]:
 def _leases(state: GpuState, instance: int) -> Iterator[Lease]:
     """Yield the leases of shares of a MIG instance."""
     for backend in state.provisioned.values():
-        for share, it in backend.devices.items():
-            if it.gpu_instance == instance and share in state.leases:
+        for share, device in backend.devices.items():
+            if device.gpu_instance == instance and share in state.leases:
                 yield state.leases[share]
 
 
@@ -160,31 +160,33 @@ def _container(leases: Iterable[Lease]) -> Sequence[str]:
     return holder.container, holder.namespace, holder.pod
 
 
-def _values(it: DetailedSensors) -> Iterator[tuple[MetricFamily, float | None]]:
-    yield SM_CLOCK, _scaled(it.sm_clock, 1 / _MEGA)
-    yield MEM_CLOCK, _scaled(it.memory_clock, 1 / _MEGA)
-    yield MEMORY_TEMP, it.memory_temperature
-    yield GPU_TEMP, it.temperature
-    yield POWER_USAGE, it.power
-    yield ENERGY, _scaled(it.energy, _MILLI)
-    yield PCIE_REPLAY, it.pcie_replays
-    yield GPU_UTIL, _scaled(it.utilization, _PERCENT)
-    yield MEM_COPY_UTIL, _scaled(it.memory_utilization, _PERCENT)
-    yield ENC_UTIL, _scaled(it.encoder, _PERCENT)
-    yield DEC_UTIL, _scaled(it.decoder, _PERCENT)
-    yield ECC_SBE, it.ecc_corrected
-    yield ECC_DBE, it.ecc_uncorrected
-    for kind, count in it.nvlink_errors.items():
+def _values(sensors: DetailedSensors) -> Iterator[tuple[MetricFamily, float | None]]:
+    yield SM_CLOCK, _scaled(sensors.sm_clock, 1 / _MEGA)
+    yield MEM_CLOCK, _scaled(sensors.memory_clock, 1 / _MEGA)
+    yield MEMORY_TEMP, sensors.memory_temperature
+    yield GPU_TEMP, sensors.temperature
+    yield POWER_USAGE, sensors.power
+    yield ENERGY, _scaled(sensors.energy, _MILLI)
+    yield PCIE_REPLAY, sensors.pcie_replays
+    yield GPU_UTIL, _scaled(sensors.utilization, _PERCENT)
+    yield MEM_COPY_UTIL, _scaled(sensors.memory_utilization, _PERCENT)
+    yield ENC_UTIL, _scaled(sensors.encoder, _PERCENT)
+    yield DEC_UTIL, _scaled(sensors.decoder, _PERCENT)
+    yield ECC_SBE, sensors.ecc_corrected
+    yield ECC_DBE, sensors.ecc_uncorrected
+    for kind, count in sensors.nvlink_errors.items():
         yield NVLINK[kind], count
-    yield REMAPPED_UNCORRECTABLE, it.rows_uncorrectable
-    yield REMAPPED_CORRECTABLE, it.rows_correctable
-    yield REMAP_FAILURE, it.rows_failed
+    yield REMAPPED_UNCORRECTABLE, sensors.rows_uncorrectable
+    yield REMAPPED_CORRECTABLE, sensors.rows_correctable
+    yield REMAP_FAILURE, sensors.rows_failed
 
 
-def _memory(it: DetailedSensors | InstanceSensors) -> Iterator[tuple[MetricFamily, float | None]]:
-    yield FB_FREE, _scaled(it.memory_free, 1 / MIB)
-    yield FB_USED, _scaled(it.memory_used, 1 / MIB)
-    yield FB_RESERVED, _scaled(it.memory_reserved, 1 / MIB)
+def _memory(
+    sensors: DetailedSensors | InstanceSensors,
+) -> Iterator[tuple[MetricFamily, float | None]]:
+    yield FB_FREE, _scaled(sensors.memory_free, 1 / MIB)
+    yield FB_USED, _scaled(sensors.memory_used, 1 / MIB)
+    yield FB_RESERVED, _scaled(sensors.memory_reserved, 1 / MIB)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -102,9 +102,11 @@ class NamespaceMeter:
                     self._gpu_seconds.get(namespace, 0.0) + part * elapsed
                 )
                 self._held_at[namespace] = now
-        for namespace in [it for it, at in self._held_at.items() if now - at > KEPT]:
+        for namespace in [name for name, at in self._held_at.items() if now - at > KEPT]:
             del self._held_at[namespace], self._gpu_seconds[namespace]
-            for key in [it for it in self._share_seconds if it[0] == namespace]:
+            for key in [
+                share_second for share_second in self._share_seconds if share_second[0] == namespace
+            ]:
                 del self._share_seconds[key]
 
     def samples(self) -> list[Sample]:
@@ -114,9 +116,11 @@ class NamespaceMeter:
         """
         shares = (Sample(f.NAMESPACE_SHARE_SECONDS, k, v) for k, v in self._share_seconds.items())
         gpus = (Sample(f.NAMESPACE_GPU_SECONDS, (k,), v) for k, v in self._gpu_seconds.items())
-        present = {(it.family.name, it.labels): it for it in (*shares, *gpus)}
+        present = {(share.family.name, share.labels): share for share in (*shares, *gpus)}
         before, self._published = self._published, present.keys()
-        return [it if key in before else it._replace(value=0) for key, it in present.items()]
+        return [
+            value if key in before else value._replace(value=0) for key, value in present.items()
+        ]
 
 
 def _held_of(state: GpuState) -> _Held:
@@ -145,8 +149,8 @@ def namespace_samples(snapshot: Snapshot, usage: NodeUsage | None) -> Iterator[S
     used: Counter[str] = Counter()
     for gpu, gpu_usage in (usage.gpus if usage else {}).items():
         if usage and gpu not in usage.failures:
-            for it in gpu_usage.containers:
-                used[it.holder.namespace] += it.memory
+            for container in gpu_usage.containers:
+                used[container.holder.namespace] += container.memory
     for namespace, memory in used.items():
         yield Sample(f.NAMESPACE_USED_MEMORY, (namespace,), memory)
 
@@ -182,7 +186,9 @@ class SensorReader(Generic[ReadingT]):
                 found[gpu] = await self._sensors(gpu)
 
         async with anyio.create_task_group() as group:
-            await start_together(group, (partial(read_one, it) for it in gpus), DEFAULT_TIMING.turn)
+            await start_together(
+                group, (partial(read_one, gpu) for gpu in gpus), DEFAULT_TIMING.turn
+            )
         return {gpu: found[gpu] for gpu in gpus if gpu in found}
 
 
@@ -330,12 +336,13 @@ class Exporter:
         return _probe_response(liveness_problems(self._lag_probe.lag, self._sources.ended(), late))
 
     async def _readyz(self, _: HttpRequest) -> HttpResponse:
-        it = self._sources
-        if not it.has_node():
-            return _probe_response(list(it.problems()), _STANDBY)
-        problems = list(it.problems()) if not it.registry.snapshot.offers else []
+        sources = self._sources
+        if not sources.has_node():
+            return _probe_response(list(sources.problems()), _STANDBY)
+        problems = list(sources.problems()) if not sources.registry.snapshot.offers else []
         return _probe_response(
-            problems or readiness_problems(it.registry.snapshot, it.kubelet, it.claims())
+            problems
+            or readiness_problems(sources.registry.snapshot, sources.kubelet, sources.claims())
         )
 
     async def _index(self, _: HttpRequest) -> HttpResponse:

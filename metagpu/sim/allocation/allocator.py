@@ -155,13 +155,13 @@ def held_devices(claims: Iterable[Document]) -> HeldDevices:
     shared = defaultdict[DeviceId, dict[str, Fraction]](dict)
     for claim in claims:
         allocation = (claim.get("status") or {}).get("allocation") or {}
-        for it in (allocation.get("devices") or {}).get("results") or ():
-            device = DeviceId(it["driver"], it["pool"], it["device"])
-            if "shareID" not in it:
+        for result in (allocation.get("devices") or {}).get("results") or ():
+            device = DeviceId(result["driver"], result["pool"], result["device"])
+            if "shareID" not in result:
                 alone.add(device)
                 continue
             used = shared[device]
-            for name, amount in (it.get("consumedCapacity") or {}).items():
+            for name, amount in (result.get("consumedCapacity") or {}).items():
                 used[name] = used.get(name, Fraction(0)) + parse_amount(amount)
     return HeldDevices(frozenset(alone), shared)
 
@@ -179,7 +179,7 @@ def allocate(
     Raises:
         AllocationError: a claim can be allocated nowhere; the text is the scheduler's.
     """
-    wanted = [read_claim(it, classes) for it in claims]
+    wanted = [read_claim(claim, classes) for claim in claims]
     search = _Search(pools, wanted, held)
     return search.results if search.find() else None
 
@@ -204,16 +204,16 @@ class _Search:
         self._pools, self._claims = pools, claims
         self.results: list[list[AllocationResult]] = [[] for _ in claims]
         self._constraints: list[list[DeviceConstraint]] = [
-            [build_constraint(it) for it in claim.constraints] for claim in claims
+            [build_constraint(constraint) for constraint in claim.constraints] for claim in claims
         ]
         self._alone = set(held.alone)
         self._used = {device: dict(amounts) for device, amounts in held.shared.items()}
         self._claims_on = dict.fromkeys(held.shared, 1)
         self._free = dict(pools.counters)
         self._selected: dict[tuple[int, DeviceId], bool] = {}
-        for it in pools.devices:
-            if it.id in held.alone or it.id in held.shared:
-                self._count(it.consumes, -1)
+        for pooled_device in pools.devices:
+            if pooled_device.id in held.alone or pooled_device.id in held.shared:
+                self._count(pooled_device.consumes, -1)
 
     def find(self, claim: int = 0, request: int = 0) -> bool:
         """Allocate from this request on; return whether all of them have their devices."""
@@ -222,13 +222,13 @@ class _Search:
         requests = self._claims[claim].requests
         if request == len(requests):
             return self.find(claim + 1)
-        return any(self._find_for(claim, request, it) for it in requests[request])
+        return any(self._find_for(claim, request, devices) for devices in requests[request])
 
     def _find_for(self, claim: int, request: int, wanted: RequestedDevices) -> bool:
         """Allocate one alternative of a request, and all that comes behind it."""
         if wanted.count is not None:
             return self._find_some(claim, request, wanted, wanted.count, 0)
-        found = [it for it in self._pools.devices if self._may_have(wanted, it)]
+        found = [device for device in self._pools.devices if self._may_have(wanted, device)]
         return (
             bool(found)
             and not self._pools.problems
@@ -292,7 +292,7 @@ class _Search:
         counted = bool(device.consumes) and not (
             device.shared and self._claims_on.get(device.id, 0)
         )
-        if counted and any(self._free[it] < n for it, n in device.consumes.items()):
+        if counted and any(self._free[counter] < n for counter, n in device.consumes.items()):
             return None
         taken = _Taken(device, wanted, claim, consumed if device.shared else {}, counted)
         for constraint in self._constraints[claim]:
@@ -319,7 +319,7 @@ class _Search:
                 wanted.result_name,
                 device.id,
                 wanted.device_class,
-                {name: format_amount(it) for name, it in taken.consumed.items()}
+                {name: format_amount(fraction) for name, fraction in taken.consumed.items()}
                 if device.shared
                 else None,
                 wanted.tolerations,

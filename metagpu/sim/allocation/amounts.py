@@ -53,7 +53,7 @@ def consumed_amount(requested: Fraction | None, capacity: Mapping[str, Any]) -> 
         return parse_amount(policy["default"] if "default" in policy else capacity["value"])
     if "validValues" in policy:
         valid = map(parse_amount, policy["validValues"])  # in ascending order
-        return next((it for it in valid if requested <= it), None)
+        return next((fraction for fraction in valid if requested <= fraction), None)
     if limits := policy.get("validRange"):
         return _in_range(requested, limits)
     return requested

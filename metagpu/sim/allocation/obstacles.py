@@ -103,16 +103,22 @@ def _refused_by_the_api(devices: Document) -> str:
     A constraint and a config may name requests, and alternatives as `request/alternative`.
     """
     requests = devices.get("requests") or ()
-    known = [it["name"] for it in requests] + [
-        f"{it['name']}/{each['name']}" for it in requests for each in it.get("firstAvailable") or ()
+    known = [request["name"] for request in requests] + [
+        f"{request['name']}/{each['name']}"
+        for request in requests
+        for each in request.get("firstAvailable") or ()
     ]
-    of_config = [("config", it) for it in devices.get("config") or ()]
+    of_config = [("config", entry) for entry in devices.get("config") or ()]
     constraints = devices.get("constraints") or ()
-    if not all({"matchAttribute", "distinctAttribute"} & it.keys() for it in constraints):
+    if not all(
+        {"matchAttribute", "distinctAttribute"} & constraint.keys() for constraint in constraints
+    ):
         return "a constraint has neither matchAttribute nor distinctAttribute"
-    of_constraints = [(f"constraint {_shown_constraint(it)}", it) for it in constraints]
-    for place, it in of_constraints + of_config:
-        if missing := [name for name in it.get("requests") or () if name not in known]:
+    of_constraints = [
+        (f"constraint {_shown_constraint(constraint)}", constraint) for constraint in constraints
+    ]
+    for place, entry in of_constraints + of_config:
+        if missing := [name for name in entry.get("requests") or () if name not in known]:
             has = ", ".join(known) or "none"
             return f"its {place} names the request {missing[0]}, and the claim has: {has}"
     return ""
@@ -126,7 +132,7 @@ def _request_reason(
     if not trial.fits(alone):
         return _reason(trial, alone)
     if not trial.fits(_claim_of(claim, requests)):
-        before = ", ".join(it["name"] for it in requests[:-1])
+        before = ", ".join(request["name"] for request in requests[:-1])
         return f"no device is left after those of {before}"
     if not trial.fits(_claim_of(claim, requests, constraints)):
         return _constraint_reason(trial, claim, requests, constraints)
@@ -144,7 +150,11 @@ def _claim_of(
 def _constraint_reason(
     trial: _Trial, claim: Document, requests: Sequence[Document], constraints: Sequence[Document]
 ) -> str:
-    alone = [it for it in constraints if not trial.fits(_claim_of(claim, requests, [it]))]
+    alone = [
+        constraint
+        for constraint in constraints
+        if not trial.fits(_claim_of(claim, requests, [constraint]))
+    ]
     named = " and ".join(map(_shown_constraint, alone or constraints))
     return f"no devices fulfil the constraint {named}"
 
@@ -158,8 +168,9 @@ def _reason(trial: _Trial, claim: Document) -> str:
     """Return why a claim with one request has no device, of each alternative."""
     [alternatives] = read_claim(claim, trial.classes).requests
     return "; ".join(
-        (f"{it.alternative}: " if it.alternative else "") + _alternative_reason(trial, it)
-        for it in alternatives
+        (f"{alternative.alternative}: " if alternative.alternative else "")
+        + _alternative_reason(trial, alternative)
+        for alternative in alternatives
     )
 
 
@@ -167,7 +178,9 @@ def _alternative_reason(trial: _Trial, wanted: RequestedDevices) -> str:
     kind, devices = wanted.device_class, list(trial.pools.devices)
     of_class = len((trial.classes[kind].get("spec") or {}).get("selectors") or ())
     for place, expression in enumerate(wanted.selectors):
-        devices = [it for it in devices if selects(expression, it.id.driver, it.spec)]
+        devices = [
+            device for device in devices if selects(expression, device.id.driver, device.spec)
+        ]
         if not devices:
             of_it = place < of_class
             return (
@@ -175,10 +188,10 @@ def _alternative_reason(trial: _Trial, wanted: RequestedDevices) -> str:
                 if of_it
                 else f"no device of {kind} fulfils {expression}"
             )
-    fitting = [it for it in devices if wanted.consumed(it, {}) is not None]
+    fitting = [device for device in devices if wanted.consumed(device, {}) is not None]
     if not fitting:
         return _capacity_reason(wanted, devices)
-    tolerated = [it for it in fitting if wanted.tolerates(it)]
+    tolerated = [device for device in fitting if wanted.tolerates(device)]
     if not tolerated:
         tainted = f"{_count(fitting)} of {kind}"
         return f"the request does not tolerate the taint {_taints(fitting)} of {tainted}"
@@ -198,12 +211,14 @@ def _count_reason(wanted: RequestedDevices, fitting: int) -> str:
 
 def _capacity_reason(wanted: RequestedDevices, devices: Sequence[PooledDevice]) -> str:
     kind = wanted.device_class
-    known = {name for it in devices for name in _capacities(it)}
+    known = {name for device in devices for name in _capacities(device)}
     if missing := sorted(wanted.amounts.keys() - known):
         has = ", ".join(sorted(known)) or "none"
         return f"devices of {kind} have no capacity {missing[0]}; they have: {has}"
     for name, amount in wanted.amounts.items():
-        most = max(_most(_capacities(it)[name]) for it in devices if name in _capacities(it))
+        most = max(
+            _most(_capacities(device)[name]) for device in devices if name in _capacities(device)
+        )
         if amount > most:
             asked = f"{format_amount(amount)} of the capacity {name} are requested"
             return f"{asked}, and a device of {kind} has {format_amount(most)} at most"
@@ -226,5 +241,5 @@ def _count(devices: Sequence[PooledDevice]) -> str:
 
 
 def _taints(devices: Sequence[PooledDevice]) -> str:
-    found = {it["key"]: None for device in devices for it in device.spec.get("taints") or ()}
+    found = {taint["key"]: None for device in devices for taint in device.spec.get("taints") or ()}
     return ", ".join(found)

@@ -63,20 +63,22 @@ def gather_pools(slices: Iterable[Document], node: str) -> DevicePools:
     are tried by driver and name, slices by name, devices in the order of their slice.
     """
     by_pool = defaultdict[tuple[str, str], list[Document]](list)
-    for it in slices:
-        if it["spec"].get("nodeName") == node:
-            by_pool[it["spec"]["driver"], it["spec"]["pool"]["name"]].append(it)
+    for piece in slices:
+        if piece["spec"].get("nodeName") == node:
+            by_pool[piece["spec"]["driver"], piece["spec"]["pool"]["name"]].append(piece)
 
     devices: list[PooledDevice] = []
     counters: dict[CounterKey, Fraction] = {}
     problems = {}
     for (driver, pool), found in sorted(by_pool.items()):
-        newest = max(it["spec"]["pool"]["generation"] for it in found)
-        parts = [it for it in found if it["spec"]["pool"]["generation"] == newest]
-        parts.sort(key=lambda it: str(it["metadata"]["name"]))
+        newest = max(part["spec"]["pool"]["generation"] for part in found)
+        parts = [part for part in found if part["spec"]["pool"]["generation"] == newest]
+        parts.sort(key=lambda part: str(part["metadata"]["name"]))
         available = dict(_counters(driver, pool, parts))
         those = [
-            _pooled(driver, pool, it) for part in parts for it in part["spec"].get("devices", ())
+            _pooled(driver, pool, device)
+            for part in parts
+            for device in part["spec"].get("devices", ())
         ]
         if problem := _problem(parts, those, available):
             problems[pool] = problem
@@ -91,18 +93,18 @@ def _problem(
 ) -> str:
     if len(parts) != parts[0]["spec"]["pool"]["resourceSliceCount"]:
         return "incomplete"
-    if len({it.id for it in devices}) < len(devices):
+    if len({device.id for device in devices}) < len(devices):
         return "duplicate device name"
-    if any(it.consumes.keys() - counters.keys() for it in devices):
+    if any(device.consumes.keys() - counters.keys() for device in devices):
         return "counter not found"
     return ""
 
 
 def _pooled(driver: str, pool: str, spec: Document) -> PooledDevice:
     consumes = {
-        (driver, pool, it["counterSet"], name): parse_amount(counter["value"])
-        for it in spec.get("consumesCounters") or ()
-        for name, counter in it["counters"].items()
+        (driver, pool, consumes_counter["counterSet"], name): parse_amount(counter["value"])
+        for consumes_counter in spec.get("consumesCounters") or ()
+        for name, counter in consumes_counter["counters"].items()
     }
     shared = bool(spec.get("allowMultipleAllocations"))
     return PooledDevice(DeviceId(driver, pool, spec["name"]), spec, shared, consumes)
@@ -112,6 +114,6 @@ def _counters(
     driver: str, pool: str, parts: list[Document]
 ) -> Iterator[tuple[CounterKey, Fraction]]:
     for part in parts:
-        for it in part["spec"].get("sharedCounters") or ():
-            for name, counter in it["counters"].items():
-                yield (driver, pool, it["name"], name), parse_amount(counter["value"])
+        for shared_counter in part["spec"].get("sharedCounters") or ():
+            for name, counter in shared_counter["counters"].items():
+                yield (driver, pool, shared_counter["name"], name), parse_amount(counter["value"])

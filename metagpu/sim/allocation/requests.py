@@ -45,7 +45,7 @@ class RequestedDevices(msgspec.Struct, frozen=True):
         Raises:
             AllocationError: a selector fails on the device.
         """
-        return all(selects(it, device.id.driver, device.spec) for it in self.selectors)
+        return all(selects(selector, device.id.driver, device.spec) for selector in self.selectors)
 
     def consumed(self, device: PooledDevice, used: Amounts) -> Amounts | None:
         """Return what an allocation consumes of each capacity, `None` if that is too much.
@@ -69,7 +69,7 @@ class RequestedDevices(msgspec.Struct, frozen=True):
         """Return whether no taint keeps the request from a device."""
         return all(
             taint["effect"] not in _PREVENTING
-            or any(_tolerates(it, taint) for it in self.tolerations)
+            or any(_tolerates(toleration, taint) for toleration in self.tolerations)
             for taint in device.spec.get("taints") or ()
         )
 
@@ -91,8 +91,10 @@ def read_claim(claim: Document, classes: Mapping[str, Document]) -> WantedDevice
     """
     metadata, devices = claim["metadata"], claim["spec"].get("devices") or {}
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
-    requests = tuple(_alternatives(it, classes) for it in devices.get("requests") or ())
-    least = sum(min(it.count or 0 for it in alternatives) for alternatives in requests)
+    requests = tuple(_alternatives(request, classes) for request in devices.get("requests") or ())
+    least = sum(
+        min(alternative.count or 0 for alternative in alternatives) for alternatives in requests
+    )
     if least > MAX_RESULTS:
         raise AllocationError(
             f"claim {title}: number of requested devices {least} exceeds the claim limit of "
@@ -106,7 +108,8 @@ def _alternatives(
 ) -> tuple[RequestedDevices, ...]:
     if "firstAvailable" in request:
         return tuple(
-            _requested(request["name"], it["name"], it, classes) for it in request["firstAvailable"]
+            _requested(request["name"], alternative["name"], alternative, classes)
+            for alternative in request["firstAvailable"]
         )
     return (_requested(request["name"], "", request["exactly"], classes),)
 
@@ -120,7 +123,7 @@ def _requested(
     if spec.get("adminAccess"):
         raise AllocationError(f"request {name}: the simulator has no adminAccess")
     own = (*(classes[kind].get("spec") or {}).get("selectors", ()), *spec.get("selectors", ()))
-    selectors = tuple(it["cel"]["expression"] for it in own)
+    selectors = tuple(selector["cel"]["expression"] for selector in own)
     for expression in selectors:
         check_selector(expression)
     asked = (spec.get("capacity") or {}).get("requests") or {}
@@ -137,7 +140,7 @@ def _requested(
 
 def _tolerates(toleration: Document, taint: Document) -> bool:
     """Return whether a toleration covers a taint; what it leaves out covers all."""
-    if any(toleration.get(it) not in {None, "", taint[it]} for it in ("effect", "key")):
+    if any(toleration.get(field) not in {None, "", taint[field]} for field in ("effect", "key")):
         return False
     if toleration.get("operator", "Equal") == "Exists":
         return True

@@ -52,16 +52,19 @@ class SimNfd:
     def _put_right(self, name: str, node: Object) -> None:
         wanted = {
             label: value
-            for _, it in sorted(self.store.objects.items(), key=lambda pair: pair[0][2])
-            if it.get("kind") == "NodeFeature" and it["metadata"]["labels"].get(_NODE_NAME) == name
-            for label, value in it["spec"]["labels"].items()
+            for _, document in sorted(self.store.objects.items(), key=lambda pair: pair[0][2])
+            if document.get("kind") == "NodeFeature"
+            and document["metadata"]["labels"].get(_NODE_NAME) == name
+            for label, value in document["spec"]["labels"].items()
             if label.partition("/")[0] not in self.denied
         }
         given = node["metadata"].get("labels") or {}
         kept = (node["metadata"].get("annotations") or {}).get(NFD_LABELS, "").split(",")
 
-        labels: dict[str, str | None] = {it: v for it, v in wanted.items() if given.get(it) != v}
-        labels |= {it: None for it in kept if it in given and it not in wanted}
+        labels: dict[str, str | None] = {
+            label: v for label, v in wanted.items() if given.get(label) != v
+        }
+        labels |= {label: None for label in kept if label in given and label not in wanted}
         remembered = ",".join(sorted(wanted)) or None
         if labels or remembered != (",".join(kept) or None):
             patch = {"metadata": {"labels": labels, "annotations": {NFD_LABELS: remembered}}}
@@ -85,9 +88,9 @@ def add_node_features(app: web.Application, store: ObjectStore) -> None:
         )
 
     async def delete(request: web.Request) -> web.StreamResponse:
-        it = store.get_object(_feature_key(request))
+        document = store.get_object(_feature_key(request))
         store.delete(_feature_key(request))
-        return web.json_response(it)
+        return web.json_response(document)
 
     app.router.add_get(NFD_GROUP, discover)
     app.router.add_get(path, get)
@@ -134,7 +137,7 @@ class SimTokens:
     def review(self, token: str, audiences: list[str]) -> Object:
         """Return the status of a TokenReview."""
         user, of_token = self.issued.get(token, ("", []))
-        common = [it for it in of_token if it in audiences]
+        common = [audience for audience in of_token if audience in audiences]
         if not common:
             return {"authenticated": False, "error": "invalid bearer token"}
         identity = {
@@ -164,8 +167,8 @@ def add_pod_proxy(app: web.Application, store: ObjectStore, tokens: SimTokens) -
 
     async def proxy(request: web.Request) -> web.StreamResponse:
         pod, _, port = request.match_info["pod"].partition(":")
-        it = store.get_object(("pods", request.match_info["namespace"], pod))
-        address = (it.get("status") or {}).get("podIP")
+        document = store.get_object(("pods", request.match_info["namespace"], pod))
+        address = (document.get("status") or {}).get("podIP")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _KEPT}
         url = f"http://{address}:{port}/{request.match_info['path']}"
         try:
@@ -242,11 +245,11 @@ def add_evictions(app: web.Application, store: ObjectStore) -> None:
 
 def _budgets(store: ObjectStore, pod: Object) -> Iterator[Object]:
     labels = pod["metadata"].get("labels") or {}
-    for (kind, namespace, _), it in list(store.objects.items()):
+    for (kind, namespace, _), document in list(store.objects.items()):
         if kind == BUDGETS and namespace == pod["metadata"]["namespace"]:
-            wanted = it["spec"]["selector"]["matchLabels"]
+            wanted = document["spec"]["selector"]["matchLabels"]
             if wanted.items() <= labels.items():
-                yield it
+                yield document
 
 
 def _take(store: ObjectStore, budget: Object) -> None:
@@ -305,7 +308,8 @@ class SimResourceSlices:
         if (before := self.store.objects.get(key)) is not None:
             content["metadata"]["uid"] = before["metadata"]["uid"]
             fixed = [
-                (it["driver"], it["nodeName"], it["pool"]["name"]) for it in (before["spec"], spec)
+                (spec_version["driver"], spec_version["nodeName"], spec_version["pool"]["name"])
+                for spec_version in (before["spec"], spec)
             ]
             if fixed[0] != fixed[1]:
                 raise ApiError(422, "Invalid", "spec: driver, nodeName and pool.name are immutable")
@@ -333,9 +337,9 @@ class SimResourceSlices:
         return web.json_response(self.put(name, json.loads(await request.read())))
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        it = self.store.get_object(_device_key(request.match_info["name"]))
+        document = self.store.get_object(_device_key(request.match_info["name"]))
         self.store.delete(_device_key(request.match_info["name"]))
-        return web.json_response(it)
+        return web.json_response(document)
 
     def _stored(self, body: Object) -> Object:
         content = copy.deepcopy(body)
@@ -348,11 +352,13 @@ class SimResourceSlices:
     def _without_dropped(self, value: Any) -> Any:  # noqa: ANN401 - any JSON
         if isinstance(value, dict):
             return {
-                key: self._without_dropped(it)
-                for key, it in value.items()
+                key: self._without_dropped(inner)
+                for key, inner in value.items()
                 if key not in self.dropped
             }
-        return [self._without_dropped(it) for it in value] if isinstance(value, list) else value
+        return (
+            [self._without_dropped(inner) for inner in value] if isinstance(value, list) else value
+        )
 
 
 def _device_key(name: str) -> Key:
@@ -400,7 +406,11 @@ class SimClaimStatus:
         self._check(claim, wanted)
         owner = before["metadata"]["uid"], request.query["fieldManager"]
         mine = self._applied.get(owner, set()) | set(map(identity, wanted))
-        kept = [it for it in claim["status"].get("devices") or () if identity(it) not in mine]
+        kept = [
+            device
+            for device in claim["status"].get("devices") or ()
+            if identity(device) not in mine
+        ]
         claim["status"]["devices"] = [*kept, *wanted]
         self._applied[owner] = set(map(identity, wanted))
         return web.json_response(before if claim == before else self.store.put(key, claim))
@@ -415,13 +425,15 @@ class SimClaimStatus:
             raise ApiError(422, "Invalid", message)
         allocation = claim["status"].get("allocation") or {"devices": {"results": []}}
         allocated = set(map(identity, allocation["devices"]["results"]))
-        for it in wanted:
-            if identity(it) not in allocated:
-                raise ApiError(422, "Invalid", f"status.devices: Invalid value: {identity(it)}")
+        for document in wanted:
+            if identity(document) not in allocated:
+                raise ApiError(
+                    422, "Invalid", f"status.devices: Invalid value: {identity(document)}"
+                )
         if len(set(map(identity, wanted))) < len(wanted):
             raise ApiError(422, "Invalid", "status.devices: Duplicate value")
 
 
-def identity(it: Object) -> Identity:
+def identity(document: Object) -> Identity:
     """Return what tells an entry, or a result of an allocation, from the others."""
-    return it["driver"], it["pool"], it["device"], it.get("shareID")
+    return document["driver"], document["pool"], document["device"], document.get("shareID")

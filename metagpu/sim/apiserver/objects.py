@@ -80,12 +80,12 @@ class ObjectSelection:
         fields, wanted = _requirements(selector, _FIELD), _requirements(labels, _REQUIREMENT)
         return cls(collection, namespace, fields, wanted)
 
-    def contains(self, key: Key, it: Object) -> bool:
+    def contains(self, key: Key, document: Object) -> bool:
         """Return whether the selection contains an object."""
         if key[0] != self.collection or self.namespace not in {"", key[1]}:
             return False
-        given = it["metadata"].get("labels") or {}
-        return all(each.holds(_field(it, each.key) or "") for each in self.fields) and all(
+        given = document["metadata"].get("labels") or {}
+        return all(each.holds(_field(document, each.key) or "") for each in self.fields) and all(
             each.holds(given.get(each.key)) for each in self.labels
         )
 
@@ -134,16 +134,16 @@ def _requirements(selector: str, form: re.Pattern[str]) -> Sequence[Requirement]
         if read["equal"]:
             values = frozenset((read["value"],))
         elif read["of"]:
-            values = frozenset(it.strip() for it in read["values"].split(","))
+            values = frozenset(other.strip() for other in read["values"].split(","))
         negated = bool(read["absent"]) or read["equal"] == "!=" or read["of"] == "notin"
         found.append(Requirement(read["key"], values, negated))
     return found
 
 
-def _field(it: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
+def _field(value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
     for name in path.split("."):
-        it = it.get(name) or {}
-    return it
+        value = value.get(name) or {}
+    return value
 
 
 class ApiError(Exception):
@@ -163,7 +163,7 @@ class ApiError(Exception):
             "reason": reason,
             "code": code,
             "details": {
-                "causes": [{"reason": "FieldManagerConflict", "field": it} for it in fields]
+                "causes": [{"reason": "FieldManagerConflict", "field": path} for path in fields]
             },
         }
 
@@ -186,28 +186,28 @@ class ObjectStore:
 
     def dump(self) -> Object:
         """Return all objects and their version as JSON can hold them."""
-        rows = [[*key, it] for key, it in self.objects.items()]
+        rows = [[*key, document] for key, document in self.objects.items()]
         return {"version": self.version, "objects": rows}
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Take in what `dump` returned; watches from before have to list again."""
         self.version = self.oldest = int(content["version"])
         self.objects = {
-            (kind, namespace, name): it for kind, namespace, name, it in content["objects"]
+            (kind, namespace, name): value for kind, namespace, name, value in content["objects"]
         }
 
     def put(self, key: Key, content: Mapping[str, Any]) -> Object:
         """Create or replace an object."""
         known = key in self.objects
-        it: Object = copy.deepcopy(dict(content))
-        metadata = it.setdefault("metadata", {})
+        document: Object = copy.deepcopy(dict(content))
+        metadata = document.setdefault("metadata", {})
         metadata["name"] = key[2]
         if key[1]:
             metadata["namespace"] = key[1]
         metadata.setdefault("uid", self.objects[key]["metadata"]["uid"] if known else str(uuid4()))
-        self._note("MODIFIED" if known else "ADDED", key, it)
-        self.objects[key] = it
-        return it
+        self._note("MODIFIED" if known else "ADDED", key, document)
+        self.objects[key] = document
+        return document
 
     def delete(self, key: Key) -> None:
         """Delete an object."""
@@ -230,9 +230,9 @@ class ObjectStore:
 
     def select(self, selection: ObjectSelection) -> Iterator[Object]:
         """Yield the objects of a selection."""
-        for key, it in self.objects.items():
-            if selection.contains(key, it):
-                yield it
+        for key, document in self.objects.items():
+            if selection.contains(key, document):
+                yield document
 
     def merge(self, key: Key, patch: Mapping[str, Any], *, status: bool, manager: str) -> Object:
         """Merge a patch into an object: into its status only, or into all but its status.
@@ -290,10 +290,10 @@ class ObjectStore:
             return before
         return self.put(key, after)
 
-    def _note(self, kind: str, key: Key, it: Object) -> None:
+    def _note(self, kind: str, key: Key, document: Object) -> None:
         self.version += 1
-        it["metadata"]["resourceVersion"] = str(self.version)
-        self.history.append((self.version, kind, key, copy.deepcopy(it)))
+        document["metadata"]["resourceVersion"] = str(self.version)
+        self.history.append((self.version, kind, key, copy.deepcopy(document)))
         self.changed()
 
 
@@ -309,12 +309,12 @@ def _merged(before: Any, patch: Any) -> Any:  # noqa: ANN401 - any JSON
     return base
 
 
-def _side(it: Object, *, status: bool) -> Object:
-    return {name: value for name, value in it.items() if (name == "status") == status}
+def _side(document: Object, *, status: bool) -> Object:
+    return {name: value for name, value in document.items() if (name == "status") == status}
 
 
-def _entry(it: Object, manager: str, subresource: str) -> Object:
-    entries = it["metadata"].setdefault("managedFields", [])
+def _entry(document: Object, manager: str, subresource: str) -> Object:
+    entries = document["metadata"].setdefault("managedFields", [])
     for entry in entries:
         same = entry["manager"] == manager and entry["operation"] == "Apply"
         if same and entry.get("subresource", "") == subresource:
@@ -322,15 +322,15 @@ def _entry(it: Object, manager: str, subresource: str) -> Object:
     return {"manager": manager, "operation": "Apply", "subresource": subresource, "fieldsV1": {}}
 
 
-def _keep_entry(it: Object, entry: Object) -> None:
-    entries = it["metadata"]["managedFields"]
+def _keep_entry(document: Object, entry: Object) -> None:
+    entries = document["metadata"]["managedFields"]
     rest = [
         each
         for each in entries
         if (each["manager"], each["operation"], each.get("subresource", ""))
         != (entry["manager"], entry["operation"], entry["subresource"])
     ]
-    it["metadata"]["managedFields"] = [*rest, entry] if entry["fieldsV1"] else rest
+    document["metadata"]["managedFields"] = [*rest, entry] if entry["fieldsV1"] else rest
 
 
 def _labels_of(entry: Object) -> set[str]:
@@ -338,13 +338,13 @@ def _labels_of(entry: Object) -> set[str]:
     return {name.removeprefix("f:") for name in fields}
 
 
-def _apply_labels(it: Object, said: Mapping[str, Any], manager: str, *, force: bool) -> None:
+def _apply_labels(document: Object, said: Mapping[str, Any], manager: str, *, force: bool) -> None:
     wanted = said.get("metadata", {}).get("labels") or {}
-    labels = it["metadata"].setdefault("labels", {})
-    own = _entry(it, manager, "")
+    labels = document["metadata"].setdefault("labels", {})
+    own = _entry(document, manager, "")
     others = {
         name: entry["manager"]
-        for entry in it["metadata"]["managedFields"]
+        for entry in document["metadata"]["managedFields"]
         if entry["manager"] != manager
         for name in _labels_of(entry)
     }
@@ -359,23 +359,23 @@ def _apply_labels(it: Object, said: Mapping[str, Any], manager: str, *, force: b
     labels.update(wanted)
     fields: Object = {f"f:{name}": {} for name in wanted}
     own["fieldsV1"] = {"f:metadata": {"f:labels": fields}} if fields else {}
-    _keep_entry(it, own)
+    _keep_entry(document, own)
 
 
-def _apply_conditions(it: Object, said: Mapping[str, Any], manager: str) -> None:
+def _apply_conditions(document: Object, said: Mapping[str, Any], manager: str) -> None:
     wanted = {each["type"]: each for each in said.get("status", {}).get("conditions") or ()}
-    own = _entry(it, manager, "status")
+    own = _entry(document, manager, "status")
     mine = set(own["fieldsV1"].get("types", ())) | wanted.keys()
-    status = it.setdefault("status", {})
+    status = document.setdefault("status", {})
     rest = [each for each in status.get("conditions") or () if each["type"] not in mine]
     status["conditions"] = [*rest, *wanted.values()]
     own["fieldsV1"] = {"types": sorted(wanted)} if wanted else {}
-    _keep_entry(it, own)
+    _keep_entry(document, own)
 
 
-def _note_manager(it: Object, label: str, manager: str | None) -> None:
+def _note_manager(document: Object, label: str, manager: str | None) -> None:
     """Record the manager of a label that was written without apply; None removes it."""
-    entries = it["metadata"].setdefault("managedFields", [])
+    entries = document["metadata"].setdefault("managedFields", [])
     for entry in entries:
         entry["fieldsV1"].get("f:metadata", {}).get("f:labels", {}).pop(f"f:{label}", None)
     if manager is None:

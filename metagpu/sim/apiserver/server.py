@@ -69,8 +69,8 @@ class SimCluster:
     ) -> None:
         """Write a Node's capacity and allocatable, as its kubelet does."""
         status = {
-            "capacity": {it: str(n) for it, n in capacity.items()},
-            "allocatable": {it: str(n) for it, n in allocatable.items()},
+            "capacity": {resource: str(n) for resource, n in capacity.items()},
+            "allocatable": {resource: str(n) for resource, n in allocatable.items()},
         }
         key = ("nodes", "", name)
         self.store.merge(key, {"status": status}, status=True, manager="kubelet")
@@ -105,7 +105,7 @@ class SimCluster:
                     "uid": "of-the-owner",
                 }
             ]
-        limits = {it: str(count) for it, count in (requests or {}).items()}
+        limits = {resource: str(count) for resource, count in (requests or {}).items()}
         spec = {
             "nodeName": node,
             "containers": [{"name": "main", "resources": {"limits": limits}}],
@@ -125,15 +125,15 @@ class SimCluster:
 
     def pods(self) -> list[Object]:
         """Return all Pods, the oldest first."""
-        return [it for key, it in self.store.objects.items() if key[0] == "pods"]
+        return [document for key, document in self.store.objects.items() if key[0] == "pods"]
 
     def node_features(self) -> list[Object]:
         """Return all NodeFeatures."""
-        return [it for key, it in self.store.objects.items() if key[0] == NODE_FEATURES]
+        return [document for key, document in self.store.objects.items() if key[0] == NODE_FEATURES]
 
     def events(self) -> list[Object]:
         """Return all Events, the oldest first."""
-        return [it for key, it in self.store.objects.items() if key[0] == "events"]
+        return [document for key, document in self.store.objects.items() if key[0] == "events"]
 
 
 MERGE: Final = "application/merge-patch+json"
@@ -143,7 +143,8 @@ _PODS: Final = "/api/v1/pods"
 _POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 _CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
 _LISTED: Final = tuple(
-    f"/api/v1/namespaces/{{namespace}}/{it}" for it in ("pods", "resourcequotas", "events")
+    f"/api/v1/namespaces/{{namespace}}/{collection}"
+    for collection in ("pods", "resourcequotas", "events")
 )
 _CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
 _TEMPLATES: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaimtemplates"
@@ -222,7 +223,9 @@ class SimApiServer(SimCluster):
     async def watched(self, collection: str, *, times: int = 1) -> None:
         """Wait until a collection, like `/api/v1/pods`, has been watched so many times."""
         target = f"{collection}?watch"
-        await self.until(lambda: sum(it.target == target for it in self.requests) >= times)
+        await self.until(
+            lambda: sum(request.target == target for request in self.requests) >= times
+        )
 
     # --- what can go wrong ------------------------------------------------------------------------
 
@@ -365,8 +368,8 @@ class SimApiServer(SimCluster):
         await response.prepare(request)
         ending, bookmarks = self._ending, self._bookmarks
 
-        async def send(kind: str, it: Object) -> None:
-            await response.write(json.dumps({"type": kind, "object": it}).encode() + b"\n")
+        async def send(kind: str, entry: Object) -> None:
+            await response.write(json.dumps({"type": kind, "object": entry}).encode() + b"\n")
 
         timeout = anyio.move_on_after(float(request.query["timeoutSeconds"]))
         with suppress(ConnectionResetError), timeout:  # a client may go while there is a change
@@ -376,9 +379,9 @@ class SimApiServer(SimCluster):
                     await send("ERROR", ApiError(410, "Expired", "too old resource version").status)
                     break
                 latest = self.store.version  # what comes while this sends is for the next round
-                for version, kind, about, it in list(self.store.history):
-                    if version > seen and selection.contains(about, it):
-                        await send(kind, it)
+                for version, kind, about, document in list(self.store.history):
+                    if version > seen and selection.contains(about, document):
+                        await send(kind, document)
                 seen = latest
                 if bookmarks != self._bookmarks:
                     bookmarks = self._bookmarks
@@ -394,23 +397,23 @@ class SimApiServer(SimCluster):
 
         if request.content_type == APPLY:
             force = request.query.get("force") == "true"
-            it = self.store.apply(key, body, status=status, manager=manager, force=force)
+            document = self.store.apply(key, body, status=status, manager=manager, force=force)
         elif request.content_type == MERGE:
-            it = self.store.merge(key, body, status=status, manager=manager)
+            document = self.store.merge(key, body, status=status, manager=manager)
         else:
             raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is unknown")
-        return web.json_response(it)
+        return web.json_response(document)
 
     async def _delete_pod(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read() or b"{}")
         key = ("pods", request.match_info["namespace"], request.match_info["name"])
-        it = self.store.get_object(key)
+        document = self.store.get_object(key)
         for name, wanted in body.get("preconditions", {}).items():
-            if it["metadata"][name] != wanted:
+            if document["metadata"][name] != wanted:
                 raise ApiError(409, "Conflict", f"Precondition failed: {name} in precondition")
         if body.get("dryRun") != ["All"]:
             self.store.delete(key)
-        return web.json_response(it)
+        return web.json_response(document)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         body, namespace = json.loads(await request.read()), request.match_info["namespace"]

@@ -42,7 +42,9 @@ class ClaimManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.capacity:
             exactly["capacity"] = {"requests": dict(self.capacity)}
         if self.selectors:
-            exactly["selectors"] = [{"cel": {"expression": it}} for it in self.selectors]
+            exactly["selectors"] = [
+                {"cel": {"expression": selector}} for selector in self.selectors
+            ]
         return claim_with_pod(self.name, {"exactly": exactly}, self.namespace)
 
 

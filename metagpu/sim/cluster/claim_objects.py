@@ -36,17 +36,17 @@ def claim_key(claim: Object) -> Key:
 
 def claims_of(pod: Object) -> Sequence[Key]:
     """Return the keys of a Pod's claims that have been made."""
-    return [("resourceclaims", pod["metadata"]["namespace"], it) for it in claim_names(pod)]
+    return [("resourceclaims", pod["metadata"]["namespace"], name) for name in claim_names(pod)]
 
 
 def unmade_claims(pod: Object) -> Sequence[Mapping[str, str]]:
     """Return the entries of a Pod for which a claim has to be made from a template."""
     statuses = pod.get("status", {}).get("resourceClaimStatuses") or ()
-    made = {it["name"] for it in statuses}
+    made = {status["name"] for status in statuses}
     return [
-        it
-        for it in pod["spec"].get("resourceClaims") or ()
-        if "resourceClaimTemplateName" in it and it["name"] not in made
+        claim
+        for claim in pod["spec"].get("resourceClaims") or ()
+        if "resourceClaimTemplateName" in claim and claim["name"] not in made
     ]
 
 
@@ -87,7 +87,7 @@ def allocated(
         "status": {
             "allocation": {
                 "devices": {
-                    "results": [_result(it) for it in found],
+                    "results": [_result(result) for result in found],
                     "config": list(_config(found, claim, classes)),
                 },
                 "nodeSelector": {"nodeSelectorTerms": [{"matchFields": [on_node]}]},
@@ -109,8 +109,8 @@ def released(claim: Object, pods: Iterable[Object]) -> Patch | None:
     Without a Pod it has no devices.
     """
     users = (claim.get("status") or {}).get("reservedFor") or ()
-    running = {it["metadata"]["uid"] for it in pods if phase_of(it) not in ENDED}
-    left = [it for it in users if it["uid"] in running]
+    running = {pod["metadata"]["uid"] for pod in pods if phase_of(pod) not in ENDED}
+    left = [user for user in users if user["uid"] in running]
     if len(left) == len(users):
         return None
     return {
@@ -121,17 +121,17 @@ def released(claim: Object, pods: Iterable[Object]) -> Patch | None:
     }
 
 
-def _result(it: AllocationResult) -> dict[str, Any]:
+def _result(result: AllocationResult) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "request": it.request,
-        "driver": it.id.driver,
-        "pool": it.id.pool,
-        "device": it.id.device,
+        "request": result.request,
+        "driver": result.id.driver,
+        "pool": result.id.pool,
+        "device": result.id.device,
     }
-    if it.consumed is not None:
-        found |= {"shareID": str(uuid4()), "consumedCapacity": dict(it.consumed)}
-    if it.tolerations:
-        found["tolerations"] = list(it.tolerations)
+    if result.consumed is not None:
+        found |= {"shareID": str(uuid4()), "consumedCapacity": dict(result.consumed)}
+    if result.tolerations:
+        found["tolerations"] = list(result.tolerations)
     return found
 
 
@@ -139,11 +139,15 @@ def _config(
     results: Sequence[AllocationResult], claim: Object, classes: Mapping[str, Object]
 ) -> Iterator[dict[str, Any]]:
     """Yield the driver's parameters: those of the classes, then those of the claim."""
-    for kind in dict.fromkeys(it.device_class for it in results):
-        requests = dict.fromkeys(it.request for it in results if it.device_class == kind)
+    for kind in dict.fromkeys(result.device_class for result in results):
+        requests = dict.fromkeys(
+            result.request for result in results if result.device_class == kind
+        )
         for config in (classes[kind].get("spec") or {}).get("config") or ():
             yield {**config, "source": "FromClass", "requests": list(requests)}
-    names = {it.request for it in results} | {it.request.partition("/")[0] for it in results}
+    names = {result.request for result in results} | {
+        result.request.partition("/")[0] for result in results
+    }
     for config in claim["spec"]["devices"].get("config") or ():
         if not config.get("requests") or not names.isdisjoint(config["requests"]):
             yield {**config, "source": "FromClaim"}

@@ -30,12 +30,14 @@ class ClaimScheduler:
 
     def __init__(self, node: str, objects: Mapping[Key, Object]) -> None:
         def of(collection: str) -> Sequence[Object]:
-            return [it for key, it in objects.items() if key[0] == collection]
+            return [document for key, document in objects.items() if key[0] == collection]
 
         self._node = node
         self._slices = of("resourceslices")
-        self._classes = {it["metadata"]["name"]: it for it in of("deviceclasses")}
-        self.claims = {key: it for key, it in objects.items() if key[0] == "resourceclaims"}
+        self._classes = {document["metadata"]["name"]: document for document in of("deviceclasses")}
+        self.claims = {
+            key: document for key, document in objects.items() if key[0] == "resourceclaims"
+        }
 
     def fit(self, pod: Object) -> ClaimFit:
         """Find devices for all claims of a pod, and take them."""

@@ -14,8 +14,8 @@ from metagpu.sim.machine.gpu import SimError
 _OF_CHART: Final = {"app.kubernetes.io/managed-by": "Helm"}
 
 
-def _is_of_chart(it: Object) -> bool:
-    return _OF_CHART.items() <= (it["metadata"].get("labels") or {}).items()
+def _is_of_chart(document: Object) -> bool:
+    return _OF_CHART.items() <= (document["metadata"].get("labels") or {}).items()
 
 
 class ClusterClaims:
@@ -35,7 +35,7 @@ class ClusterClaims:
     def add_classes(self) -> None:
         """Create the chart's DeviceClasses for the drivers here; those of a user stay."""
         store = self._api.store
-        drivers = {it["spec"]["driver"] for it in self._of("resourceslices")}
+        drivers = {document["spec"]["driver"] for document in self._of("resourceslices")}
         for driver in sorted(drivers) or [claim_objects.DRIVER]:
             for key, content in claim_objects.device_classes(driver):
                 before = store.objects.get(key)
@@ -50,14 +50,14 @@ class ClusterClaims:
         """
         key = ("resourceclaims", namespace, name)
         if key not in self._api.store.objects:
-            known = ", ".join(str(it) for it in self.views()) or "none"
+            known = ", ".join(str(view) for view in self.views()) or "none"
             raise SimError(f"no claim {name} in namespace {namespace}; there are: {known}")
         return key
 
     def users(self, claim: Key) -> Sequence[Key]:
         """Return the keys of the pods that use a claim."""
         pods = self._api.pods()
-        return [pod_objects.key_of(it) for it in pods if claim in claim_objects.claims_of(it)]
+        return [pod_objects.key_of(pod) for pod in pods if claim in claim_objects.claims_of(pod)]
 
     def views(self) -> Sequence[ClaimView]:
         """Return all claims, the oldest first."""
@@ -65,7 +65,7 @@ class ClusterClaims:
         found = []
         for claim in self._of("resourceclaims"):
             key = claim_objects.claim_key(claim)
-            users = [it for it in pods if key in claim_objects.claims_of(it)]
+            users = [pod for pod in pods if key in claim_objects.claims_of(pod)]
             is_prepared = self._manager.is_prepared(claim["metadata"]["uid"])
             found.append(view_claim(claim, users, gpus, is_prepared=is_prepared))
         return found
@@ -104,4 +104,6 @@ class ClusterClaims:
             self._api.store.delete(key)
 
     def _of(self, collection: str) -> Iterable[Object]:
-        return [it for key, it in self._api.store.objects.items() if key[0] == collection]
+        return [
+            document for key, document in self._api.store.objects.items() if key[0] == collection
+        ]

@@ -174,9 +174,12 @@ class _PodForm(_PodClaimsForm, frozen=True, kw_only=True):
     tolerations: list[_TolerationForm] | None = None
 
     def __post_init__(self) -> None:
-        known = {it.name for it in self.resource_claims or ()}
+        known = {claim.name for claim in self.resource_claims or ()}
         for container in (*(self.init_containers or ()), *self.containers):
-            used = {it.name for it in (container.resources and container.resources.claims) or ()}
+            used = {
+                resource.name
+                for resource in (container.resources and container.resources.claims) or ()
+            }
             if unknown := used - known:
                 name = min(unknown)
                 raise ValueError(f"container {container.name}: no {name} in `resourceClaims`")
@@ -251,7 +254,7 @@ def check_document(document: Mapping[str, Any]) -> Mapping[str, Any]:
     found = _converted("a document", document, _DocumentForm)
     kind, name = found.kind, found.metadata.name
     if kind not in KINDS or kind in _OF_THE_CLUSTER:
-        taken = ", ".join(it for it in KINDS if it not in _OF_THE_CLUSTER)
+        taken = ", ".join(other for other in KINDS if other not in _OF_THE_CLUSTER)
         raise SimError(f"a document is of the kind {kind!r}; taken are {taken}")
     api = KINDS[kind].api
     if found.api_version not in {"", api, *(_RESOURCE_VERSIONS if "resource" in api else ())}:
@@ -288,7 +291,7 @@ def _with_requests(spec: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON
     found = {**spec}
     for part in ("initContainers", "containers"):
         if spec.get(part):
-            found[part] = [_requesting(it) for it in spec[part]]
+            found[part] = [_requesting(value) for value in spec[part]]
     return found
 
 
@@ -302,10 +305,13 @@ def _requesting(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _claim_of_v1(spec: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON
     requests = [
-        {"name": it.get("name"), "exactly": {key: it[key] for key in it if key != "name"}}
-        if "deviceClassName" in it
-        else it
-        for it in spec["devices"]["requests"]
+        {
+            "name": request.get("name"),
+            "exactly": {key: request[key] for key in request if key != "name"},
+        }
+        if "deviceClassName" in request
+        else request
+        for request in spec["devices"]["requests"]
     ]
     return {**spec, "devices": {**spec["devices"], "requests": requests}}
 
@@ -313,14 +319,16 @@ def _claim_of_v1(spec: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON
 def unread(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a pod asks for and the simulator does not look at."""
     every = (*(spec.get("initContainers") or ()), *spec["containers"])
-    amounts = [(it.get("resources") or {}).get("requests") or {} for it in every]
-    yield from (name for it in (*amounts, _pod_requests(spec)) for name in it if "/" not in name)
+    amounts = [(value.get("resources") or {}).get("requests") or {} for value in every]
+    yield from (
+        name for amount in (*amounts, _pod_requests(spec)) for name in amount if "/" not in name
+    )
     yield from (f"spec.{name}" for name in _UNREAD if spec.get(name))
     affinity = spec.get("affinity") or {}
     yield from (
-        f"spec.affinity.{it}" for it in ("podAffinity", "podAntiAffinity") if it in affinity
+        f"spec.affinity.{name}" for name in ("podAffinity", "podAntiAffinity") if name in affinity
     )
-    if any("persistentVolumeClaim" in it for it in spec.get("volumes") or ()):
+    if any("persistentVolumeClaim" in volume for volume in spec.get("volumes") or ()):
         yield "PersistentVolumeClaims"
 
 

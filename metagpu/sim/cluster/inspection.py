@@ -36,7 +36,7 @@ def view_pod(pod: Object, held: Mapping[str, Collection[str]], gpus: Mapping[str
     elif is_unschedulable(pod):
         [condition] = status["conditions"]
         reason, message = condition["reason"], condition["message"]
-    ids = {it.partition(_SEPARATOR)[0] for devices in held.values() for it in devices}
+    ids = {device.partition(_SEPARATOR)[0] for devices in held.values() for device in devices}
     return PodView(
         name=metadata["name"],
         namespace=metadata["namespace"],
@@ -45,7 +45,7 @@ def view_pod(pod: Object, held: Mapping[str, Collection[str]], gpus: Mapping[str
         node=node_of(pod),
         resources=requests_of(pod),
         devices={resource: tuple(sorted(devices)) for resource, devices in held.items()},
-        gpus=tuple(sorted(gpus[it] for it in ids if it in gpus)),
+        gpus=tuple(sorted(gpus[share_id] for share_id in ids if share_id in gpus)),
         annotations=metadata.get("annotations") or {},
         reason=reason,
         message=message,
@@ -65,16 +65,16 @@ def view_claim(
     """
     metadata, allocation = claim["metadata"], (claim.get("status") or {}).get("allocation")
     results = allocation["devices"]["results"] if allocation else ()
-    nodes = {node_of(it) for it in pods} - {""}
-    messages = (str(it["status"].get("message") or _unschedulable(it)) for it in pods)
+    nodes = {node_of(pod) for pod in pods} - {""}
+    messages = (str(pod["status"].get("message") or _unschedulable(pod)) for pod in pods)
     return ClaimView(
         name=metadata["name"],
         namespace=metadata["namespace"],
         uid=metadata["uid"],
         state="Prepared" if is_prepared else "Allocated" if allocation else "Pending",
         node=", ".join(sorted(nodes)) if allocation else "",
-        devices=tuple(_claimed_device(it, gpus) for it in results),
-        pods=tuple(it["metadata"]["name"] for it in pods),
+        devices=tuple(_claimed_device(result, gpus) for result in results),
+        pods=tuple(pod["metadata"]["name"] for pod in pods),
         message=next(filter(None, messages), ""),
     )
 
@@ -111,10 +111,14 @@ def view_node(node: Object, pods: Iterable[Object], *, is_up: bool) -> ClusterNo
             for resource, count in (status.get("capacity") or {}).items()
         },
         labels=dict(sorted((node["metadata"].get("labels") or {}).items())),
-        taints=tuple(f"{it['key']}:{it['effect']}" for it in node["spec"].get("taints") or ()),
+        taints=tuple(
+            f"{taint['key']}:{taint['effect']}" for taint in node["spec"].get("taints") or ()
+        ),
         conditions=tuple(
-            ConditionView(it["type"], it["status"], it["reason"], it["message"])
-            for it in status.get("conditions") or ()
+            ConditionView(
+                condition["type"], condition["status"], condition["reason"], condition["message"]
+            )
+            for condition in status.get("conditions") or ()
         ),
     )
 
@@ -123,16 +127,16 @@ def view_events(events: Iterable[Object]) -> Sequence[EventView]:
     """Return the views of Events."""
     return [
         EventView(
-            type=it["type"],
-            reason=it["reason"],
-            object=_subject(it["regarding"]),
-            count=(it.get("series") or {}).get("count", 1),
-            note=it["note"],
+            type=event["type"],
+            reason=event["reason"],
+            object=_subject(event["regarding"]),
+            count=(event.get("series") or {}).get("count", 1),
+            note=event["note"],
         )
-        for it in events
+        for event in events
     ]
 
 
 def _subject(regarding: Object) -> str:
     names = regarding["kind"], regarding.get("namespace"), regarding["name"]
-    return "/".join(it for it in names if it)
+    return "/".join(name for name in names if name)

@@ -63,12 +63,14 @@ class Manifests:
             SimError: a document is not valid, or changes what nobody can change.
         """
         contents, objects = self._contents(documents, namespace), self._api.store.objects
-        outcomes = {key: _outcome(objects.get(key), it) for key, it in contents.items()}
+        outcomes = {key: _outcome(objects.get(key), document) for key, document in contents.items()}
         for key, content in contents.items():
             if outcomes[key] == "configured" and content["kind"] in _FIXED:
                 title = f"{content['kind'].lower()} {key[2]}"
                 raise SimError(f"{title} exists with another spec; end it first")
-        changed = {key: it for key, it in contents.items() if outcomes[key] != "unchanged"}
+        changed = {
+            key: document for key, document in contents.items() if outcomes[key] != "unchanged"
+        }
         return outcomes, await self._put(changed, contents)
 
     async def delete(self, documents: Sequence[Document], namespace: str) -> bool:
@@ -89,8 +91,8 @@ class Manifests:
         """
         objects = self._api.store.objects
         spaces = {name for kind, _, name in keys if kind == "namespaces"}
-        chosen = {*keys, *(it for it in objects if it[1] in spaces)}
-        uids = {it: objects[it]["metadata"]["uid"] for it in {*chosen, *self._pods_of(chosen)}}
+        chosen = {*keys, *(entry for entry in objects if entry[1] in spaces)}
+        uids = {row: objects[row]["metadata"]["uid"] for row in {*chosen, *self._pods_of(chosen)}}
         for key in chosen:
             self._remove(key)
         self.keep()
@@ -111,26 +113,26 @@ class Manifests:
         """Run each controller once, and delete what has lost its owner."""
         store = self._api.store
         for collection in WORKLOADS:
-            for workload in [it for key, it in store.objects.items() if key[0] == collection]:
+            for workload in [entry for key, entry in store.objects.items() if key[0] == collection]:
                 uid = workload["metadata"]["uid"]
-                children = [it for it in store.objects.values() if owner_of(it) == uid]
+                children = [entry for entry in store.objects.values() if owner_of(entry) == uid]
                 made, surplus = control(workload, children)
-                for key, content in (_content(it, "") for it in made):
+                for key, content in (_content(entry, "") for entry in made):
                     store.put(key, content)
-                for it in surplus:
-                    self._remove(_key(it))
-        uids = {it["metadata"]["uid"] for it in store.objects.values()}
-        for key, it in list(store.objects.items()):
-            if key[0] in _OWNED and owner_of(it) and owner_of(it) not in uids:
+                for document in surplus:
+                    self._remove(_key(document))
+        uids = {entry["metadata"]["uid"] for entry in store.objects.values()}
+        for key, document in list(store.objects.items()):
+            if key[0] in _OWNED and owner_of(document) and owner_of(document) not in uids:
                 self._remove(key)
 
     def _contents(self, documents: Sequence[Document], namespace: str) -> dict[Key, Object]:
         found: dict[Key, Object] = {}
-        for it in map(as_v1, documents):
-            check_document(it)
-            key, content = _content(it, namespace)
+        for document in map(as_v1, documents):
+            check_document(document)
+            key, content = _content(document, namespace)
             if key in found:
-                raise SimError(f"{it['kind'].lower()} {key[2]} stands there twice")
+                raise SimError(f"{document['kind'].lower()} {key[2]} stands there twice")
             found[key] = content
         return found
 
@@ -144,7 +146,7 @@ class Manifests:
         objects, pods = self._api.store.objects, self._pods_of(owners or contents)
 
         def are_decided() -> bool:
-            return all(it not in objects or pod_objects.is_settled(objects[it]) for it in pods)
+            return all(pod not in objects or pod_objects.is_settled(objects[pod]) for pod in pods)
 
         with suppress(TimeoutError):
             await self._api.until(are_decided, within=_TIMEOUT)
@@ -153,8 +155,8 @@ class Manifests:
     def _pods_of(self, keys: Collection[Key]) -> list[Key]:
         """Return the pods among some objects, and those that they own."""
         objects = self._api.store.objects
-        owners = {it["metadata"]["uid"]: owner_of(it) for it in objects.values()}
-        chosen = {objects[it]["metadata"]["uid"] for it in keys}
+        owners = {entry["metadata"]["uid"]: owner_of(entry) for entry in objects.values()}
+        chosen = {objects[key]["metadata"]["uid"] for key in keys}
 
         def chain(uid: str) -> Iterator[str]:
             while uid:
@@ -163,17 +165,17 @@ class Manifests:
 
         return [
             key
-            for key, it in objects.items()
-            if key[0] == "pods" and not chosen.isdisjoint(chain(it["metadata"]["uid"]))
+            for key, document in objects.items()
+            if key[0] == "pods" and not chosen.isdisjoint(chain(document["metadata"]["uid"]))
         ]
 
     def _remove(self, key: Key) -> None:
         """Delete an object; a bound pod ends first, and a claim is released."""
         store = self._api.store
-        it = store.objects[key]
-        if "deletionTimestamp" in it["metadata"]:
+        document = store.objects[key]
+        if "deletionTimestamp" in document["metadata"]:
             return
-        if (key[0] == "pods" and pod_objects.node_of(it)) or key[0] == "resourceclaims":
+        if (key[0] == "pods" and pod_objects.node_of(document)) or key[0] == "resourceclaims":
             deletion = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}
             store.merge(key, deletion, status=False, manager="kubectl")
         else:
@@ -196,8 +198,8 @@ def _content(document: Document, namespace: str) -> tuple[Key, Object]:
     return (kind.collection, space, str(metadata["name"])), content
 
 
-def _key(it: Object) -> Key:
-    kind, metadata = KINDS[it["kind"]], it["metadata"]
+def _key(document: Object) -> Key:
+    kind, metadata = KINDS[document["kind"]], document["metadata"]
     return kind.collection, metadata.get("namespace", ""), metadata["name"]
 
 
@@ -207,10 +209,14 @@ def _outcome(before: Object | None, content: Object) -> str:
     return "unchanged" if _said(before) == _said(content) else "configured"
 
 
-def _said(it: Object) -> Object:
+def _said(document: Object) -> Object:
     """Return what a user said of an object, without what others wrote."""
-    metadata, spec = it["metadata"], it.get("spec")
+    metadata, spec = document["metadata"], document.get("spec")
     if isinstance(spec, dict):
         spec = {name: value for name, value in spec.items() if name != "nodeName"}
-    rest = {key: it[key] for key in it if key not in {"metadata", "status", "apiVersion", "kind"}}
+    rest = {
+        key: document[key]
+        for key in document
+        if key not in {"metadata", "status", "apiVersion", "kind"}
+    }
     return rest | {"spec": spec, "labels": metadata.get("labels") or {}}

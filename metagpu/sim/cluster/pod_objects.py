@@ -114,7 +114,9 @@ def phase_of(pod: Object) -> str:
 
 def is_unschedulable(pod: Object) -> bool:
     """Return whether the scheduler found no node for a Pod."""
-    return any(it["status"] == "False" for it in pod["status"].get("conditions") or ())
+    return any(
+        condition["status"] == "False" for condition in pod["status"].get("conditions") or ()
+    )
 
 
 def is_settled(pod: Object) -> bool:
@@ -159,7 +161,7 @@ def phase(name: str) -> Patch:
 def event_object(pod: Object, reason: str, note: str) -> Object:
     """Return a warning about a Pod, as scheduler and kubelet write it."""
     metadata = pod["metadata"]
-    regarding = {"kind": "Pod", **{it: metadata[it] for it in ("name", "namespace", "uid")}}
+    regarding = {"kind": "Pod", **{part: metadata[part] for part in ("name", "namespace", "uid")}}
     return {"type": "Warning", "reason": reason, "note": note, "regarding": regarding}
 
 
@@ -177,11 +179,11 @@ def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
         if claim is None:
             raise ClaimPrepareError(f'resourceclaims.resource.k8s.io "{name}" not found')
         status = claim.get("status") or {}
-        if metadata["uid"] not in {it["uid"] for it in status.get("reservedFor") or ()}:
+        if metadata["uid"] not in {consumer["uid"] for consumer in status.get("reservedFor") or ()}:
             raise ClaimPrepareError(f"ResourceClaim {name} is not reserved for the pod")
         refs[entry] = ResourceClaimRef(metadata["namespace"], name, claim["metadata"]["uid"])
         results = status["allocation"]["devices"]["results"]
-        drivers[refs[entry]] = tuple(dict.fromkeys(it["driver"] for it in results))
+        drivers[refs[entry]] = tuple(dict.fromkeys(result["driver"] for result in results))
     spec = pod["spec"]
     every = (*(spec.get("initContainers") or ()), *spec["containers"])
     containers = {container["name"]: _uses(container, refs) for container in every}
@@ -192,12 +194,18 @@ def _claim_names(pod: Object) -> Mapping[str, str]:
     """Return the name of each claim by its entry in the Pod."""
     made = pod["status"].get("resourceClaimStatuses") or ()
     entries = [*(pod["spec"].get("resourceClaims") or ()), *made]
-    return {it["name"]: it["resourceClaimName"] for it in entries if it.get("resourceClaimName")}
+    return {
+        entry["name"]: entry["resourceClaimName"]
+        for entry in entries
+        if entry.get("resourceClaimName")
+    }
 
 
 def _uses(container: Mapping[str, Any], refs: Mapping[str, ResourceClaimRef]) -> Sequence[ClaimUse]:
     used = (container.get("resources") or {}).get("claims") or ()
-    return [ClaimUse(refs[it["name"]], it.get("request", "")) for it in used if it["name"] in refs]
+    return [
+        ClaimUse(refs[use["name"]], use.get("request", "")) for use in used if use["name"] in refs
+    ]
 
 
 STATUS_PERIOD: Final = 10.0
@@ -230,13 +238,13 @@ class KubeletSync:
 
     def resume(self) -> None:
         """Resume the pods that ran when the last daemon ended."""
-        for it in self.api.pods():
-            if node_of(it) == self.node and phase_of(it) == "Running":
-                pod = self._pods[it["metadata"]["uid"]] = kubelet_pod(it)
+        for document in self.api.pods():
+            if node_of(document) == self.node and phase_of(document) == "Running":
+                pod = self._pods[document["metadata"]["uid"]] = kubelet_pod(document)
                 self.kubelet.resume(pod)
                 with suppress(ClaimPrepareError):
-                    self.claims.track(pod_claims(it, self.api.store.objects))
-                self._set_end(it)
+                    self.claims.track(pod_claims(document, self.api.store.objects))
+                self._set_end(document)
 
     async def run(self) -> None:
         """Follow the API server until cancelled; without a kubelet nothing happens."""
@@ -310,50 +318,50 @@ class KubeletSync:
         if not self.kubelet.is_up:
             return
         now = anyio.current_time()
-        bound = [it for it in self.api.pods() if node_of(it) == self.node]
-        for it in bound:
-            uid = it["metadata"]["uid"]
-            if "deletionTimestamp" in it["metadata"]:
-                if (left := seconds_of_grace(it, time.time())) > 0:
+        bound = [pod for pod in self.api.pods() if node_of(pod) == self.node]
+        for document in bound:
+            uid = document["metadata"]["uid"]
+            if "deletionTimestamp" in document["metadata"]:
+                if (left := seconds_of_grace(document, time.time())) > 0:
                     self._ends[uid] = now + left
-                elif await self._end(it):
-                    self.api.store.delete(key_of(it))
+                elif await self._end(document):
+                    self.api.store.delete(key_of(document))
             elif self._ends.get(uid, now + 1) <= now:
-                if await self._end(it):
-                    self._set(it, phase("Succeeded"))
-            elif uid not in self._pods and phase_of(it) == "Pending":
-                await self._admit(it, group)
+                if await self._end(document):
+                    self._set(document, phase("Succeeded"))
+            elif uid not in self._pods and phase_of(document) == "Pending":
+                await self._admit(document, group)
 
-    async def _admit(self, it: Object, group: TaskGroup) -> None:
-        pod = kubelet_pod(it)
+    async def _admit(self, document: Object, group: TaskGroup) -> None:
+        pod = kubelet_pod(document)
         try:
             await self.kubelet.admit(pod)
         except AdmissionError as error:
             self._reject(pod, error)
             return
         self._pods[pod.uid] = pod
-        self._set(it, waiting("ContainerCreating"))
-        group.start_soon(self._start, it, pod)
+        self._set(document, waiting("ContainerCreating"))
+        group.start_soon(self._start, document, pod)
 
-    async def _start(self, it: Object, pod: SimPod) -> None:
+    async def _start(self, document: Object, pod: SimPod) -> None:
         """Start a pod's container, again and again: PreStartContainer may take its time."""
         while pod.uid in self._pods:
             try:
-                await self.claims.prepare(pod_claims(it, self.api.store.objects))
+                await self.claims.prepare(pod_claims(document, self.api.store.objects))
                 await self._start_containers(pod)
             except ClaimPrepareError as error:
-                self._set(it, waiting("ContainerCreating", str(error)))
-                self.record(it, "FailedPrepareDynamicResources", str(error))
-                await self._wait_annotation(it)
+                self._set(document, waiting("ContainerCreating", str(error)))
+                self.record(document, "FailedPrepareDynamicResources", str(error))
+                await self._wait_annotation(document)
                 continue
             except ContainerStartError as error:
-                self._set(it, waiting(error.reason, error.message))
+                self._set(document, waiting(error.reason, error.message))
             except KubeletDownError:
                 pass
             else:
                 if pod.uid in self._pods:
-                    self._set(it, running(time.time()))
-                    self._set_end(self.api.store.objects[key_of(it)])
+                    self._set(document, running(time.time()))
+                    self._set_end(self.api.store.objects[key_of(document)])
                 return
             await anyio.sleep(RETRY_START)
 
@@ -363,9 +371,9 @@ class KubeletSync:
             if container in pod.init_containers and not container.restartable:
                 self.kubelet.stop_container(pod, container.name)
 
-    async def _wait_annotation(self, it: Object) -> None:
+    async def _wait_annotation(self, document: Object) -> None:
         """Wait until somebody annotates a pod, as a real kubelet waits for its next sync."""
-        key, before = key_of(it), it["metadata"].get("annotations")
+        key, before = key_of(document), document["metadata"].get("annotations")
         objects = self.api.store.objects
 
         def has_changed() -> bool:
@@ -375,20 +383,20 @@ class KubeletSync:
         with suppress(TimeoutError):
             await self.api.until(has_changed, within=RETRY_PREPARE)
 
-    def _set_end(self, it: Object) -> None:
+    def _set_end(self, document: Object) -> None:
         """Note when a running pod's container ends by itself, if it does."""
-        left = remaining_time(it, time.time())
+        left = remaining_time(document, time.time())
         if left is not None:
-            self._ends[it["metadata"]["uid"]] = anyio.current_time() + left
+            self._ends[document["metadata"]["uid"]] = anyio.current_time() + left
 
-    async def _end(self, it: Object) -> bool:
+    async def _end(self, document: Object) -> bool:
         """End a pod; return whether it could: its claims are released before."""
-        uid = it["metadata"]["uid"]
+        uid = document["metadata"]["uid"]
         self._ends.pop(uid, None)
         try:
             await self.claims.release(uid)
         except ClaimPrepareError as error:
-            self.record(it, "FailedUnprepareDynamicResources", str(error))
+            self.record(document, "FailedUnprepareDynamicResources", str(error))
             self._ends[uid] = anyio.current_time() + RETRY_START
             return False
         if pod := self._pods.pop(uid, None):
@@ -398,17 +406,17 @@ class KubeletSync:
     def _reject(self, pod: SimPod, error: AdmissionError) -> None:
         self._pods.pop(pod.uid, None)
         self._ends.pop(pod.uid, None)
-        it = self.api.store.objects.get(("pods", pod.namespace, pod.name))
-        if it is None or it["metadata"]["uid"] != pod.uid:
+        document = self.api.store.objects.get(("pods", pod.namespace, pod.name))
+        if document is None or document["metadata"]["uid"] != pod.uid:
             return  # it was deleted while the plugin answered
         ended = phase("Succeeded")  # simulated containers end without an error at SIGTERM
-        self._set(it, ended if error.has_run else rejected(error.reason, error.message))
-        self.record(it, error.reason, error.message)
+        self._set(document, ended if error.has_run else rejected(error.reason, error.message))
+        self.record(document, error.reason, error.message)
 
-    def _set(self, it: Object, status: Patch) -> None:
+    def _set(self, document: Object, status: Patch) -> None:
         """Write a Pod's status, unless it was deleted meanwhile."""
-        if key_of(it) in self.api.store.objects:
-            self.api.store.merge(key_of(it), status, status=True, manager="kubelet")
+        if key_of(document) in self.api.store.objects:
+            self.api.store.merge(key_of(document), status, status=True, manager="kubelet")
 
     # ---- the Node --------------------------------------------------------------------------
 

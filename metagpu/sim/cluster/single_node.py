@@ -111,7 +111,9 @@ class SingleNodeCluster:
         """
         for request in requests:
             request.check()
-        return self.views(await self.manifests.create([it.document() for it in requests]))
+        return self.views(
+            await self.manifests.create([manifest.document() for manifest in requests])
+        )
 
     async def burst(
         self, count: int, resource: str, sizes: tuple[int, int], namespace: str, seed: int | None
@@ -134,7 +136,7 @@ class SingleNodeCluster:
         key = ("pods", namespace, name)
         objects = self.api.store.objects
         if key not in objects:
-            known = ", ".join(title(it) for it in self.api.pods()) or "none"
+            known = ", ".join(title(pod) for pod in self.api.pods()) or "none"
             raise SimError(f"no pod {name} in namespace {namespace}; there are: {known}")
         return await self.manifests.remove([key])
 
@@ -150,11 +152,11 @@ class SingleNodeCluster:
     def views(self, pods: Collection[Key]) -> Sequence[PodView]:
         """Return those pods that still exist."""
         objects = self.api.store.objects
-        return [self._view(objects[it]) for it in pods if it in objects]
+        return [self._view(objects[pod]) for pod in pods if pod in objects]
 
     def pods(self) -> Sequence[PodView]:
         """Return all pods, the oldest first."""
-        return [self._view(it) for it in self.api.pods()]
+        return [self._view(pod) for pod in self.api.pods()]
 
     def node(self) -> ClusterNodeView:
         """Return the Node."""
@@ -230,7 +232,7 @@ class SingleNodeCluster:
             changed = self.api.next_change()
             self.manifests.keep()
             self.claims.keep()
-            pods = {key_of(it): it for it in self.api.pods()}
+            pods = {key_of(pod): pod for pod in self.api.pods()}
             plugin = ClaimScheduler(self.name, self.api.store.objects)
             for decision in schedule(self.api.node(self.name), list(pods.values()), plugin):
                 status = pod_objects.scheduled(decision.message)

@@ -31,9 +31,9 @@ def control(workload: Object, children: Sequence[Object]) -> Children:
     return _CONTROLLERS[workload["kind"]](workload, children)
 
 
-def owner_of(it: Object) -> str:
+def owner_of(document: Object) -> str:
     """Return the uid of an object's controller, empty without one."""
-    owners = it["metadata"].get("ownerReferences") or ()
+    owners = document["metadata"].get("ownerReferences") or ()
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
@@ -41,8 +41,8 @@ def _deployment(workload: Object, children: Sequence[Object]) -> Children:
     spec = workload["spec"]
     text = json.dumps(spec["template"], sort_keys=True)
     name = f"{workload['metadata']['name']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    current = [it for it in children if it["metadata"]["name"] == name]
-    surplus = [it for it in children if it not in current]
+    current = [child for child in children if child["metadata"]["name"] == name]
+    surplus = [child for child in children if child not in current]
     replicas = spec.get("replicas", 1)
     if current and current[0]["spec"]["replicas"] == replicas:
         return Children(surplus=surplus)
@@ -63,15 +63,17 @@ def _daemon_set(workload: Object, children: Sequence[Object]) -> Children:
 
 
 def _filled(workload: Object, children: Sequence[Object], count: int) -> Children:
-    live = sorted(filter(_lives, children), key=lambda it: not node_of(it))
+    live = sorted(filter(_lives, children), key=lambda document: not node_of(document))
     return Children([_pod(workload) for _ in range(count - len(live))], live[count:])
 
 
 def _stateful_set(workload: Object, children: Sequence[Object]) -> Children:
     spec, name = workload["spec"], workload["metadata"]["name"]
     names = [f"{name}-{number}" for number in range(spec.get("replicas", 1))]
-    known = {it["metadata"]["name"]: it for it in children}
-    surplus = [it for it in filter(_lives, children) if it["metadata"]["name"] not in names]
+    known = {child["metadata"]["name"]: child for child in children}
+    surplus = [
+        child for child in filter(_lives, children) if child["metadata"]["name"] not in names
+    ]
     made = []
     for place, each in enumerate(names):
         if each not in known:
@@ -89,8 +91,8 @@ def _stateful_set(workload: Object, children: Sequence[Object]) -> Children:
 
 def _job(workload: Object, children: Sequence[Object]) -> Children:
     spec, name = workload["spec"], workload["metadata"]["name"]
-    phases = [phase_of(it) for it in children]
-    active = [it for it in filter(_lives, children) if phase_of(it) not in ENDED]
+    phases = [phase_of(child) for child in children]
+    active = [child for child in filter(_lives, children) if phase_of(child) not in ENDED]
     if spec.get("suspend") or phases.count("Failed") > spec.get("backoffLimit", _BACKOFF_LIMIT):
         return Children(surplus=active)
     parallelism = spec.get("parallelism", 1)
@@ -103,8 +105,12 @@ def _job(workload: Object, children: Sequence[Object]) -> Children:
     labels = {"batch.kubernetes.io/job-name": name, "job-name": name}
     if spec.get("completionMode") != "Indexed":
         return Children([_pod(workload, labels=labels) for _ in range(left - len(active))])
-    taken = {it["metadata"]["annotations"][_INDEX] for it in children if phase_of(it) != "Failed"}
-    free = (it for it in map(str, range(completions or 0)) if it not in taken)
+    taken = {
+        child["metadata"]["annotations"][_INDEX]
+        for child in children
+        if phase_of(child) != "Failed"
+    }
+    free = (document for document in map(str, range(completions or 0)) if document not in taken)
     return Children(
         [
             _pod(workload, f"{name}-{at}-{_suffix()}", {**labels, _INDEX: at}, {_INDEX: at})
@@ -113,8 +119,8 @@ def _job(workload: Object, children: Sequence[Object]) -> Children:
     )
 
 
-def _lives(it: Object) -> bool:
-    return "deletionTimestamp" not in it["metadata"]
+def _lives(document: Object) -> bool:
+    return "deletionTimestamp" not in document["metadata"]
 
 
 def _pod(
@@ -171,5 +177,5 @@ _CONTROLLERS: Final[Mapping[str, Callable[[Object, Sequence[Object]], Children]]
     "DaemonSet": _daemon_set,
     "Job": _job,
 }
-WORKLOADS: Final = tuple(KINDS[it].collection for it in _CONTROLLERS)
+WORKLOADS: Final = tuple(KINDS[controller].collection for controller in _CONTROLLERS)
 """The collections of workloads; each makes objects of later ones, or Pods."""

@@ -64,12 +64,12 @@ def _of_file(kind: type[_OfFile], args: argparse.Namespace) -> _OfFile:
         ConfigError: the file or an object is not valid.
     """
     found = read_documents(args.filename)
-    for it in found:
+    for document in found:
         try:
-            check_document(it.value)
+            check_document(document.value)
         except SimError as error:
-            raise it.error(str(error), ConfigReason.INVALID_VALUE) from error
-    return kind(tuple(it.value for it in found), args.namespace)
+            raise document.error(str(error), ConfigReason.INVALID_VALUE) from error
+    return kind(tuple(kube_document.value for kube_document in found), args.namespace)
 
 
 def _pod(subparsers: SubParsers) -> None:
@@ -173,15 +173,19 @@ def _claim_end(args: argparse.Namespace) -> ClaimEndCommand:
 
 def _burst(subparsers: SubParsers) -> None:
     example = "burst 20 cnvrg.io/metagpu=30 --sizes 10..150"
-    it = _command(subparsers, "burst", BurstCommand, _burst_of, example)
-    it.add_argument("count", metavar="N", type=int, help="number of pods")
-    it.add_argument("request", metavar=_REQUEST, help="the resource, and how many for each pod")
-    it.add_argument(
+    command = _command(subparsers, "burst", BurstCommand, _burst_of, example)
+    command.add_argument("count", metavar="N", type=int, help="number of pods")
+    command.add_argument(
+        "request", metavar=_REQUEST, help="the resource, and how many for each pod"
+    )
+    command.add_argument(
         "--sizes", metavar="MIN..MAX", help="a random number for each pod, in place of N"
     )
-    it.add_argument("--seed", metavar="SEED", type=int, help="the same sizes for the same seed")
-    _namespace(it)
-    _output(it, as_table=False)
+    command.add_argument(
+        "--seed", metavar="SEED", type=int, help="the same sizes for the same seed"
+    )
+    _namespace(command)
+    _output(command, as_table=False)
 
 
 def _burst_of(args: argparse.Namespace) -> BurstCommand:
@@ -197,9 +201,9 @@ def _burst_of(args: argparse.Namespace) -> BurstCommand:
 
 
 def _kubelet(subparsers: SubParsers) -> None:
-    it = _command(subparsers, "kubelet", KubeletCommand, _kubelet_of, "kubelet restart")
+    command = _command(subparsers, "kubelet", KubeletCommand, _kubelet_of, "kubelet restart")
     changes = ("restart", "forget", "stop")
-    it.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
+    command.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
 
 
 def _kubelet_of(args: argparse.Namespace) -> KubeletCommand:
@@ -242,15 +246,15 @@ def _event(subparsers: SubParsers) -> None:
 
 
 def _config_map(subparsers: SubParsers) -> None:
-    it = _command(
+    command = _command(
         subparsers,
         "config-map",
         ConfigMapCommand,
         _config_map_of,
         "config-map kube-system/metagpu large.yaml small.yaml",
     )
-    it.add_argument("name", metavar="NAMESPACE/NAME", help="the ConfigMap")
-    it.add_argument(
+    command.add_argument("name", metavar="NAMESPACE/NAME", help="the ConfigMap")
+    command.add_argument(
         "files", metavar="FILE", type=Path, nargs="+", help="files; their names are the keys"
     )
 
@@ -265,11 +269,13 @@ def _config_map_of(args: argparse.Namespace) -> ConfigMapCommand:
 
 def _plugin(subparsers: SubParsers) -> None:
     example = "plugin start cnvrg.io/metagpu --devices 4"
-    it = _command(subparsers, "plugin", PluginCommand, _plugin_of, example)
+    command = _command(subparsers, "plugin", PluginCommand, _plugin_of, example)
     changes = ("start", "end")
-    it.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
-    it.add_argument("resource", metavar="RESOURCE", nargs="?", default="", help="what it registers")
-    it.add_argument(
+    command.add_argument("change", metavar="|".join(changes), choices=changes, help="the change")
+    command.add_argument(
+        "resource", metavar="RESOURCE", nargs="?", default="", help="what it registers"
+    )
+    command.add_argument(
         "--devices", metavar="N", type=int, default=1, help="number of its devices (default: 1)"
     )
 
@@ -282,34 +288,34 @@ def _plugin_of(args: argparse.Namespace) -> PluginCommand:
 
 
 def _group(subparsers: SubParsers, name: str, summary: str) -> SubParsers:
-    it = subparsers.add_parser(name, help=summary, description=summary)
-    return it.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    command = subparsers.add_parser(name, help=summary, description=summary)
+    return command.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
 
 def _command(
     subparsers: SubParsers, path: str, kind: type, build: Builder, example: str
 ) -> argparse.ArgumentParser:
     summary = (kind.__doc__ or "").strip()
-    it: argparse.ArgumentParser = subparsers.add_parser(
+    command: argparse.ArgumentParser = subparsers.add_parser(
         path.rpartition(" ")[2],
         help=summary,
         description=summary,
         epilog=f"example: metagpu sim {example}",
     )
-    it.set_defaults(build=build)
+    command.set_defaults(build=build)
     # As behind `sim`; what is not given here does not replace what was given there.
-    it.add_argument(
+    command.add_argument(
         "--run-dir",
         metavar="DIR",
         type=Path,
         default=argparse.SUPPRESS,
         help="the folder of the daemon's control socket",
     )
-    return it
+    return command
 
 
-def _namespace(it: argparse.ArgumentParser) -> None:
-    it.add_argument(
+def _namespace(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "-n",
         "--namespace",
         metavar="NAMESPACE",
@@ -318,9 +324,9 @@ def _namespace(it: argparse.ArgumentParser) -> None:
     )
 
 
-def _output(it: argparse.ArgumentParser, *, as_table: bool = True) -> None:
-    add_output(it)
-    it.set_defaults(as_table=as_table)
+def _output(command: argparse.ArgumentParser, *, as_table: bool = True) -> None:
+    add_output(command)
+    command.set_defaults(as_table=as_table)
 
 
 def _request(text: str) -> tuple[str, int]:

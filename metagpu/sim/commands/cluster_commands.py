@@ -53,18 +53,18 @@ class ApplyCommand(ClusterCommand, frozen=True, tag="apply"):
             for outcome in dict.fromkeys(outcomes.values())
         ]
         pods = cluster.views(keys)
-        users = {(it.namespace, it.name) for it in pods}
+        users = {(pod.namespace, pod.name) for pod in pods}
         claims = [
-            it
-            for it in cluster.claims.views()
-            if it.devices and not users.isdisjoint((it.namespace, pod) for pod in it.pods)
+            view
+            for view in cluster.claims.views()
+            if view.devices and not users.isdisjoint((view.namespace, pod) for pod in view.pods)
         ]
         lines += [*map(describe_pod, pods), *map(describe_claim, claims)]
         objects = cluster.api.store.objects
         specs = [objects[key]["spec"] for key in keys if key in objects]
         if names := dict.fromkeys(name for spec in specs for name in unread(spec)):
             lines.append(f"not looked at here: {', '.join(names)}")
-        if kinds := sorted({it["kind"] for it in self.documents} - ACTED_ON):
+        if kinds := sorted({document["kind"] for document in self.documents} - ACTED_ON):
             lines.append(f"nothing here acts on objects of the kind {', '.join(kinds)}")
         return ClusterReply("\n".join(lines), pods=tuple(pods))
 
@@ -121,9 +121,9 @@ class ClaimAddCommand(ClusterCommand, frozen=True, tag="claim-add"):
     async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
         await cluster.manifests.create(self.claim.documents())
         found = [
-            it
-            for it in cluster.claims.views()
-            if (it.name, it.namespace) == (self.claim.name, self.claim.namespace)
+            view
+            for view in cluster.claims.views()
+            if (view.name, view.namespace) == (self.claim.name, self.claim.namespace)
         ]
         return ClusterReply("\n".join(map(describe_claim, found)), claims=tuple(found))
 
@@ -270,7 +270,7 @@ def _title(document: Mapping[str, Any]) -> str:
 
 def describe_pod(pod: PodView) -> str:
     """Return what became of a pod, in one line."""
-    why = ": ".join(it for it in (pod.reason, pod.message) if it)
+    why = ": ".join(text for text in (pod.reason, pod.message) if text)
     if pod.gpus:
         gpus = "GPU" if len(pod.gpus) == 1 else "GPUs"
         why = why or f"{counted(pod.resources)} on {gpus} {', '.join(map(str, pod.gpus))}"

@@ -30,7 +30,11 @@ def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) ->
         shown: object = reply.node
     else:
         shown = next(
-            (it for it in (reply.pods, reply.claims, reply.node, reply.events) if it is not None),
+            (
+                views
+                for views in (reply.pods, reply.claims, reply.node, reply.events)
+                if views is not None
+            ),
             None,
         )
 
@@ -54,11 +58,11 @@ def show_pods(pods: Sequence[PodView]) -> None:
     """Print pods, with the reason of each that does not run."""
     rows = table("POD", "PHASE", "REQUEST", "GPU", "DEVICES", "REASON")
     for pod in pods:
-        why = ": ".join(it for it in (pod.reason, pod.message) if it)
+        why = ": ".join(text for text in (pod.reason, pod.message) if text)
         rows.add(
             str(pod),
             Cell(pod.phase, "red" if pod.phase == "Failed" else ""),
-            [Cell(it) for it in counted(pod.resources).split(", ")],
+            [Cell(part) for part in counted(pod.resources).split(", ")],
             ", ".join(map(str, pod.gpus)) or "-",
             [Cell(_devices(ids)) for ids in pod.devices.values()] or "-",
             why,
@@ -71,14 +75,14 @@ def show_pods(pods: Sequence[PodView]) -> None:
 def show_claims(claims: Sequence[ClaimView]) -> None:
     """Print ResourceClaims, with the reason of each that waits."""
     rows = table("CLAIM", "STATE", "DEVICES", "NODE", "PODS", "REASON")
-    for it in claims:
+    for claim in claims:
         rows.add(
-            str(it),
-            it.state,
-            [Cell(str(device)) for device in it.devices] or "-",
-            it.node or "-",
-            ", ".join(it.pods) or "-",
-            it.message,
+            str(claim),
+            claim.state,
+            [Cell(str(device)) for device in claim.devices] or "-",
+            claim.node or "-",
+            ", ".join(claim.pods) or "-",
+            claim.message,
         )
     if not claims:
         rows.add("no claim", "", "", "", "", "")
@@ -88,8 +92,8 @@ def show_claims(claims: Sequence[ClaimView]) -> None:
 def show_cluster_node(node: ClusterNodeView) -> None:
     """Print the Node: resources, conditions, taints and labels."""
     resources = table("RESOURCE", "CAPACITY", "ALLOCATABLE", "REQUESTED")
-    for name, it in node.resources.items():
-        resources.add(name, str(it.capacity), str(it.allocatable), str(it.requested))
+    for name, view in node.resources.items():
+        resources.add(name, str(view.capacity), str(view.allocatable), str(view.requested))
     conditions = table("CONDITION", "STATUS", "REASON", "MESSAGE")
     for condition in node.conditions:
         conditions.add(condition.type, condition.status, condition.reason, condition.message)
@@ -104,9 +108,9 @@ def show_cluster_node(node: ClusterNodeView) -> None:
 def show_events(events: Sequence[EventView]) -> None:
     """Print Events, the oldest first."""
     rows = table("TYPE", "REASON", "OBJECT", "COUNT", "NOTE")
-    for it in events:
-        style = "yellow" if it.type == "Warning" else ""
-        rows.add(Cell(it.type, style), it.reason, it.object, str(it.count), it.note)
+    for event in events:
+        style = "yellow" if event.type == "Warning" else ""
+        rows.add(Cell(event.type, style), event.reason, event.object, str(event.count), event.note)
     if not events:
         rows.add("no Event", "", "", "", "")
     show(rows)
@@ -116,8 +120,11 @@ def _devices(ids: Sequence[str]) -> str:
     """Return the parts of GPUs that some ids name, or how many they are."""
     if len(ids) > _FEW:
         return f"{len(ids)} shares"
-    parts = ("whole" if it.startswith("GPU-") and "::" not in it else it for it in ids)
-    return ", ".join(it.rpartition("::")[2] for it in parts)
+    parts = (
+        "whole" if share_id.startswith("GPU-") and "::" not in share_id else share_id
+        for share_id in ids
+    )
+    return ", ".join(part.rpartition("::")[2] for part in parts)
 
 
 def show_node(node: NodeView) -> None:
@@ -129,7 +136,10 @@ def show_node(node: NodeView) -> None:
             f"{p.pid} ({'?' if p.memory is None else p.memory // MIB} MiB)" for p in gpu.processes
         )
         memory = f"{gpu.used // MIB} of {gpu.memory // MIB} MiB"
-        mig = ", ".join(f"{it.gi}: {it.placement}" for it in gpu.instances) or gpu.mig
+        mig = (
+            ", ".join(f"{instance.gi}: {instance.placement}" for instance in gpu.instances)
+            or gpu.mig
+        )
         rows.add(
             *(str(gpu.index), gpu.model, gpu.state, gpu.recovery_action, memory, processes, mig)
         )

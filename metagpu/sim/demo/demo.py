@@ -187,7 +187,7 @@ class DemoNode:
     def _allocatable(self) -> dict[str, int]:
         """Return the allocatable shares per resource, as the agent offers them."""
         explained = explain_report(self.agent.registry.snapshot, self.agent.layout)
-        return {name: it.allocatable for name, it in explained.resources.items()}
+        return {name: report.allocatable for name, report in explained.resources.items()}
 
     def _slices(self) -> list[list[int]]:
         """Return per GPU and memory slice the compute slices of its MIG instance, or 0."""
@@ -204,7 +204,7 @@ def run(form: str) -> int:
             "pool": anyio.run(_run_scenario, Path(folder) / "pool", POOL),
             "mig": anyio.run(_run_scenario, Path(folder) / "mig", MIG),
             "claims": anyio.run(run_claims, Path(folder) / "claims"),
-            "offers": [anyio.run(_run_offer, Path(folder), it) for it in OFFER_POLICIES],
+            "offers": [anyio.run(_run_offer, Path(folder), policy) for policy in OFFER_POLICIES],
         }
 
     if form != "table":
@@ -325,10 +325,12 @@ def _holders(gpus: Mapping[GpuId, GpuState]) -> dict[str, str]:
 def _is_settled(state: GpuState) -> bool:
     """Return whether no cleanup and no delayed share is left on a GPU."""
     devices = (
-        it for provisioned in state.provisioned.values() for it in provisioned.devices.items()
+        device
+        for provisioned in state.provisioned.values()
+        for device in provisioned.devices.items()
     )
     idle = not state.cleanup.since and all(
-        it.idle or share in state.leases for share, it in devices
+        device.idle or share in state.leases for share, device in devices
     )
     undelayed = {
         name: replace(provisioned, delayed=frozenset())
@@ -392,10 +394,10 @@ async def run_claims(folder: Path) -> dict[str, Any]:
 def _are_published(cluster: SingleNodeCluster, gpus: int) -> bool:
     """Return whether each GPU has ResourceSlices, and no device has a taint."""
     objects = cluster.api.store.objects
-    slices = [it for key, it in objects.items() if key[0] == "resourceslices"]
+    slices = [document for key, document in objects.items() if key[0] == "resourceslices"]
     found = gather_pools(slices, cluster.name)
     ready = [device for device in found.devices if not device.spec.get("taints")]
-    seen = {gpu_of_device(it.id.device) for it in ready}
+    seen = {gpu_of_device(device.id.device) for device in ready}
     return len(ready) == len(found.devices) and len(seen) == gpus
 
 

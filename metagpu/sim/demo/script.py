@@ -141,8 +141,8 @@ pools:
 CLAIMS: Final = (
     DemoClaim("notebook", "half a GPU", {"exactly": _HALF}),
     *(
-        DemoClaim(it, "3g.40gb, or else 25 shares", _MIG_OR_ELSE)
-        for it in ("serve", "train", "tune")
+        DemoClaim(name, "3g.40gb, or else 25 shares", _MIG_OR_ELSE)
+        for name in ("serve", "train", "tune")
     ),
     DemoClaim(
         "batch", "a whole GPU", {"exactly": {"deviceClassName": "gpu.metagpu.io"}}, waits=True
@@ -209,7 +209,9 @@ def _offers(policies: Sequence[Mapping[str, Any]]) -> TextTable:
     """Return a table of what becomes of the pod under each policy."""
     rows = table("OFFER", "COUNT AS FREE", "THE POD", "THEN COUNT", "AND THE POD")
     for policy in policies:
-        cells = [it for each in policy["outcomes"] for it in (str(each["free"]), each["outcome"])]
+        cells = [
+            text for each in policy["outcomes"] for text in (str(each["free"]), each["outcome"])
+        ]
         rows.add(policy["offer"], *cells, *["-"] * (4 - len(cells)))
     return rows
 

@@ -106,7 +106,9 @@ class ClaimManager:
             await anyio.sleep(_POLL)
 
     def _sockets(self) -> Sequence[Path]:
-        found = sorted(it for it in self._registry.glob("*.sock") if not it.name.startswith("."))
+        found = sorted(
+            file for file in self._registry.glob("*.sock") if not file.name.startswith(".")
+        )
         for gone in self._endpoints.keys() - set(found):
             del self._endpoints[gone]
         return found
@@ -168,7 +170,7 @@ class ClaimManager:
                 "Failed to prepare dynamic resources: prepare dynamic resources: "
                 f"NodePrepareResources failed for ResourceClaim {ref.name}: {problem}"
             )
-        return [_device(it) for it in found.devices]
+        return [_device(device) for device in found.devices]
 
     async def release(self, uid: str) -> None:
         """Release the claims that no other pod uses.
@@ -176,7 +178,11 @@ class ClaimManager:
         Raises:
             ClaimPrepareError: a driver refuses, or is not there: the pod cannot end.
         """
-        for claim in [it for it in self._prepared.values() if uid in it.pods]:
+        for claim in [
+            prepared_claim
+            for prepared_claim in self._prepared.values()
+            if uid in prepared_claim.pods
+        ]:
             async with self._locks.setdefault(claim.ref.uid, anyio.Lock()):
                 if claim.pods == {uid}:
                     await self._unprepare(claim)
@@ -213,10 +219,12 @@ class ClaimManager:
         for use in pod.containers.get(container, ()) if pod is not None else ():
             prepared = self._prepared.get(use.claim.uid)
             parts = [
-                _listed(driver, it)
+                _listed(driver, device)
                 for driver, devices in (prepared.drivers.items() if prepared else ())
-                for it in devices
-                if not use.request or not it["RequestNames"] or use.request in it["RequestNames"]
+                for device in devices
+                if not use.request
+                or not device["RequestNames"]
+                or use.request in device["RequestNames"]
             ]
             if parts:
                 ref = use.claim
@@ -234,10 +242,10 @@ class ClaimManager:
             data = json.loads(json.loads(self._checkpoint.read_text(encoding="utf-8"))["Data"])
         except (OSError, ValueError, KeyError):
             return
-        for it in data.get("ClaimInfoStateList") or ():
-            ref = ResourceClaimRef(it["Namespace"], it["ClaimName"], it["ClaimUID"])
-            drivers = {name: state["Devices"] for name, state in it["DriverState"].items()}
-            self._prepared[ref.uid] = _PreparedClaim(ref, set(it["PodUIDs"]), drivers)
+        for entry in data.get("ClaimInfoStateList") or ():
+            ref = ResourceClaimRef(entry["Namespace"], entry["ClaimName"], entry["ClaimUID"])
+            drivers = {name: state["Devices"] for name, state in entry["DriverState"].items()}
+            self._prepared[ref.uid] = _PreparedClaim(ref, set(entry["PodUIDs"]), drivers)
 
     async def _save(self) -> None:
         async with self._saving:  # claims of several pods change at once
@@ -263,21 +271,21 @@ def _claim(ref: ResourceClaimRef) -> dra.Claim:
     return dra.Claim(namespace=ref.namespace, uid=ref.uid, name=ref.name)
 
 
-def _device(it: dra.Device) -> dict[str, Any]:
+def _device(device: dra.Device) -> dict[str, Any]:
     return {
-        "PoolName": it.pool_name,
-        "DeviceName": it.device_name,
-        "ShareID": it.share_id,
-        "RequestNames": list(it.request_names),
-        "CDIDeviceIDs": list(it.cdi_device_ids),
+        "PoolName": device.pool_name,
+        "DeviceName": device.device_name,
+        "ShareID": device.share_id,
+        "RequestNames": list(device.request_names),
+        "CDIDeviceIDs": list(device.cdi_device_ids),
     }
 
 
-def _listed(driver: str, it: Mapping[str, Any]) -> v1.ClaimResource:
+def _listed(driver: str, document: Mapping[str, Any]) -> v1.ClaimResource:
     return v1.ClaimResource(
-        cdi_devices=[v1.CdiDevice(name=name) for name in it["CDIDeviceIDs"]],
+        cdi_devices=[v1.CdiDevice(name=name) for name in document["CDIDeviceIDs"]],
         driver_name=driver,
-        pool_name=it["PoolName"],
-        device_name=it["DeviceName"],
-        share_id=it["ShareID"],
+        pool_name=document["PoolName"],
+        device_name=document["DeviceName"],
+        share_id=document["ShareID"],
     )

@@ -31,7 +31,7 @@ class _Service(v1beta1.DevicePluginBase):
         self, message: v1beta1.Empty
     ) -> AsyncIterator[v1beta1.ListAndWatchResponse]:
         del message
-        devices = [v1beta1.Device(id=it, health="Healthy") for it in self._ids]
+        devices = [v1beta1.Device(id=share_id, health="Healthy") for share_id in self._ids]
         yield v1beta1.ListAndWatchResponse(devices=devices)
         self.listed.set()
         await asyncio.Event().wait()

@@ -55,7 +55,7 @@ def destroy_instance(node: SimNode, gpu: SimGpu, place: str) -> None:
         SimError: no such instance exists, or a process runs on it.
     """
     with node.changed:
-        here = {placement_name(gpu, it): it for it in gpu.mig.instances.values()}
+        here = {placement_name(gpu, instance): instance for instance in gpu.mig.instances.values()}
         if place not in here:
             raise SimError(f"no {place} on {gpu.id}; there: {', '.join(here) or 'none'}")
         try:

@@ -194,11 +194,17 @@ class SimGpu(msgspec.Struct):
 
     def used_in(self, instance: int) -> int:
         """Return the bytes of memory that processes use in a GPU instance."""
-        return sum(it.memory or 0 for it in self.processes.values() if it.gi == instance)
+        return sum(
+            process.memory or 0 for process in self.processes.values() if process.gi == instance
+        )
 
     def used_below(self, cgroup: Path) -> int:
         """Return the bytes of memory that processes use in a cgroup and its children."""
-        below = (it for it in self.processes.values() if Path(it.cgroup).is_relative_to(cgroup))
+        below = (
+            process
+            for process in self.processes.values()
+            if Path(process.cgroup).is_relative_to(cgroup)
+        )
         return sum(process.memory or 0 for process in below)
 
     def remaining_below(self, cgroup: Path) -> int | None:
@@ -257,7 +263,9 @@ class SimGpu(msgspec.Struct):
 
     def reset_mig(self) -> None:
         """Remove all MIG instances and their processes; apply the pending MIG mode."""
-        self.processes = {key: it for key, it in self.processes.items() if it.gi is None}
+        self.processes = {
+            key: process for key, process in self.processes.items() if process.gi is None
+        }
         self.mig.reset()
 
     def _keys(self, pid: int) -> list[tuple[int, int | None, int | None]]:

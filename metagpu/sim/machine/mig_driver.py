@@ -205,7 +205,7 @@ def _number(gpu: SimGpu, profile: SimProfile, start: int) -> int:
     The IDs of instances of half the size begin where those of the larger size end: on eight memory
     slices the whole is 0, halves are 1 and 2, quarters 3 to 6, eighths 7 to 14.
     """
-    total = max(it.memory_slices for it in gpu.mig.profiles)
+    total = max(sim_profile.memory_slices for sim_profile in gpu.mig.profiles)
 
     return total // profile.memory_slices - 1 + start // profile.memory_slices
 
@@ -338,34 +338,34 @@ def _restore(node: SimNode, kept: SavedNode) -> None:
             continue
         gpu.mig.enabled, gpu.mig.pending = known.enabled, known.pending
         gpu.mig.instances = {
-            it.number: SimGpuInstance(
-                it.number,
-                find_profile(gpu, it.profile),
-                it.start,
-                it.handle,
+            instance.number: SimGpuInstance(
+                instance.number,
+                find_profile(gpu, instance.profile),
+                instance.start,
+                instance.handle,
                 {
                     compute.number: SimComputeInstance(**msgspec.structs.asdict(compute))
-                    for compute in it.computes
+                    for compute in instance.computes
                 },
             )
-            for it in known.instances
+            for instance in known.instances
         }
 
 
 def _saved(gpu: SimGpu) -> SavedGpu:
     instances = tuple(
         SavedGpuInstance(
-            it.number,
-            it.profile.number,
-            it.start,
-            it.handle,
+            instance.number,
+            instance.profile.number,
+            instance.start,
+            instance.handle,
             tuple(
                 SavedComputeInstance(
                     c.number, c.kind, c.slices, c.start, c.uuid, c.handle, c.device
                 )
-                for c in it.compute_instances.values()
+                for c in instance.compute_instances.values()
             ),
         )
-        for it in gpu.mig.instances.values()
+        for instance in gpu.mig.instances.values()
     )
     return SavedGpu(gpu.mig.enabled, gpu.mig.pending, instances)

@@ -75,13 +75,13 @@ class SimMigState(msgspec.Struct):
     def is_free(self, profile: SimProfile, start: int) -> bool:
         """Return whether a profile's slices from `start` on and its engines are free."""
         wanted = range(start, start + profile.memory_slices)
-        taken = {number for it in self.instances.values() for number in it.slices}
+        taken = {number for instance in self.instances.values() for number in instance.slices}
 
         return taken.isdisjoint(wanted) and self.count_by_engines(profile) > 0
 
     def count_by_engines(self, profile: SimProfile) -> int:
         """Return the number of further instances for which the media engines suffice."""
-        whole = max(self.profiles, key=lambda it: it.memory_slices).engines
+        whole = max(self.profiles, key=lambda sim_profile: sim_profile.memory_slices).engines
         used = (
             MediaEngines(*(sum(column) for column in zip(*self._engines(), strict=True)))
             if self.instances

@@ -111,8 +111,8 @@ class SimMpsControl:
     @property
     def _is_asked(self) -> bool:
         """True while a program is connected whose command is not answered, `quit` apart."""
-        asking = (it for it in self._selector.get_map().values() if it.data == "asker")
-        return any(it.fileobj not in self._quitting for it in asking)
+        asking = (key for key in self._selector.get_map().values() if key.data == "asker")
+        return any(key.fileobj not in self._quitting for key in asking)
 
     def _accept_client(self, connection: socket.socket) -> None:
         """Accept a client; a daemon that quits accepts none."""

@@ -185,7 +185,7 @@ class SimNode:
 
     def pcie_root(self, gpu: GpuId) -> str | None:
         """Return the PCIe root complex of a GPU: that of its PCI switch."""
-        found = next((it for it in self.all_gpus if it.id == gpu), None)
+        found = next((candidate for candidate in self.all_gpus if candidate.id == gpu), None)
         return None if found is None else f"pci0000:{16 * found.pci_switch:02x}"
 
     def raise_xid(

@@ -288,8 +288,8 @@ def _add(node: SimNode, wanted: GpuSpec) -> None:
     )
     node.set_recovery_action(gpu, find_recovery_action(wanted.recovery_action))
     _set_up_mig(node, gpu, wanted)
-    for it in wanted.processes:
-        node.start_process(gpu, SimProcess(it.pid, it.memory, it.gi, it.ci))
+    for process in wanted.processes:
+        node.start_process(gpu, SimProcess(process.pid, process.memory, process.gi, process.ci))
 
 
 def _set_up_mig(node: SimNode, gpu: SimGpu, wanted: GpuSpec) -> None:

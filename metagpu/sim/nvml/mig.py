@@ -144,8 +144,10 @@ class MigFunctions(SimLibraryBase):
         """Return the GPU instances of a profile."""
         with self._mig(device, enabled=True) as gpu:
             wanted = mig_driver.find_profile(gpu, read_number(profile))
-            found = [it for it in gpu.mig.instances.values() if it.profile is wanted]
-            _list_handles([it.handle for it in found], instances, count)
+            found = [
+                instance for instance in gpu.mig.instances.values() if instance.profile is wanted
+            ]
+            _list_handles([instance.handle for instance in found], instances, count)
 
     @c_function
     def nvmlDeviceGetGpuInstanceById(
@@ -208,9 +210,9 @@ class MigFunctions(SimLibraryBase):
         """Return the compute instances of a kind in a GPU instance."""
         with self._instance(instance) as (_, found):
             handles = [
-                it.handle
-                for it in found.compute_instances.values()
-                if it.kind == read_number(profile)
+                compute_instance.handle
+                for compute_instance in found.compute_instances.values()
+                if compute_instance.kind == read_number(profile)
             ]
             _list_handles(handles, computes, count)
 

@@ -94,7 +94,7 @@ def test_unknown_memory_is_configured(options: str, count: int, share: int) -> N
     shares = layout.offer_fact.shares
 
     assert len(shares) == count
-    assert {it.memory for it in shares} <= {share}
+    assert {other.memory for other in shares} <= {share}
     [assignment] = layout.pool_assignments
     assert ("gpuMemory" in assignment.reason) == (not count)
 
@@ -102,7 +102,7 @@ def test_unknown_memory_is_configured(options: str, count: int, share: int) -> N
 def test_a_reported_memory_comes_first() -> None:
     """The configured memory is for GPUs without a reported one alone."""
     layout, _ = offered(A, text=pool("sharesPerGpu: 10, gpuMemory: 100Gi"))
-    assert {it.memory for it in layout.offer_fact.shares} == {4 * GIB}
+    assert {share.memory for share in layout.offer_fact.shares} == {4 * GIB}
 
 
 def test_a_share_is_within_its_gpu() -> None:

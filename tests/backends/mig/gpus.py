@@ -38,7 +38,7 @@ def mig_gpu(index: int = 0, model: str = "a100-40gb") -> Gpu:
 def instance(of: Gpu, slot: str, number: int = 5, *, computes: int = 1) -> MigInstance:
     """Create an instance at a slot such as `2g.10gb@4`; its uuid follows from GPU and slot."""
     name, _, start = slot.rpartition("@")
-    profile = next(it for it in of.mig_profiles if it.name == name)
-    place = next(it for it in profile.placements if it.start == int(start))
+    profile = next(mig_profile for mig_profile in of.mig_profiles if mig_profile.name == name)
+    place = next(placement for placement in profile.placements if placement.start == int(start))
     parts = tuple(ComputeInstance(n, f"MIG-{slot}-{number}-{n}") for n in range(computes))
     return MigInstance(number, profile.number, place, parts)

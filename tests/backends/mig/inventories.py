@@ -21,7 +21,7 @@ NO_PROCESSES: dict[int | None, list[int]] = {}
 
 def share(slot: str) -> Share:
     """Find a share by its profile and slice."""
-    return next(it for it in SHARES if it.id.endswith(f"::{slot}"))
+    return next(other for other in SHARES if other.id.endswith(f"::{slot}"))
 
 
 def state(*facts: Fact) -> GpuState:
@@ -31,7 +31,9 @@ def state(*facts: Fact) -> GpuState:
 
 def observed(*slots: str, others: Iterable[str] = ()) -> LeasesObserved:
     """Report pods that hold these shares, and devices that pods hold of other plugins."""
-    held = [share(slot).id for slot in slots] + [type(share("1g.5gb@0").id)(it) for it in others]
+    held = [share(slot).id for slot in slots] + [
+        type(share("1g.5gb@0").id)(other) for other in others
+    ]
     return LeasesObserved(dict.fromkeys(held, POD), at=5)
 
 

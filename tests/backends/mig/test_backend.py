@@ -49,13 +49,13 @@ def backend(*profiles: str, injection: Injection | None = None, **options: Any) 
 def node(*gpus: Gpu, mig: MigBackend | None = None) -> Snapshot:
     """Return the snapshot of GPUs with their offers."""
     mig = mig or backend()
-    shares = [share for it in gpus for share in mig.shares(it)]
+    shares = [share for other in gpus for share in mig.shares(other)]
     return after(GpusFound(gpus, at=0), offer(*shares))
 
 
 def named(snapshot: Snapshot, slot: str, of: Gpu = A) -> Share:
     """Find a share by its profile and slice."""
-    return next(it for it in snapshot.gpus[of.id].shares if it.id == f"{of.id}::{slot}")
+    return next(share for share in snapshot.gpus[of.id].shares if share.id == f"{of.id}::{slot}")
 
 
 def free(snapshot: Snapshot, profile: str) -> list[Share]:
@@ -73,7 +73,9 @@ def free(snapshot: Snapshot, profile: str) -> list[Share]:
 def preferred(snapshot: Snapshot, profile: str, size: int = 1) -> list[str]:
     """Return the preference among all free shares, by GPU and slot."""
     chosen = backend().prefer(free(snapshot, profile), (), size, snapshot)
-    return [f"{snapshot.gpus[it.gpu].gpu.index}:{it.id.partition('::')[2]}" for it in chosen]
+    return [
+        f"{snapshot.gpus[share.gpu].gpu.index}:{share.id.partition('::')[2]}" for share in chosen
+    ]
 
 
 def provisioned(
@@ -82,7 +84,7 @@ def provisioned(
     **fields: Any,  # noqa: ANN401 - fields of several kinds
 ) -> ProvisioningReported:
     """Create the fact of the provisioned state, by profile and slice."""
-    by_id = {ShareId(f"{of.id}::{slot}"): it for slot, it in (devices or {}).items()}
+    by_id = {ShareId(f"{of.id}::{slot}"): device for slot, device in (devices or {}).items()}
     return ProvisioningReported(of.id, "mig", ProvisionedState(by_id, **fields), at=1)
 
 
@@ -93,7 +95,7 @@ def test_every_placement_of_a_profile_is_a_share() -> None:
     """A share's id says profile and slice, its resource the profile, as NVIDIA's plugin does."""
     shares = backend("2g.10gb", "1g.5gb+me").shares(A)
 
-    assert [(it.id.partition("::")[2], it.resource, it.number) for it in shares] == [
+    assert [(share.id.partition("::")[2], share.resource, share.number) for share in shares] == [
         *((f"1g.5gb+me@{n}", "nvidia.com/mig-1g.5gb.me", n) for n in range(7)),
         *((f"2g.10gb@{2 * n}", "nvidia.com/mig-2g.10gb", n) for n in range(3)),
     ]
@@ -109,7 +111,7 @@ def test_shares_that_overlap_a_lease_are_unavailable() -> None:
     held = named(snapshot, "3g.20gb@4"), named(snapshot, "1g.5gb+me@0")
     snapshot = after(SharesClaimed(held, at=1), since=snapshot)
 
-    left = {it.id.partition("::")[2] for name in ALL for it in free(snapshot, name)}
+    left = {share.id.partition("::")[2] for name in ALL for share in free(snapshot, name)}
     assert left == {"1g.5gb@1", "1g.5gb@2", "1g.5gb@3", "2g.10gb@2"}
 
 
@@ -220,7 +222,9 @@ def test_a_container_waits_at_its_start_where_that_can_be(
 ) -> None:
     """Without an option, `create` is `start` where CDI alone passes requested instances."""
     backends = layout_of(A, text=by_cdi(options, strategies)).backends.values()
-    assert [isinstance(it, Provisions) and it.provisions_at_start for it in backends] == [defers]
+    assert [isinstance(other, Provisions) and other.provisions_at_start for other in backends] == [
+        defers
+    ]
 
 
 # --- what is preferred ----------------------------------------------------------------------------
@@ -250,8 +254,8 @@ def test_blocked_and_released_slots_are_not_preferred() -> None:
     taken = after(provisioned(A, blocked={"s4": "foreign", "s5": "foreign"}), since=snapshot)
     dirty = after(provisioned(A, {"2g.10gb@4": HardwareDevice("MIG-d", 5, 0)}), since=snapshot)
 
-    for it in (taken, dirty):
-        chosen = backend().prefer(free(snapshot, "2g.10gb"), (), 2, it)
+    for other in (taken, dirty):
+        chosen = backend().prefer(free(snapshot, "2g.10gb"), (), 2, other)
         assert sorted(share.number for share in chosen) == [0, 1]
 
 
@@ -351,11 +355,11 @@ def test_released_slices_are_unavailable_until_a_scan() -> None:
     )
 
     assert not released.gpus[A.id].leases
-    assert [it.number for it in free(released, "3g.20gb")] == [1]
+    assert [other.number for other in free(released, "3g.20gb")] == [1]
     assert refusal(released.gpus[A.id], share).endswith(
         "was just released and is being checked for processes"
     )
-    assert [it.number for it in free(idle, "3g.20gb")] == [0, 1]
+    assert [other.number for other in free(idle, "3g.20gb")] == [0, 1]
 
 
 def test_a_released_share_may_be_granted_again() -> None:
@@ -366,10 +370,10 @@ def test_a_released_share_may_be_granted_again() -> None:
         provisioned(A, {"3g.20gb@0": left}, blocked={"s0": "process 7 runs"}), since=node(A)
     )
 
-    assert [it.number for it in free(snapshot, "3g.20gb")] == [0, 1]
+    assert [share.number for share in free(snapshot, "3g.20gb")] == [0, 1]
     assert not free(snapshot, "7g.40gb")
-    assert [it.number for it in free(snapshot, "2g.10gb")] == [2]
-    assert [it.number for it in free(used, "3g.20gb")] == [1]
+    assert [share.number for share in free(snapshot, "2g.10gb")] == [2]
+    assert [share.number for share in free(used, "3g.20gb")] == [1]
 
 
 def test_a_share_before_its_stagger_is_unavailable() -> None:
@@ -377,7 +381,7 @@ def test_a_share_before_its_stagger_is_unavailable() -> None:
     share = named(node(A), "3g.20gb@0")
     late = provisioned(A, delayed=frozenset((share.id,)))
 
-    assert [it.number for it in free(after(late, since=node(A)), "3g.20gb")] == [1]
+    assert [other.number for other in free(after(late, since=node(A)), "3g.20gb")] == [1]
     held = after(SharesClaimed((share,), at=1), late, since=node(A))
     assert share.id not in conflicting_shares(held.gpus[A.id])
 

@@ -32,60 +32,60 @@ GRACE, POLL, SCAN = TIMING.grace, TIMING.poll, TIMING.scan
 def test_an_instance_that_appears_later_is_foreign() -> None:
     """After the first scan, an instance that metagpu did not create blocks its slots for good."""
     now = state(observed())
-    it = empty_inventory(now)
-    it.update_instances(now, [TWO], 100)
-    it.update_processes(now, NO_PROCESSES, 100 + 10 * GRACE)
+    inventory = empty_inventory(now)
+    inventory.update_instances(now, [TWO], 100)
+    inventory.update_processes(now, NO_PROCESSES, 100 + 10 * GRACE)
 
-    assert report(it, now).devices == {}
-    assert report(it, now).blocked == dict.fromkeys(
+    assert report(inventory, now).devices == {}
+    assert report(inventory, now).blocked == dict.fromkeys(
         ("s4", "s5"), "instance 2g.10gb@4 was not created by metagpu"
     )
-    assert not it.unleased(now)
-    assert not it.removable(now, 1e9)
+    assert not inventory.unleased(now)
+    assert not inventory.removable(now, 1e9)
 
 
 def test_a_pod_whose_instance_is_gone_waits_when_it_starts_again() -> None:
     """The lost instance is created again at the pod's next start, after a failure too."""
     now = state(observed("2g.10gb@4"))
-    it = empty_inventory(now)
-    it.update_instances(now, [], 6)
-    assert not list(it.pending_leases(now))
+    inventory = empty_inventory(now)
+    inventory.update_instances(now, [], 6)
+    assert not list(inventory.pending_leases(now))
 
     for at in (7, 8):
         now = state(observed("2g.10gb@4"), SharesPending((share("2g.10gb@4"),), at=at))
-        [lease] = it.pending_leases(now)
+        [lease] = inventory.pending_leases(now)
         assert (lease.holder, lease.since) == (POD, at)
-        it.record_lease_failure(lease, "no")
-        assert not list(it.pending_leases(now))
+        inventory.record_lease_failure(lease, "no")
+        assert not list(inventory.pending_leases(now))
 
 
 def test_an_instance_of_before_is_taken_over_after_a_while() -> None:
     """An earlier instance is blocked, then idle; the kubelet must have reported all pods before."""
     now = state()
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO], 0)
-    it.update_processes(now, NO_PROCESSES, 2 * GRACE)
-    assert it.unclaimed == {"2g.10gb@4": 2 * GRACE}
-    assert "existed before metagpu started" in report(it, now).blocked["s4"]
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    inventory.update_processes(now, NO_PROCESSES, 2 * GRACE)
+    assert inventory.unclaimed == {"2g.10gb@4": 2 * GRACE}
+    assert "existed before metagpu started" in report(inventory, now).blocked["s4"]
 
     now = state(observed())
-    it.update_processes(now, NO_PROCESSES, 3 * GRACE - 1)
-    assert it.unclaimed
-    it.update_processes(now, NO_PROCESSES, 3 * GRACE)
-    assert [device.idle for device in report(it, now).devices.values()] == [True]
+    inventory.update_processes(now, NO_PROCESSES, 3 * GRACE - 1)
+    assert inventory.unclaimed
+    inventory.update_processes(now, NO_PROCESSES, 3 * GRACE)
+    assert [device.idle for device in report(inventory, now).devices.values()] == [True]
 
 
 def test_a_process_keeps_an_instance_from_being_taken_over() -> None:
     """The process may belong to its creator: the grace time begins again with the process's end."""
     now = state(observed())
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO], 0)
-    it.update_processes(now, {5: [77]}, GRACE)
-    it.update_processes(now, NO_PROCESSES, 2 * GRACE - 1)
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    inventory.update_processes(now, {5: [77]}, GRACE)
+    inventory.update_processes(now, NO_PROCESSES, 2 * GRACE - 1)
 
-    assert it.unclaimed
-    it.update_processes(now, NO_PROCESSES, 2 * GRACE)
-    assert not it.unclaimed
+    assert inventory.unclaimed
+    inventory.update_processes(now, NO_PROCESSES, 2 * GRACE)
+    assert not inventory.unclaimed
 
 
 @pytest.mark.parametrize(
@@ -99,55 +99,55 @@ def test_a_process_keeps_an_instance_from_being_taken_over() -> None:
 def test_an_instance_that_metagpu_never_creates_is_foreign(found: MigInstance) -> None:
     """An instance of another profile, or with two compute instances, is foreign from the start."""
     now = state(observed())
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [found], 0)
-    it.update_processes(now, NO_PROCESSES, 10 * GRACE)
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [found], 0)
+    inventory.update_processes(now, NO_PROCESSES, 10 * GRACE)
 
-    assert not it.owned
-    assert report(it, now).blocked
+    assert not inventory.owned
+    assert report(inventory, now).blocked
 
 
 def test_an_instance_of_another_plugin_is_foreign() -> None:
     """An instance that a pod holds by its uuid belongs to its plugin, even while it is idle."""
     now = state(observed(others=[TWO_UUID]))
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO], 0)
-    it.update_processes(now, NO_PROCESSES, 10 * GRACE)
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    inventory.update_processes(now, NO_PROCESSES, 10 * GRACE)
 
-    assert not it.owned
-    assert "not created by metagpu" in report(it, now).blocked["s4"]
+    assert not inventory.owned
+    assert "not created by metagpu" in report(inventory, now).blocked["s4"]
 
 
 def test_the_share_of_a_pod_proves_that_an_instance_is_ours() -> None:
     """After a restart the id of the share is enough: the instance is the pod's, and stays."""
     now = state(observed("2g.10gb@4"))
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO], 0)
-    it.update_processes(now, NO_PROCESSES, 0)
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    inventory.update_processes(now, NO_PROCESSES, 0)
 
-    [device] = report(it, now).devices.values()
+    [device] = report(inventory, now).devices.values()
     assert (device.device, device.gpu_instance, device.idle) == (TWO_UUID, 5, False)
-    assert not report(it, now).blocked
-    assert not it.removable(now, 1e9)
+    assert not report(inventory, now).blocked
+    assert not inventory.removable(now, 1e9)
 
 
 def test_a_claim_is_no_proof() -> None:
     """A container in admission has no instance yet: the present one is not its own."""
     now = state(SharesClaimed((share("2g.10gb@4"),), at=1))
-    it = empty_inventory(now)
-    it.update_instances(now, [TWO], 2)
+    inventory = empty_inventory(now)
+    inventory.update_instances(now, [TWO], 2)
 
-    assert not it.owned
-    assert [lease.share.id for lease in it.pending_leases(now)] == [share("2g.10gb@4").id]
+    assert not inventory.owned
+    assert [lease.share.id for lease in inventory.pending_leases(now)] == [share("2g.10gb@4").id]
 
 
 def test_an_instance_created_after_its_deadline_is_ours() -> None:
     """The slot of a late instance identifies it, at the next scan and no later."""
     now = state()
-    it = empty_inventory(now)
-    it.unsettled.add("2g.10gb@4")
-    it.update_instances(now, [TWO], 1)
-    assert it.owned
+    inventory = empty_inventory(now)
+    inventory.unsettled.add("2g.10gb@4")
+    inventory.update_instances(now, [TWO], 1)
+    assert inventory.owned
 
     other = empty_inventory(now)
     other.unsettled.add("2g.10gb@4")
@@ -165,24 +165,24 @@ def test_an_instance_requested_under_another_configuration_is_ours() -> None:
     assert reported.provisioned.pending == {"2g.10gb@4"}
 
     now = state(claimed, reported)
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO, instance(GPU, "1g.5gb@0", 7)], 3)
-    assert it.is_owned("2g.10gb@4")
-    assert not list(it.pending_leases(now))
-    assert not it.is_owned("1g.5gb@0")
-    assert report(it, now).pending == frozenset()
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO, instance(GPU, "1g.5gb@0", 7)], 3)
+    assert inventory.is_owned("2g.10gb@4")
+    assert not list(inventory.pending_leases(now))
+    assert not inventory.is_owned("1g.5gb@0")
+    assert report(inventory, now).pending == frozenset()
 
 
 def test_idle_instances_are_removed_after_a_while() -> None:
     """Instances stay warm for the pool's time; an unfinished one is removed at once."""
     now = state(observed())
-    it = empty_inventory(now, keep_warm=10)
-    add_owned(it, now)
-    it.update_processes(now, NO_PROCESSES, 100)
+    inventory = empty_inventory(now, keep_warm=10)
+    add_owned(inventory, now)
+    inventory.update_processes(now, NO_PROCESSES, 100)
 
-    assert it.removable(now, 109.9) == []
-    assert it.seconds_to_check(now, 101) == 9
-    assert it.removable(now, 110) == ["2g.10gb@4"]
+    assert inventory.removable(now, 109.9) == []
+    assert inventory.seconds_to_check(now, 101) == 9
+    assert inventory.removable(now, 110) == ["2g.10gb@4"]
 
     half = empty_inventory(now)
     half.owned.add("GPU instance 5")
@@ -195,69 +195,69 @@ def test_idle_instances_are_removed_after_a_while() -> None:
 def test_a_process_keeps_an_instance() -> None:
     """An instance with a process is not idle; its slots are blocked with the process named."""
     now = state(observed())
-    it = empty_inventory(now)
-    add_owned(it, now)
-    it.update_processes(now, {5: [9, 7]}, 100)
+    inventory = empty_inventory(now)
+    add_owned(inventory, now)
+    inventory.update_processes(now, {5: [9, 7]}, 100)
 
-    assert it.removable(now, 1e9) == []
-    assert it.seconds_to_check(now, 100) == POLL
-    assert report(it, now).blocked["s5"] == (
+    assert inventory.removable(now, 1e9) == []
+    assert inventory.seconds_to_check(now, 100) == POLL
+    assert report(inventory, now).blocked["s5"] == (
         "instance 2g.10gb@4 was released, and process 7, process 9 still runs on it"
     )
-    it.update_processes(now, NO_PROCESSES, 200)
-    assert it.idle == {"2g.10gb@4": 200}
+    inventory.update_processes(now, NO_PROCESSES, 200)
+    assert inventory.idle == {"2g.10gb@4": 200}
 
 
 def test_a_failed_removal_is_tried_again_with_a_back_off() -> None:
     """The delay doubles up to the time between two scans; the reason is reported meanwhile."""
     state_now = state(observed())
-    it = empty_inventory(state_now, keep_warm=0)
-    add_owned(it, state_now)
-    it.update_processes(state_now, NO_PROCESSES, 0)
+    inventory = empty_inventory(state_now, keep_warm=0)
+    add_owned(inventory, state_now)
+    inventory.update_processes(state_now, NO_PROCESSES, 0)
     delays = []
     now = 0.0
     for first in (True, False, False, False, False, False):
-        assert it.record_removal_failure("2g.10gb@4", "In use", now) == first
-        delays.append(it.seconds_to_check(state_now, now))
-        assert it.removable(state_now, now) == []
+        assert inventory.record_removal_failure("2g.10gb@4", "In use", now) == first
+        delays.append(inventory.seconds_to_check(state_now, now))
+        assert inventory.removable(state_now, now) == []
         now += delays[-1]
-        assert it.removable(state_now, now) == ["2g.10gb@4"]
+        assert inventory.removable(state_now, now) == ["2g.10gb@4"]
 
     assert delays == [POLL, 2 * POLL, 4 * POLL, 8 * POLL, SCAN, SCAN]
-    assert report(it, state_now).blocked["s4"].endswith("cannot be removed: In use")
+    assert report(inventory, state_now).blocked["s4"].endswith("cannot be removed: In use")
 
 
 def test_a_failure_concerns_one_lease() -> None:
     """A later lease of the share does not inherit the failure of an earlier one."""
     now = state(SharesClaimed((share("2g.10gb@4"),), at=1))
-    it = empty_inventory(now)
-    [lease] = it.pending_leases(now)
-    it.record_lease_failure(lease, "no")
-    assert [*it.pending_leases(now)] == []
-    assert [failure.reason for failure in report(it, now).failed.values()] == ["no"]
+    inventory = empty_inventory(now)
+    [lease] = inventory.pending_leases(now)
+    inventory.record_lease_failure(lease, "no")
+    assert [*inventory.pending_leases(now)] == []
+    assert [failure.reason for failure in report(inventory, now).failed.values()] == ["no"]
 
     now = state(SharesClaimed((share("2g.10gb@4"),), at=2))
-    assert len([*it.pending_leases(now)]) == 1
-    assert report(it, now).failed == {}
+    assert len([*inventory.pending_leases(now)]) == 1
+    assert report(inventory, now).failed == {}
 
 
 def test_a_lost_instance_is_not_created_for_its_pod_again() -> None:
     """A pod that knows the old uuid could not use another instance; its share counts as lost."""
     now = state(observed("2g.10gb@4"))
-    it = empty_inventory(now)
-    it.update_instances(now, [], 1)
+    inventory = empty_inventory(now)
+    inventory.update_instances(now, [], 1)
 
-    assert it.lost == {share("2g.10gb@4").id}
-    assert [*it.pending_leases(now)] == []
+    assert inventory.lost == {share("2g.10gb@4").id}
+    assert [*inventory.pending_leases(now)] == []
 
 
 def test_a_quiet_gpu_is_scanned_now_and_then() -> None:
     """The next scan is after `scan` seconds; while instances are unclaimed, after `poll`."""
     now = state()
     assert empty_inventory(now).seconds_to_check(now, 0) == SCAN
-    it = empty_inventory(now, scanned=False)
-    it.update_instances(now, [TWO], 0)
-    assert it.seconds_to_check(now, 0) == POLL
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    assert inventory.seconds_to_check(now, 0) == POLL
 
 
 def test_a_lease_of_the_checkpoint_creates_nothing() -> None:

@@ -32,13 +32,13 @@ def metrics_of(
 ) -> dict[tuple[str, ...], float]:
     """Return the metrics of a GPU by name and labels; fail for duplicates."""
     found: dict[tuple[str, ...], float] = {}
-    for it in layout.metrics(snapshot):
-        assert it.kind in KINDS
-        assert len(it.labels) == len(it.kind.labels)
-        if it.gpu == of:
-            key = (it.kind.name, *it.labels)
+    for metric in layout.metrics(snapshot):
+        assert metric.kind in KINDS
+        assert len(metric.labels) == len(metric.kind.labels)
+        if metric.gpu == of:
+            key = (metric.kind.name, *metric.labels)
             assert key not in found
-            found[key] = it.value
+            found[key] = metric.value
     return found
 
 

@@ -31,7 +31,7 @@ def backend(mps: MigMpsOptions | None = None, layout: dict[str, int] | None = No
 
 def node(*gpus: Gpu, cutter: MigBackend | None = None) -> Snapshot:
     """Return the snapshot of GPUs with their offers."""
-    shares = [share for it in gpus for share in (cutter or backend()).shares(it)]
+    shares = [share for gpu in gpus for share in (cutter or backend()).shares(gpu)]
     return after(GpusFound(gpus, at=0), offer(*shares))
 
 
@@ -50,7 +50,9 @@ def held(snapshot: Snapshot, shares: Sequence[Share], name: str = "pod", at: int
         for share, lease in state.leases.items()
         if lease.holder
     }
-    holders = before | dict.fromkeys((it.id for it in shares), Holder("default", name, "main"))
+    holders = before | dict.fromkeys(
+        (share.id for share in shares), Holder("default", name, "main")
+    )
     return after(LeasesObserved(holders, at=at + 1), since=granted)
 
 

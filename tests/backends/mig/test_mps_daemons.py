@@ -58,8 +58,8 @@ async def test_no_daemon_starts_in_a_folder_that_is_about_to_go(
         removing.set()
         await removed.wait()
 
-    async with stand_in(tmp_path, DEVICE.uuid) as it, anyio.create_task_group() as group:
-        await to_thread.run_sync(it.folders.write_gpu, gpu(0).id)
+    async with stand_in(tmp_path, DEVICE.uuid) as live_stand_in, anyio.create_task_group() as group:
+        await to_thread.run_sync(live_stand_in.folders.write_gpu, gpu(0).id)
         with monkeypatch.context() as patched:
             patched.setattr(HostDaemons, "unmount", unmount)
             daemons = of_gpu(tmp_path, group)
@@ -69,7 +69,7 @@ async def test_no_daemon_starts_in_a_folder_that_is_about_to_go(
             daemons.follow([DEVICE], [DEVICE])
             assert daemons._daemons == before
             removed.set()
-            await it.answers()
+            await live_stand_in.answers()
         group.cancel_scope.cancel()
 
 
@@ -86,10 +86,10 @@ async def test_a_leftover_of_an_instance_that_is_removed_ends(
             await found.wait()
         return process
 
-    async with stand_in(tmp_path, DEVICE.uuid) as it, anyio.create_task_group() as group:
-        await to_thread.run_sync(it.folders.write_gpu, gpu(0).id)
-        await DAEMONS.start(it.daemon)
-        await it.answers()
+    async with stand_in(tmp_path, DEVICE.uuid) as live_stand_in, anyio.create_task_group() as group:
+        await to_thread.run_sync(live_stand_in.folders.write_gpu, gpu(0).id)
+        await DAEMONS.start(live_stand_in.daemon)
+        await live_stand_in.answers()
         with monkeypatch.context() as patched:
             patched.setattr(HostDaemons, "find", find_slowly)
             daemons = of_gpu(tmp_path, group)
@@ -99,6 +99,6 @@ async def test_a_leftover_of_an_instance_that_is_removed_ends(
                 stopping.start_soon(daemons.stop, DEVICE.slot)
                 await anyio.wait_all_tasks_blocked()
                 found.set()
-            assert await it.process() is None
+            assert await live_stand_in.process() is None
             assert not daemons._daemons
         group.cancel_scope.cancel()

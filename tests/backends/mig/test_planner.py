@@ -349,11 +349,11 @@ def test_each_instance_is_one_share() -> None:
     """An id has profile and slice, the resource the profile; no two shares exclude each other."""
     shares = backend({"1g.5gb": 3, "2g.10gb": 2}).shares(A)
 
-    assert [(it.id.partition("::")[2], it.resource, it.number) for it in shares] == [
+    assert [(share.id.partition("::")[2], share.resource, share.number) for share in shares] == [
         *((f"1g.5gb@{at}", "nvidia.com/mig-1g.5gb", n) for n, at in enumerate((0, 1, 6))),
         *((f"2g.10gb@{at}", "nvidia.com/mig-2g.10gb", n) for n, at in enumerate((2, 4))),
     ]
-    slots = [slot for it in shares for slot in it.footprint]
+    slots = [slot for share in shares for slot in share.footprint]
     assert len(slots) == len(set(slots))
     assert shares[-1].memory == 9856 * 2**20
 
@@ -371,8 +371,8 @@ def test_one_name_numbers_its_shares() -> None:
     """Under one name the numbers of the shares are those of the instances."""
     shares = backend({"1g.5gb": 7}, "nvidia.com/gpu").shares(A)
 
-    assert {it.resource for it in shares} == {"nvidia.com/gpu"}
-    assert [it.number for it in shares] == list(range(7))
+    assert {share.resource for share in shares} == {"nvidia.com/gpu"}
+    assert [share.number for share in shares] == list(range(7))
     assert backend({"1g.5gb": 7}, "nvidia.com/gpu").resources == ("nvidia.com/gpu",)
 
 
@@ -405,7 +405,9 @@ def test_a_layout_that_does_not_fit_is_reported(layout: str, why: str) -> None:
 
     assert not found.shares
     assert len(found.backends) == layout.count(":")
-    assert [it.reason for it in found.pool_assignments] == [f"all GPUs, but no shares: {why}"]
+    assert [assignment.reason for assignment in found.pool_assignments] == [
+        f"all GPUs, but no shares: {why}"
+    ]
 
 
 def test_a_layout_is_named_as_in_mig_parted() -> None:
@@ -431,7 +433,7 @@ def held(of: GpuId, *slots: str) -> dict[ShareId, Holder]:
 
 def capacity_lines(snapshot: Snapshot) -> list[str]:
     """Return the operator's lines."""
-    return [it.text for it in explain_report(snapshot, LAYOUT).remarks]
+    return [remark.text for remark in explain_report(snapshot, LAYOUT).remarks]
 
 
 def node(*holders: dict[ShareId, Holder]) -> Snapshot:
@@ -448,7 +450,7 @@ def test_the_largest_instance_that_fits_is_named() -> None:
         "GPU 1: the largest instance that fits is 7g.40gb",
     ]
 
-    claimed = next(it for it in LAYOUT.shares if it.id == f"{A.id}::2g.10gb@4")
+    claimed = next(share for share in LAYOUT.shares if share.id == f"{A.id}::2g.10gb@4")
     blocked = ProvisionedState(blocked={f"s{n}": "foreign" for n in range(8)})
     snapshot = after(
         SharesClaimed((claimed,), at=6),
@@ -509,7 +511,9 @@ def test_free_capacity_is_reported_in_numbers() -> None:
     """Each GPU has its largest profile with slices, its free slices, and the helpful move."""
     snapshot = node(held(A.id, "1g.5gb@0", "1g.5gb@4"), held(B.id, "2g.10gb@0", "3g.20gb@4"))
     explained = explain_report(snapshot, LAYOUT)
-    first, second = (plain_report(it.free_capacity) for it in explained.gpus if it.free_capacity)
+    first, second = (
+        plain_report(report.free_capacity) for report in explained.gpus if report.free_capacity
+    )
 
     move = {
         "profile": "3g.20gb",

@@ -309,7 +309,9 @@ def test_gpus_of_a_model_have_one_geometry() -> None:
     allowed = frozenset(("1g.5gb",))
 
     assert geometry_of(one.mig_profiles) is geometry_of(other.mig_profiles)
-    assert [it.name for it in geometry_of(one.mig_profiles, allowed).profiles] == ["1g.5gb"]
+    assert [geometry.name for geometry in geometry_of(one.mig_profiles, allowed).profiles] == [
+        "1g.5gb"
+    ]
 
 
 @pytest.mark.parametrize("key", MIG_MODELS)

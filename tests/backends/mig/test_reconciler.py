@@ -49,9 +49,9 @@ class Node:
         """Admit a container with a free share."""
         state = self.care.state()
         free = [
-            it
-            for it in state.shares
-            if it.id not in state.leases and it.id not in availability_of(state).unlisted
+            share
+            for share in state.shares
+            if share.id not in state.leases and share.id not in availability_of(state).unlisted
         ]
         if free:
             self.held.append(free[pick % len(free)])
@@ -65,7 +65,7 @@ class Node:
     def run(self, pick: int) -> None:
         """Start a program on any existing instance."""
         with self.care.node.changed:
-            there = [(it.number, c.number) for it, c in self.gpu.mig.compute_instances]
+            there = [(instance.number, c.number) for instance, c in self.gpu.mig.compute_instances]
         if there:
             where = there[pick % len(there)]
             self.care.node.start_process(self.gpu, SimProcess(PID, None, *where))
@@ -96,8 +96,8 @@ class Node:
         """Return the existing instances, as share ids do."""
         with self.care.node.changed:
             return {
-                f"{self.gpu.model.profile_name(it.profile)}@{it.start}"
-                for it in self.gpu.mig.instances.values()
+                f"{self.gpu.model.profile_name(instance.profile)}@{instance.start}"
+                for instance in self.gpu.mig.instances.values()
             }
 
 

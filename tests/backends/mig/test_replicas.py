@@ -33,13 +33,13 @@ def backend(layout: dict[str, int] | None = None, **options: Any) -> MigBackend:
 
 def node(*gpus: Gpu, cutter: MigBackend | None = None) -> Snapshot:
     """Return the snapshot of GPUs with their offers."""
-    shares = [share for it in gpus for share in (cutter or backend()).shares(it)]
+    shares = [share for gpu in gpus for share in (cutter or backend()).shares(gpu)]
     return after(GpusFound(gpus, at=0), offer(*shares))
 
 
 def slots(shares: list[Share]) -> list[str]:
     """Return the instances of shares, without the GPU."""
-    return [it.id.partition("::")[2] for it in shares]
+    return [share.id.partition("::")[2] for share in shares]
 
 
 def test_each_instance_is_offered_several_times() -> None:
@@ -47,9 +47,9 @@ def test_each_instance_is_offered_several_times() -> None:
     shares = list(backend().shares(A))
 
     assert slots(shares) == [f"3g.20gb@{at}-t{n}" for at in (0, 4) for n in range(3)]
-    assert {it.resource for it in shares} == {"nvidia.com/mig-3g.20gb.shared"}
-    assert [it.number for it in shares] == list(range(6))
-    assert {it.memory for it in shares} == {19968 * 2**20 // 3}
+    assert {share.resource for share in shares} == {"nvidia.com/mig-3g.20gb.shared"}
+    assert [share.number for share in shares] == list(range(6))
+    assert {share.memory for share in shares} == {19968 * 2**20 // 3}
     assert not any(conflicts(a, b) for a in shares for b in shares if a is not b)
 
 
@@ -74,7 +74,7 @@ def test_the_longest_ids_are_legal() -> None:
     """Ids have legal length with the most replicas of every profile of every GPU model."""
     gpus = [mig_gpu(0, name) for name, model in GPU_MODELS.items() if model.mig_profiles]
     lengths = [
-        max(len(it.id) for it in backend({profile.name: 1}, replicas=1000).shares(gpu))
+        max(len(share.id) for share in backend({profile.name: 1}, replicas=1000).shares(gpu))
         for gpu in gpus
         for profile in gpu.mig_profiles
     ]
@@ -150,10 +150,10 @@ def test_packed_replicas_fill_an_instance_first() -> None:
     packed = backend(allocation_policy=AllocationPolicy.PACKED)
     snapshot, given = node(A, B), list[str]()
     for _ in range(2):
-        free = [it for state in snapshot.gpus.values() for it in state.shares]
-        free = [it for it in free if it.id not in snapshot.gpus[it.gpu].leases]
+        free = [share for state in snapshot.gpus.values() for share in state.shares]
+        free = [share for share in free if share.id not in snapshot.gpus[share.gpu].leases]
         shares = packed.prefer(free, (), 2, snapshot)
-        given += [f"{snapshot.gpus[it.gpu].gpu.index}:{slots([it])[0]}" for it in shares]
+        given += [f"{snapshot.gpus[share.gpu].gpu.index}:{slots([share])[0]}" for share in shares]
         snapshot = after(SharesClaimed(tuple(shares), at=1), since=snapshot)
 
     assert given == ["0:3g.20gb@0-t0", "0:3g.20gb@0-t1", "0:3g.20gb@0-t2", "0:3g.20gb@4-t0"]

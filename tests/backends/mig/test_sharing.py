@@ -46,8 +46,8 @@ def test_an_instance_has_units() -> None:
     shares = list(cutter.shares(A))
 
     assert slots(cutter) == ["3g.20gb@4-p0", "3g.20gb@4-p1", "3g.20gb@4-p2"]
-    assert {it.resource for it in shares} == {"nvidia.com/mig-3g.20gb.shared"}
-    assert {it.memory for it in shares} == {(19968 - 64) * MIB // 3}
+    assert {share.resource for share in shares} == {"nvidia.com/mig-3g.20gb.shared"}
+    assert {share.memory for share in shares} == {(19968 - 64) * MIB // 3}
     assert shares[1].footprint == {"s4-p1", "s5-p1", "s6-p1", "s7-p1"}
     assert not any(conflicts(a, b) for a in shares for b in shares if a is not b)
 
@@ -123,7 +123,7 @@ def test_the_longest_ids_are_legal() -> None:
     """Ids have legal length with the most units of every profile of every GPU model."""
     gpus = [mig_gpu(0, name) for name, model in GPU_MODELS.items() if model.mig_profiles]
     lengths = [
-        max(len(it.id) for it in backend({profile.name: 1}).shares(gpu))
+        max(len(share.id) for share in backend({profile.name: 1}).shares(gpu))
         for gpu in gpus
         for profile in gpu.mig_profiles
     ]
@@ -229,17 +229,19 @@ def test_no_instance_is_given_twice_by_a_reload(
     old, new = (
         list(
             MigBackend(
-                MigOptions("mig", layout=layout, resource=METAGPU, **DIVISIONS[it]), Injection()
+                MigOptions("mig", layout=layout, resource=METAGPU, **DIVISIONS[text]), Injection()
             ).shares(A)
         )
-        for it in (before, now)
+        for text in (before, now)
     )
     held = data.draw(st.lists(st.sampled_from(old), min_size=1, unique=True))
     claimed = SharesClaimed(tuple(held), at=1)
     state = after(GpusFound((A,), at=0), offer(*old), claimed, offer(*new)).gpus[A.id]
-    unchanged = {(it.id, it.footprint) for it in new} >= {(it.id, it.footprint) for it in held}
+    unchanged = {(share.id, share.footprint) for share in new} >= {
+        (share.id, share.footprint) for share in held
+    }
 
     if before == now or (unchanged and "replicas" in before and "replicas" in now):
         assert orphaned_leases(state.shares, state.leases) == ()
     else:
-        assert {it.id for it in new} <= conflicting_shares(state) | state.leases.keys()
+        assert {share.id for share in new} <= conflicting_shares(state) | state.leases.keys()

@@ -24,7 +24,7 @@ from tests.rigs.build import after, offer, refusal
 
 GPU = mig_gpu()
 STAGGER = MigTiming().stagger
-SHARES = {it.id.partition("::")[2]: it for it in backend().shares(GPU)}
+SHARES = {share.id.partition("::")[2]: share for share in backend().shares(GPU)}
 
 
 class Node:
@@ -60,7 +60,7 @@ class Node:
 
     def report(self, now: float) -> float:
         """Report the instances; return the seconds until the next profile is offered."""
-        held = {it.partition("::")[2] for it in self.state.leases}
+        held = {lease.partition("::")[2] for lease in self.state.leases}
         made = {
             SHARES[slot].id: HardwareDevice(
                 *("MIG", 1, 0), idle=slot not in held and self.idle, reusable=slot in held
@@ -74,8 +74,8 @@ class Node:
     def offered(self) -> list[str]:
         """List the profiles of which an instance could be granted now, the largest first."""
         shut = conflicting_shares(self.state) | self.state.leases.keys()
-        free = {slot.partition("@")[0] for slot, it in SHARES.items() if it.id not in shut}
-        return sorted(free, key=lambda it: (-size(it), it))
+        free = {slot.partition("@")[0] for slot, share in SHARES.items() if share.id not in shut}
+        return sorted(free, key=lambda text: (-size(text), text))
 
     def _apply(self, fact: Fact) -> None:
         self._known = after(fact, since=self._known)
@@ -83,7 +83,9 @@ class Node:
 
 def size(profile: str) -> int:
     """Count what an instance of a profile occupies."""
-    return next(len(it.footprint) for slot, it in SHARES.items() if slot.startswith(profile + "@"))
+    return next(
+        len(share.footprint) for slot, share in SHARES.items() if slot.startswith(profile + "@")
+    )
 
 
 def test_at_the_first_report_everything_is_on_offer() -> None:

@@ -157,9 +157,9 @@ def test_units_come_from_one_gpu() -> None:
     chosen = backend().prefer(free, [], 60, snapshot)
     assert {share.gpu for share in chosen} == {B.id}
     assert len(chosen) == 60
-    assert {it.gpu for it in backend().prefer(free, [], 80, snapshot)} == {A.id}
+    assert {share.gpu for share in backend().prefer(free, [], 80, snapshot)} == {A.id}
     spread = backend("placement: spread").prefer(free, [], 60, snapshot)
-    assert {it.gpu for it in spread} == {A.id}
+    assert {share.gpu for share in spread} == {A.id}
 
 
 def test_an_unavailable_gpu_comes_last() -> None:
@@ -351,7 +351,9 @@ def test_the_metric_of_the_control_daemon() -> None:
         GpusFound((A, B), at=0), layout.offer_fact, BackendSuspended(B.id, "mps", "it hangs", at=1)
     )
 
-    assert [(it.kind.name, it.gpu, it.value) for it in layout.metrics(snapshot)] == [
+    assert [
+        (metric.kind.name, metric.gpu, metric.value) for metric in layout.metrics(snapshot)
+    ] == [
         ("mps_control_daemon_up", A.id, 1),
         ("mps_control_daemon_up", B.id, 0),
     ]

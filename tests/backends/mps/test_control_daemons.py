@@ -23,7 +23,7 @@ from tests.rigs.logs import capture_module_logs
 from tests.rigs.real_mps import DRIVERS, real_daemons
 
 Hostile = Callable[[Path], object]
-ARCHIVED = [pytest.param(it, marks=pytest.mark.e2e) for it in DRIVERS]
+ARCHIVED = [pytest.param(other, marks=pytest.mark.e2e) for other in DRIVERS]
 
 KILLED = """
 import os, signal, sys
@@ -79,10 +79,10 @@ async def test_it_is_adopted_after_a_kill(
     pid = await agent_is_killed(tmp_path, driver)
 
     with capture_module_logs(supervisor) as lines:
-        async with mps(tmp_path, daemons=daemons) as it:
-            await it.ready()
-            assert (await it.process()).pid == pid
-            assert it.care.state().suspended == {}
+        async with mps(tmp_path, daemons=daemons) as scene:
+            await scene.ready()
+            assert (await scene.process()).pid == pid
+            assert scene.care.state().suspended == {}
     assert "mps control daemon started" not in [line["event"] for line in lines]
 
 
@@ -94,32 +94,32 @@ async def test_an_agent_without_its_number_adopts_it(
     [file] = (tmp_path / "mps").glob("*/pid")
     file.unlink()
 
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        assert (await it.process()).pid == pid
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        assert (await scene.process()).pid == pid
 
 
 async def test_a_crash_is_followed_by_a_start(daemons: HostDaemons, tmp_path: Path) -> None:
     """A killed control daemon leaves its files, and another one serves."""
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        first = await it.process()
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        first = await scene.process()
         os.kill(first.pid, signal.SIGKILL)
-        await it.another(first)
-        await it.ready()
+        await scene.another(first)
+        await scene.ready()
 
 
 async def test_a_quit_of_a_containers_root_is_named(daemons: HostDaemons, tmp_path: Path) -> None:
     """The command `quit` of another process is the reason, and another daemon serves."""
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        first = await it.process()
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        first = await scene.process()
         async with anyio.create_task_group() as group:
-            group.start_soon(it.suspended, "it received `quit`, but not from metagpu")
+            group.start_soon(scene.suspended, "it received `quit`, but not from metagpu")
             await anyio.wait_all_tasks_blocked()
-            await it.at().quit()
-        await it.another(first)
-        await it.ready()
+            await scene.at().quit()
+        await scene.another(first)
+        await scene.ready()
 
 
 async def test_an_unused_daemon_ends_with_its_agent(daemons: HostDaemons, tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ async def test_an_unused_daemon_ends_with_its_agent(daemons: HostDaemons, tmp_pa
     A server that failed, as NVIDIA's do without a driver, makes `quit` fail, and changes nothing.
     """
     with capture_module_logs(supervisor) as lines:
-        async with mps(tmp_path, daemons=daemons, stays=True) as it:
-            await it.ready()
-            process = await it.process()
-            await daemons.send_command(it.at().daemon, "start_server -uid 0\n", deadline=30.0)
+        async with mps(tmp_path, daemons=daemons, stays=True) as scene:
+            await scene.ready()
+            process = await scene.process()
+            await daemons.send_command(scene.at().daemon, "start_server -uid 0\n", deadline=30.0)
 
     assert [line for line in lines if line["log_level"] == "warning"] == []
     with anyio.fail_after(30):
@@ -162,12 +162,12 @@ async def test_a_hanging_daemon_is_replaced(
 ) -> None:
     """A daemon that answers no probe is killed if it is unused, and another one serves."""
     monkeypatch.setattr(MpsBackend, "timing", replace(TIMING, deadline=3.0))
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        first = await it.process()
-        await to_thread.run_sync(disturb, first, it.at().folders.pipes)
-        await it.another(first)
-        await it.ready()
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        first = await scene.process()
+        await to_thread.run_sync(disturb, first, scene.at().folders.pipes)
+        await scene.another(first)
+        await scene.ready()
 
 
 @pytest.mark.e2e
@@ -176,13 +176,13 @@ async def test_a_driver_is_upgraded_below_a_running_daemon(tmp_path: Path) -> No
     pid = await agent_is_killed(tmp_path, "535")
     newer = await to_thread.run_sync(daemons_of, "550")
 
-    async with mps(tmp_path, daemons=newer) as it:
-        await it.ready()
-        old = await it.process()
+    async with mps(tmp_path, daemons=newer) as scene:
+        await scene.ready()
+        old = await scene.process()
         assert old.pid == pid
         os.kill(pid, signal.SIGKILL)
-        await it.another(old)
-        await it.ready()
+        await scene.another(old)
+        await scene.ready()
 
 
 # --- what containers may write ------------------------------------------------------------------
@@ -234,7 +234,7 @@ NAMES = ("nvidia-cuda-mps-control.pid", "control_lock", "control", "control_priv
 
 
 @pytest.mark.parametrize("driver", ["stand-in 550", *ARCHIVED])
-@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda value: value.__name__)
 async def test_nothing_in_a_containers_folder_is_believed(
     hostile: Hostile, daemons: HostDaemons, tmp_path: Path
 ) -> None:
@@ -242,18 +242,18 @@ async def test_nothing_in_a_containers_folder_is_believed(
 
     The files of the host that it links to stay as they are.
     """
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        folders, first = it.at().folders, await it.process()
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        folders, first = scene.at().folders, await scene.process()
         victim = folders.home / "victim"
         victim.write_text("secret")
         victim.chmod(0o600)
         await to_thread.run_sync(_replace_all, folders.pipes, hostile)
-        assert await it.process() == first  # by its number
+        assert await scene.process() == first  # by its number
 
         os.kill(first.pid, signal.SIGKILL)
-        await it.another(first)
-        await it.ready()
+        await scene.another(first)
+        await scene.ready()
         assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("secret", 0o600)
         assert (folders.pipes / "control_lock").is_file()
 
@@ -266,9 +266,9 @@ async def test_a_link_that_comes_after_the_emptying_is_not_followed(
 
     NVIDIA's daemon would give everybody the right to write to it.
     """
-    async with mps(tmp_path, daemons=daemons) as it:
-        await it.ready()
-        folders, first = it.at().folders, await it.process()
+    async with mps(tmp_path, daemons=daemons) as scene:
+        await scene.ready()
+        folders, first = scene.at().folders, await scene.process()
         victim = folders.home / "victim"
         victim.write_text("secret")
         victim.chmod(0o600)
@@ -280,8 +280,8 @@ async def test_a_link_that_comes_after_the_emptying_is_not_followed(
 
         monkeypatch.setattr(host_daemons, "empty", empty_slowly)
         os.kill(first.pid, signal.SIGKILL)
-        await it.another(first)
-        await it.ready()
+        await scene.another(first)
+        await scene.ready()
         assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("secret", 0o600)
 
 

@@ -69,48 +69,48 @@ async def test_shares_wait_for_the_first_answer(tmp_path: Path) -> None:
     await to_thread.run_sync(before.folders.create)
     before.steer("hang")
 
-    async with mps(tmp_path) as it:
-        assert it.care.state().suspended["mps"].reason == "it is being made ready"
-        assert availability_of(it.care.state()).unlisted == {
-            share.id for share in it.care.state().shares
+    async with mps(tmp_path) as scene:
+        assert scene.care.state().suspended["mps"].reason == "it is being made ready"
+        assert availability_of(scene.care.state()).unlisted == {
+            share.id for share in scene.care.state().shares
         }
 
         before.steer("")
-        await it.ready()
-        assert availability_of(it.care.state()).unlisted == set()
-        assert await DAEMONS.find(it.at().daemon) is not None
+        await scene.ready()
+        assert availability_of(scene.care.state()).unlisted == set()
+        assert await DAEMONS.find(scene.at().daemon) is not None
 
 
 async def test_each_gpu_has_its_own(tmp_path: Path) -> None:
     """Two GPUs have two control daemons, and the end of one does not concern the other."""
-    async with mps(tmp_path, gpu_models="a100-40gb:2") as it:
-        await it.ready(0)
-        await it.ready(1)
-        first, second = await it.process(0), await it.process(1)
+    async with mps(tmp_path, gpu_models="a100-40gb:2") as scene:
+        await scene.ready(0)
+        await scene.ready(1)
+        first, second = await scene.process(0), await scene.process(1)
         assert first != second
 
-        it.at(0).steer("refuse")
+        scene.at(0).steer("refuse")
         await DAEMONS.kill(first)
-        await it.suspended("steered to refuse", 0)
-        assert it.care.state(1).suspended == {}
-        it.at(0).steer("")
-        await it.ready(0)
-        assert await it.process(1) == second
-        assert await it.process(0) != first
+        await scene.suspended("steered to refuse", 0)
+        assert scene.care.state(1).suspended == {}
+        scene.at(0).steer("")
+        await scene.ready(0)
+        assert await scene.process(1) == second
+        assert await scene.process(0) != first
 
 
 async def test_a_crashed_daemon_is_started_again(tmp_path: Path) -> None:
     """A crash is known at once; daemons that end soon are started after growing delays."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        first = await it.process()
-        it.at().steer("refuse")
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        first = await scene.process()
+        scene.at().steer("refuse")
         await DAEMONS.kill(first)
-        await it.suspended("(steered to refuse); it is tried again in 0.2 s")
+        await scene.suspended("(steered to refuse); it is tried again in 0.2 s")
 
-        it.at().steer("")
-        await it.ready()
-        assert await it.process() != first
+        scene.at().steer("")
+        await scene.ready()
+        assert await scene.process() != first
 
 
 async def test_a_daemon_that_a_container_quit_is_restarted_at_once(tmp_path: Path) -> None:
@@ -119,16 +119,16 @@ async def test_a_daemon_that_a_container_quit_is_restarted_at_once(tmp_path: Pat
     The first ends when its last client does; no container keeps a GPU without a control daemon.
     """
     with capture_module_logs(supervisor) as lines, capture_module_logs(backend_runner) as reports:
-        async with mps(tmp_path) as it:
-            await it.ready()
-            first = await it.process()
-            it.care.claim(it.care.share("mps"))
+        async with mps(tmp_path) as scene:
+            await scene.ready()
+            first = await scene.process()
+            scene.care.claim(scene.care.share("mps"))
             async with anyio.create_task_group() as group:
-                with it.at().client():
-                    group.start_soon(it.at().quit)
+                with scene.at().client():
+                    group.start_soon(scene.at().quit)
                     await anyio.wait_all_tasks_blocked()
-            await it.another(first)
-            await it.ready()
+            await scene.another(first)
+            await scene.ready()
 
     assert [line["event"] for line in lines].count("mps control daemon started") == 2
     [suspended] = [line for line in reports if line["event"] == "gpu suspended"]
@@ -141,45 +141,45 @@ async def test_a_daemon_that_a_container_quit_is_restarted_at_once(tmp_path: Pat
 @pytest.mark.usefixtures("impatient")
 async def test_a_daemon_that_hangs_is_reported_and_recovers(tmp_path: Path) -> None:
     """While containers hold shares the daemon is left alone, suspended until it answers again."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        process = await it.process()
-        it.care.claim(it.care.share("mps"))
-        it.at().steer("hang")
-        await it.suspended("the MPS control daemon failed 3 probes: ")
-        assert f"did not end within {SHORT} s" in it.care.state().suspended["mps"].reason
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        process = await scene.process()
+        scene.care.claim(scene.care.share("mps"))
+        scene.at().steer("hang")
+        await scene.suspended("the MPS control daemon failed 3 probes: ")
+        assert f"did not end within {SHORT} s" in scene.care.state().suspended["mps"].reason
 
-        it.at().steer("")
-        await it.ready()
-        assert await it.process() == process
+        scene.at().steer("")
+        await scene.ready()
+        assert await scene.process() == process
 
 
 async def test_a_wrong_answer_is_reported(tmp_path: Path) -> None:
     """A wrong answer counts as no answer."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        it.care.claim(it.care.share("mps"))
-        it.at().steer("garbage")
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        scene.care.claim(scene.care.share("mps"))
+        scene.at().steer("garbage")
 
-        await it.suspended(
+        await scene.suspended(
             "unexpected answer to get_default_active_thread_percentage: '?\\x07 not what"
         )
-        it.at().steer("")
-        await it.ready()
+        scene.at().steer("")
+        await scene.ready()
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_hanging_daemon_without_clients_is_replaced(tmp_path: Path) -> None:
     """Without a lease and a process on the GPU a hanging daemon is killed and replaced."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        first = await it.process()
-        it.at().steer("hang")
-        await it.suspended("it is unused, and metagpu restarts it")
-        it.at().steer("")
-        await it.ready()
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        first = await scene.process()
+        scene.at().steer("hang")
+        await scene.suspended("it is unused, and metagpu restarts it")
+        scene.at().steer("")
+        await scene.ready()
 
-        assert await it.process() != first
+        assert await scene.process() != first
         with anyio.fail_after(30):
             await DAEMONS.wait_ended(first)
 
@@ -187,29 +187,29 @@ async def test_a_hanging_daemon_without_clients_is_replaced(tmp_path: Path) -> N
 @pytest.mark.usefixtures("impatient")
 async def test_a_process_on_the_gpu_keeps_a_hanging_daemon(tmp_path: Path) -> None:
     """A process on the GPU may be a client, with or without a lease: the daemon stays."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        process = await it.process()
-        it.care.node.start_process(it.care.node.gpus[0], SimProcess(4711, 100 * MIB))
-        it.at().steer("hang")
-        await it.suspended("failed 4 probes")
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        process = await scene.process()
+        scene.care.node.start_process(scene.care.node.gpus[0], SimProcess(4711, 100 * MIB))
+        scene.at().steer("hang")
+        await scene.suspended("failed 4 probes")
 
-        assert "started again" not in it.care.state().suspended["mps"].reason
-        assert await it.process() == process
-        it.at().steer("")
-        await it.ready()
+        assert "started again" not in scene.care.state().suspended["mps"].reason
+        assert await scene.process() == process
+        scene.at().steer("")
+        await scene.ready()
 
 
 async def test_a_fault_of_a_client_is_reported(tmp_path: Path) -> None:
     """While the server is in a fault the GPU accepts no new containers: they would fail."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        it.care.claim(it.care.share("mps"))
-        with it.at().client():
-            it.at().steer("fault")
-            await it.suspended("a fault of one client stopped MPS server")
-            it.at().steer("")
-            await it.ready()
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        scene.care.claim(scene.care.share("mps"))
+        with scene.at().client():
+            scene.at().steer("fault")
+            await scene.suspended("a fault of one client stopped MPS server")
+            scene.at().steer("")
+            await scene.ready()
 
 
 async def test_a_missing_program_is_reported(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ async def test_replicas_that_cannot_be_served_are_logged(tmp_path: Path) -> None
     """A pool with more replicas than the GPU's architecture allows gets fewer, and a log event."""
     with capture_module_logs(mps_backend) as logs:
         text = ALONE.replace("unitsPerGpu: 10", "replicas: 60")
-        async with mps(tmp_path, text) as it:
-            await it.ready()
-            assert len(it.care.state().shares) == 48
+        async with mps(tmp_path, text) as scene:
+            await scene.ready()
+            assert len(scene.care.state().shares) == 48
 
     [line] = logs
     assert line["event"] == "mps replicas limited to the clients of a gpu"

@@ -25,136 +25,136 @@ from tests.rigs.logs import capture_module_logs
 
 async def test_the_gpu_is_for_clients_alone_while_it_is_held(tmp_path: Path) -> None:
     """The compute mode is set with the first lease and put back after the last."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        assert it.care.node.gpus[0].compute_mode == DEFAULT
-        share = it.care.share("mps")
-        it.care.claim(share)
-        await it.mode(EXCLUSIVE)
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        assert scene.care.node.gpus[0].compute_mode == DEFAULT
+        share = scene.care.share("mps")
+        scene.care.claim(share)
+        await scene.mode(EXCLUSIVE)
 
-        it.care.release(share)
-        await it.mode(DEFAULT)
-        await it.becomes(lambda state: state.owner is None)
+        scene.care.release(share)
+        await scene.mode(DEFAULT)
+        await scene.becomes(lambda state: state.owner is None)
 
 
 async def test_an_operators_own_mode_stays(tmp_path: Path) -> None:
     """An exclusive mode that the operator set stays exclusive."""
-    async with mps(tmp_path) as it:
-        it.care.node.gpus[0].compute_mode = EXCLUSIVE
-        await it.ready()
-        share = it.care.share("mps")
-        it.care.claim(share)
-        it.care.release(share)
-        await it.becomes(lambda state: state.owner is None)
+    async with mps(tmp_path) as scene:
+        scene.care.node.gpus[0].compute_mode = EXCLUSIVE
+        await scene.ready()
+        share = scene.care.share("mps")
+        scene.care.claim(share)
+        scene.care.release(share)
+        await scene.becomes(lambda state: state.owner is None)
 
-        assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+        assert scene.care.node.gpus[0].compute_mode == EXCLUSIVE
 
 
 async def test_without_permission_shares_are_served(tmp_path: Path) -> None:
     """A mode that cannot be set is logged, and costs no share."""
     with capture_module_logs(backend) as logs:
-        async with mps(tmp_path) as it:
-            await it.ready()
-            it.care.node.root = False
-            share = it.care.share("mps")
-            it.care.claim(share)
-            it.care.release(share)
-            await it.becomes(lambda state: state.owner is None)
+        async with mps(tmp_path) as scene:
+            await scene.ready()
+            scene.care.node.root = False
+            share = scene.care.share("mps")
+            scene.care.claim(share)
+            scene.care.release(share)
+            await scene.becomes(lambda state: state.owner is None)
 
     assert "exclusive compute mode not set" in [line["event"] for line in logs]
 
 
 async def test_a_gpu_is_owned_and_cleaned_up(tmp_path: Path) -> None:
     """In a mixed pool other backends wait for the end of the last client, server and mode."""
-    async with mps(tmp_path, MIXED) as it:
-        await it.ready()
-        process = await it.process()
-        share, whole = it.care.share("mps"), it.care.share("whole")
-        it.care.claim(share)
-        assert it.care.state().owner == "mps"
-        assert whole.id in conflicting_shares(it.care.state())
-        with it.at().client():
-            await it.mode(EXCLUSIVE)
-            await it.at().servers()
-            it.care.release(share)
-            await it.care.settled()
+    async with mps(tmp_path, MIXED) as scene:
+        await scene.ready()
+        process = await scene.process()
+        share, whole = scene.care.share("mps"), scene.care.share("whole")
+        scene.care.claim(share)
+        assert scene.care.state().owner == "mps"
+        assert whole.id in conflicting_shares(scene.care.state())
+        with scene.at().client():
+            await scene.mode(EXCLUSIVE)
+            await scene.at().servers()
+            scene.care.release(share)
+            await scene.care.settled()
 
-            assert it.care.state().owner == "mps"
-            assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
-        await it.becomes(lambda state: state.owner is None)
+            assert scene.care.state().owner == "mps"
+            assert scene.care.node.gpus[0].compute_mode == EXCLUSIVE
+        await scene.becomes(lambda state: state.owner is None)
 
-        assert whole.id not in conflicting_shares(it.care.state())
-        assert it.care.node.gpus[0].compute_mode == DEFAULT
-        assert await it.at().control.servers() == []
-        assert await it.process() == process  # the control daemon itself holds nothing
+        assert whole.id not in conflicting_shares(scene.care.state())
+        assert scene.care.node.gpus[0].compute_mode == DEFAULT
+        assert await scene.at().control.servers() == []
+        assert await scene.process() == process  # the control daemon itself holds nothing
 
 
 async def test_a_process_that_stays_keeps_the_gpu(tmp_path: Path) -> None:
     """No other backend gets a GPU with a process."""
-    async with mps(tmp_path, MIXED) as it:
-        await it.ready()
-        share = it.care.share("mps")
-        it.care.node.start_process(it.care.node.gpus[0], SimProcess(4711, 100 * MIB))
-        it.care.claim(share)
-        await it.mode(EXCLUSIVE)
-        it.care.release(share)
-        await it.becomes(lambda state: "mps" in state.cleanup.since)
-        await it.care.settled()
-        assert it.care.state().owner == "mps"
+    async with mps(tmp_path, MIXED) as scene:
+        await scene.ready()
+        share = scene.care.share("mps")
+        scene.care.node.start_process(scene.care.node.gpus[0], SimProcess(4711, 100 * MIB))
+        scene.care.claim(share)
+        await scene.mode(EXCLUSIVE)
+        scene.care.release(share)
+        await scene.becomes(lambda state: "mps" in state.cleanup.since)
+        await scene.care.settled()
+        assert scene.care.state().owner == "mps"
 
-        it.care.node.end_process(it.care.node.gpus[0], 4711)
-        await it.becomes(lambda state: state.owner is None)
+        scene.care.node.end_process(scene.care.node.gpus[0], 4711)
+        await scene.becomes(lambda state: state.owner is None)
 
 
 async def test_a_gpu_that_is_used_again_is_not_cleaned_up(tmp_path: Path) -> None:
     """A container during the cleanup gets the GPU, which stays exclusive."""
-    async with mps(tmp_path, MIXED) as it:
-        await it.ready()
-        share, other = it.care.share("mps"), it.care.share("mps", 1)
-        it.care.claim(share)
-        with it.at().client():
-            await it.mode(EXCLUSIVE)
-            it.care.release(share)
-            await it.becomes(lambda state: "mps" in state.cleanup.since)
-            it.care.claim(other)
-        await it.care.settled()
+    async with mps(tmp_path, MIXED) as scene:
+        await scene.ready()
+        share, other = scene.care.share("mps"), scene.care.share("mps", 1)
+        scene.care.claim(share)
+        with scene.at().client():
+            await scene.mode(EXCLUSIVE)
+            scene.care.release(share)
+            await scene.becomes(lambda state: "mps" in state.cleanup.since)
+            scene.care.claim(other)
+        await scene.care.settled()
 
-        assert it.care.state().owner == "mps"
-        assert it.care.node.gpus[0].compute_mode == EXCLUSIVE
+        assert scene.care.state().owner == "mps"
+        assert scene.care.node.gpus[0].compute_mode == EXCLUSIVE
 
 
 async def test_a_reset_gpu_is_set_exclusive_again(tmp_path: Path) -> None:
     """A reset clears the GPU's mode; the recovery sets it again."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        it.care.claim(it.care.share("mps"))
-        await it.mode(EXCLUSIVE)
-        gpu = it.care.gpus[0].id
-        it.care.registry.apply(GpuFaulted(gpu, "XID 79", at=1.0))
-        it.care.node.gpus[0].compute_mode = DEFAULT
-        await it.care.settled()
-        it.care.registry.apply(GpuRecovered(gpu, "it passed its checks", at=2.0))
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        scene.care.claim(scene.care.share("mps"))
+        await scene.mode(EXCLUSIVE)
+        gpu = scene.care.gpus[0].id
+        scene.care.registry.apply(GpuFaulted(gpu, "XID 79", at=1.0))
+        scene.care.node.gpus[0].compute_mode = DEFAULT
+        await scene.care.settled()
+        scene.care.registry.apply(GpuRecovered(gpu, "it passed its checks", at=2.0))
 
-        await it.mode(EXCLUSIVE)
+        await scene.mode(EXCLUSIVE)
 
 
 async def test_shared_memory_is_emptied_after_the_last_lease(tmp_path: Path) -> None:
     """Files of containers in /dev/shm stay while one of them holds a share, and no longer."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        share, other = it.care.share("mps"), it.care.share("mps", 1)
-        shm = it.at().folders.shm
-        it.care.claim(share)
-        it.care.claim(other)
-        await it.mode(EXCLUSIVE)
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        share, other = scene.care.share("mps"), scene.care.share("mps", 1)
+        shm = scene.at().folders.shm
+        scene.care.claim(share)
+        scene.care.claim(other)
+        await scene.mode(EXCLUSIVE)
         (shm / "torch_1").write_bytes(b"x" * 4096)
         (shm / "deep" / "deeper").mkdir(parents=True)
-        it.care.release(share)
-        await it.care.settled()
+        scene.care.release(share)
+        await scene.care.settled()
         assert (shm / "torch_1").exists()
 
-        it.care.release(other)
-        await it.becomes(lambda state: state.owner is None)
+        scene.care.release(other)
+        await scene.becomes(lambda state: state.owner is None)
         assert list(shm.iterdir()) == []
         assert stat.S_IMODE(shm.stat().st_mode) == 0o1777
 
@@ -191,43 +191,43 @@ async def test_the_next_daemon_adopts(tmp_path: Path) -> None:
 
 async def test_other_options_adopt_too(tmp_path: Path) -> None:
     """A reload that changes the units of a GPU in use does not touch its control daemon."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        process = await it.process()
-        it.care.claim(it.care.share("mps"))
-        it.care.apply(ALONE.replace("10", "5"))
-        await it.becomes(lambda state: len(state.shares) == 5)
-        await it.ready()
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        process = await scene.process()
+        scene.care.claim(scene.care.share("mps"))
+        scene.care.apply(ALONE.replace("10", "5"))
+        await scene.becomes(lambda state: len(state.shares) == 5)
+        await scene.ready()
 
-        assert await it.process() == process
+        assert await scene.process() == process
 
 
 async def test_an_unused_daemon_ends_with_the_agent(tmp_path: Path) -> None:
     """A daemon without clients and leases is quit."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        process = await it.process()
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        process = await scene.process()
 
     with anyio.fail_after(30):
         await DAEMONS.wait_ended(process)
-    assert await it.at().process() is None
+    assert await scene.at().process() is None
 
 
 async def test_a_pool_that_drops_mps_quits_it(tmp_path: Path) -> None:
     """After the last client under a configuration without MPS the daemon and its files are gone."""
-    async with mps(tmp_path, MIXED) as it:
-        await it.ready()
-        process, share = await it.process(), it.care.share("mps")
-        it.care.claim(share)
-        await it.mode(EXCLUSIVE)
-        it.care.apply(MIXED.replace("{backend: mps, unitsPerGpu: 10}, ", ""))
-        await it.care.settled()
-        assert await it.process() == process
+    async with mps(tmp_path, MIXED) as scene:
+        await scene.ready()
+        process, share = await scene.process(), scene.care.share("mps")
+        scene.care.claim(share)
+        await scene.mode(EXCLUSIVE)
+        scene.care.apply(MIXED.replace("{backend: mps, unitsPerGpu: 10}, ", ""))
+        await scene.care.settled()
+        assert await scene.process() == process
 
-        it.care.release(share)
+        scene.care.release(share)
         with anyio.fail_after(30):
             await DAEMONS.wait_ended(process)
-        assert it.care.node.gpus[0].compute_mode == DEFAULT
+        assert scene.care.node.gpus[0].compute_mode == DEFAULT
 
 
 async def test_a_killed_daemons_mode_is_put_back(tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ async def test_a_killed_daemons_mode_is_put_back(tmp_path: Path) -> None:
 
 async def test_folders_have_restricted_modes(tmp_path: Path) -> None:
     """Each GPU's folders are its own; other users pass the outer ones, and list nothing."""
-    async with mps(tmp_path) as it:
-        await it.ready()
-        folders = it.at().folders
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        folders = scene.at().folders
 
         def mode(folder: Path) -> int:
             return stat.S_IMODE(folder.stat().st_mode)
@@ -271,17 +271,17 @@ async def test_shared_memory_that_stays_suspends_the_gpu(
     allowed: list[bool] = []
     monkeypatch.setattr(HostDaemons, "empty", empty)
     with capture_module_logs(supervisor) as logs:
-        async with mps(tmp_path) as it:
-            await it.ready()
-            share = it.care.share("mps")
-            it.care.claim(share)
-            await it.mode(EXCLUSIVE)
-            it.care.release(share)
-            await it.suspended(f"what its containers left stays: {stays}")
-            await it.care.settled()
-            assert it.care.state().owner == "mps"
-            assert share.id in availability_of(it.care.state()).unlisted
+        async with mps(tmp_path) as scene:
+            await scene.ready()
+            share = scene.care.share("mps")
+            scene.care.claim(share)
+            await scene.mode(EXCLUSIVE)
+            scene.care.release(share)
+            await scene.suspended(f"what its containers left stays: {stays}")
+            await scene.care.settled()
+            assert scene.care.state().owner == "mps"
+            assert share.id in availability_of(scene.care.state()).unlisted
 
             allowed.append(True)
-            await it.becomes(lambda state: state.owner is None and "mps" not in state.suspended)
-    assert [it["event"] for it in logs].count("mps shared memory not emptied") == 1
+            await scene.becomes(lambda state: state.owner is None and "mps" not in state.suspended)
+    assert [log["event"] for log in logs].count("mps shared memory not emptied") == 1

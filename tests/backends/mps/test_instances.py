@@ -35,34 +35,34 @@ async def daemons(
         await control(tmp_path, device, made).gone()
 
 
-async def running(it: StandIn) -> DaemonProcess:
+async def running(stand_in: StandIn) -> DaemonProcess:
     """Return the running process of a control daemon."""
-    process = await it.process()
+    process = await stand_in.process()
     assert process is not None
     return process
 
 
-async def another(it: StandIn, than: DaemonProcess) -> None:
+async def another(stand_in: StandIn, than: DaemonProcess) -> None:
     """Wait until a control daemon other than this one runs."""
 
     async def runs() -> bool:
-        return await it.process() not in (None, than)
+        return await stand_in.process() not in (None, than)
 
     await until(runs, LIMIT)
 
 
 async def test_each_instance_has_its_own(daemons: HostDaemons, tmp_path: Path) -> None:
     """A control daemon sees its MIG device alone, and only its folders reach the containers."""
-    async with shared(tmp_path, daemons=daemons) as it:
-        await it.until(12, 12, SHARED)
-        ones = {m.device for instance, m in created(it).items() if instance[0] == "1"}
+    async with shared(tmp_path, daemons=daemons) as scene:
+        await scene.until(12, 12, SHARED)
+        ones = {m.device for instance, m in created(scene).items() if instance[0] == "1"}
         assert set(await devices(tmp_path)) == ones
         for device in ones:
             process = await running(control(tmp_path, device, daemons))
             environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")  # noqa: ASYNC240 - of the kernel
             assert f"CUDA_VISIBLE_DEVICES={device}".encode() in environment
 
-        options = (await it.kubelet.admit(pod("one")))["main"]
+        options = (await scene.kubelet.admit(pod("one")))["main"]
         device = options.envs["NVIDIA_VISIBLE_DEVICES"]
         pipes = control(tmp_path, device, daemons).folders.pipes
         assert options.envs["CUDA_MPS_PIPE_DIRECTORY"] == str(pipes)
@@ -72,14 +72,14 @@ async def test_a_crash_takes_the_shares_of_its_instance_until_the_next_start(
     daemons: HostDaemons, tmp_path: Path
 ) -> None:
     """A killed control daemon is started again; those of other instances run on."""
-    async with shared(tmp_path, daemons=daemons) as it:
-        await it.until(12, 12, SHARED)
+    async with shared(tmp_path, daemons=daemons) as scene:
+        await scene.until(12, 12, SHARED)
         first, *others = [control(tmp_path, device, daemons) for device in await devices(tmp_path)]
         before = [await running(other) for other in others]
         killed = await running(first)
         os.kill(killed.pid, signal.SIGKILL)
         await another(first, killed)
-        await it.until(12, 12, SHARED)
+        await scene.until(12, 12, SHARED)
         assert [await running(other) for other in others] == before
 
 
@@ -87,14 +87,14 @@ async def test_a_quit_of_a_containers_root_is_followed_by_a_start(
     daemons: HostDaemons, tmp_path: Path
 ) -> None:
     """The command `quit`, which a container's root can send, ends the service of a moment."""
-    async with shared(tmp_path, daemons=daemons) as it:
-        await it.until(12, 12, SHARED)
-        device = (await it.kubelet.admit(pod("one")))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+    async with shared(tmp_path, daemons=daemons) as scene:
+        await scene.until(12, 12, SHARED)
+        device = (await scene.kubelet.admit(pod("one")))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
         its = control(tmp_path, device, daemons)
         first = await running(its)
         await its.quit()
         await another(its, first)
-        await it.until(12, 12, SHARED)
+        await scene.until(12, 12, SHARED)
 
 
 async def test_the_next_agent_adopts_that_of_a_held_instance(
@@ -104,32 +104,32 @@ async def test_the_next_agent_adopts_that_of_a_held_instance(
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
     async with kubelet.running():
-        async with shared(tmp_path, node=node, kubelet=kubelet, daemons=daemons) as it:
-            await it.until(12, 12, SHARED)
+        async with shared(tmp_path, node=node, kubelet=kubelet, daemons=daemons) as live:
+            await live.until(12, 12, SHARED)
             options = (await kubelet.admit(pod("kept")))["main"]
-            await it.wait_holders()
+            await live.wait_holders()
             held = options.envs["NVIDIA_VISIBLE_DEVICES"]
             process = await running(control(tmp_path, held, daemons))
         for device in await devices(tmp_path):
             left = await control(tmp_path, device, daemons).process()
             assert left == (process if device == held else None)
 
-        async with shared(tmp_path, node=node, kubelet=kubelet, daemons=daemons) as it:
-            await it.until(12, 12, SHARED)
+        async with shared(tmp_path, node=node, kubelet=kubelet, daemons=daemons) as scene:
+            await scene.until(12, 12, SHARED)
             assert await running(control(tmp_path, held, daemons)) == process
 
 
 async def test_those_of_removed_instances_end(daemons: HostDaemons, tmp_path: Path) -> None:
     """Another layout ends them, that of a held instance with its last pod."""
-    async with shared(tmp_path, daemons=daemons) as it:
-        await it.until(12, 12, SHARED)
+    async with shared(tmp_path, daemons=daemons) as scene:
+        await scene.until(12, 12, SHARED)
         last = pod("last")
-        held = (await it.kubelet.admit(last))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
-        await it.wait_holders()
+        held = (await scene.kubelet.admit(last))["main"].envs["NVIDIA_VISIBLE_DEVICES"]
+        await scene.wait_holders()
         process = await running(control(tmp_path, held, daemons))
 
-        await anyio.Path(it.config_file).write_text(mig_pool("layout: {3g.20gb: 2}"))
-        await it.agent.reload()
+        await anyio.Path(scene.config_file).write_text(mig_pool("layout: {3g.20gb: 2}"))
+        await scene.agent.reload()
 
         async def only_the_held_one() -> bool:
             return await devices(tmp_path) == [held]
@@ -137,9 +137,9 @@ async def test_those_of_removed_instances_end(daemons: HostDaemons, tmp_path: Pa
         await until(only_the_held_one, LIMIT)
         assert await running(control(tmp_path, held, daemons)) == process
 
-        await it.kubelet.delete(last)
-        await it.until(2, 2, "nvidia.com/mig-3g.20gb")
-        assert placements(it.node) == ["3g.20gb@0", "3g.20gb@4"]
+        await scene.kubelet.delete(last)
+        await scene.until(2, 2, "nvidia.com/mig-3g.20gb")
+        assert placements(scene.node) == ["3g.20gb@0", "3g.20gb@4"]
 
         async def none() -> bool:
             return await devices(tmp_path) == []

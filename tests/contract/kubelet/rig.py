@@ -27,7 +27,7 @@ from tests.sim.kubelet.rig import FakePlugin, devices
 
 NAMESPACE: Final = "contract"
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
-_COLLECTIONS: Final = {kind: it.collection for kind, it in KINDS.items()}
+_COLLECTIONS: Final = {kind: other.collection for kind, other in KINDS.items()}
 _NUMBERS = itertools.count()
 _FOUND = TypeVar("_FOUND")
 
@@ -129,8 +129,8 @@ class Kubelet(ABC):
     async def run(self, *pods: Document) -> None:
         """Create pods, and wait until all run."""
         await self.create(*pods)
-        for it in pods:
-            name = it["metadata"]["name"]
+        for pod in pods:
+            name = pod["metadata"]["name"]
             assert await self.phase(name, "Running", "Failed") == "Running", await self.get(name)
 
     async def fail(self, pod: Document) -> tuple[str, str]:
@@ -176,7 +176,7 @@ class Kubelet(ABC):
 
     async def has_list(self, plugin: FakePlugin) -> None:
         """Wait until the kubelet has a plugin's healthy devices."""
-        wanted = {it.id for it in plugin.listed if it.health == "Healthy"}
+        wanted = {device.id for device in plugin.listed if device.health == "Healthy"}
 
         async def is_there() -> bool:
             return await self.allocatable(plugin.resource) == wanted
@@ -210,18 +210,18 @@ class Kubelet(ABC):
         async with self.lister() as lister:
             pods = (await lister.list()).pod_resources
         return {
-            it.name: {c.name: ids_of(c.devices, resource) for c in it.containers}
-            for it in pods
-            if it.namespace == NAMESPACE
+            pod.name: {c.name: ids_of(c.devices, resource) for c in pod.containers}
+            for pod in pods
+            if pod.namespace == NAMESPACE
         }
 
     async def holders(self, resource: str) -> dict[str, set[str]]:
         """Return the ids of each container that the checkpoint names, by its name."""
         entries = (await self.checkpoint())["PodDeviceEntries"] or ()
         return {
-            it["ContainerName"]: {i for ids in it["DeviceIDs"].values() for i in ids}
-            for it in entries
-            if it["ResourceName"] == resource
+            entry["ContainerName"]: {i for ids in entry["DeviceIDs"].values() for i in ids}
+            for entry in entries
+            if entry["ResourceName"] == resource
         }
 
     async def checkpoint(self) -> Mapping[str, Any]:
@@ -241,7 +241,9 @@ class Kubelet(ABC):
 
 def ids_of(devices: Iterable[v1.ContainerDevices], resource: str) -> set[str]:
     """Return the ids of one resource."""
-    return {name for it in devices if it.resource_name == resource for name in it.device_ids}
+    return {
+        name for device in devices if device.resource_name == resource for name in device.device_ids
+    }
 
 
 async def until(probe: Callable[[], Awaitable[_FOUND | None]], within: float = 60) -> _FOUND:
@@ -267,14 +269,14 @@ class SimulatedKubelet(Kubelet):
 
     async def create(self, *documents: Document) -> None:
         """Put objects into the API server's store."""
-        for it in documents:
-            collection, name = _COLLECTIONS[it["kind"]], it["metadata"]["name"]
+        for document in documents:
+            collection, name = _COLLECTIONS[document["kind"]], document["metadata"]["name"]
             metadata = {"annotations": {}, "creationTimestamp": timestamp(time.time())}
             status = {"phase": "Pending"} if collection == "pods" else {}
-            namespace = it["metadata"].get("namespace", "")
+            namespace = document["metadata"].get("namespace", "")
             self._store.put(
                 (collection, namespace, name),
-                {"metadata": metadata, "spec": it["spec"], "status": status},
+                {"metadata": metadata, "spec": document["spec"], "status": status},
             )
 
     async def get(self, name: str, kind: str = "Pod") -> Document | None:
@@ -303,7 +305,7 @@ class SimulatedKubelet(Kubelet):
 
 
 def _ignores_signals(pod: Document) -> bool:
-    return any(it["command"][0] == "sleep" for it in pod["spec"]["containers"])
+    return any(other["command"][0] == "sleep" for other in pod["spec"]["containers"])
 
 
 class RealKubelet(Kubelet):

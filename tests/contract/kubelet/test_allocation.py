@@ -88,8 +88,12 @@ async def test_devices_of_init_containers_are_handed_on(kubelet: Kubelet, gpu: s
     assert listed == {"hands-on": {"side": side, "m1": m1, "m2": m2}}
     # i2 and the sidecar come from reuse alone: nobody is asked.
     asked = [
-        (set(it.available_deviceIDs), set(it.must_include_deviceIDs), it.allocation_size)
-        for it in plugin.questions
+        (
+            set(question.available_deviceIDs),
+            set(question.must_include_deviceIDs),
+            question.allocation_size,
+        )
+        for question in plugin.questions
     ]
     assert asked == [
         (set("abcde"), set(), 2),

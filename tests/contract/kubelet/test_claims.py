@@ -35,7 +35,9 @@ class Driver(dra.DraPluginBase):
         await self._called("prepare")
         device = dra.Device(request_names=["gpu"], pool_name="pool", device_name="zero")
         answer = dra.NodePrepareResourceResponse(devices=[device])
-        return dra.NodePrepareResourcesResponse(claims={it.uid: answer for it in message.claims})
+        return dra.NodePrepareResourcesResponse(
+            claims={other.uid: answer for other in message.claims}
+        )
 
     async def node_unprepare_resources(
         self, message: dra.NodeUnprepareResourcesRequest
@@ -43,7 +45,9 @@ class Driver(dra.DraPluginBase):
         """Agree."""
         await self._called("unprepare")
         answer = dra.NodeUnprepareResourceResponse()
-        return dra.NodeUnprepareResourcesResponse(claims={it.uid: answer for it in message.claims})
+        return dra.NodeUnprepareResourcesResponse(
+            claims={other.uid: answer for other in message.claims}
+        )
 
     @asynccontextmanager
     async def serving(self, kubelet: Kubelet) -> AsyncIterator[None]:
@@ -123,7 +127,7 @@ def user(kubelet: Kubelet, name: str, of: str, gpu: str, count: int | None = Non
     main = dict(container("main", count, gpu))
     main["resources"] = {**main["resources"], "claims": [{"name": "gpu"}]}
     pod = kubelet.pod(name, main, resourceClaims=[{"name": "gpu", "resourceClaimName": of}])
-    spec = {key: it for key, it in pod["spec"].items() if key != "nodeName"}
+    spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
     return {**pod, "spec": spec}
 
 
@@ -175,9 +179,9 @@ async def test_a_claim_is_prepared_after_allocate_and_once(kubelet: Kubelet, gpu
         assert found is not None
         [listed] = found.containers[0].dynamic_resources
         assert (listed.claim_name, listed.claim_namespace) == ("shared", NAMESPACE)
-        assert [(it.driver_name, it.device_name) for it in listed.claim_resources] == [
-            (driver.name, "zero")
-        ]
+        assert [
+            (resource.driver_name, resource.device_name) for resource in listed.claim_resources
+        ] == [(driver.name, "zero")]
         await kubelet.run(user(kubelet, "second", "shared", gpu))
         [state] = await kubelet.claims_state()
         assert pods_of(state) == uids | {await uid_of(kubelet, "second")}
@@ -209,7 +213,9 @@ async def test_a_restarted_kubelet_prepares_for_the_next_pod_of_a_claim(
         await kubelet.run(user(kubelet, "joins", "kept", gpu))
         assert driver.calls == ["prepare", "prepare"]
         [state] = await kubelet.claims_state()
-        assert [it["DeviceName"] for it in state["DriverState"][driver.name]["Devices"]] == [
+        assert [
+            device["DeviceName"] for device in state["DriverState"][driver.name]["Devices"]
+        ] == [
             "zero",
             "zero",
         ]
@@ -218,6 +224,6 @@ async def test_a_restarted_kubelet_prepares_for_the_next_pod_of_a_claim(
             found = (await lister.get(request)).pod_resources
         assert found is not None
         [listed] = found.containers[0].dynamic_resources
-        assert [it.device_name for it in listed.claim_resources] == ["zero", "zero"]
+        assert [resource.device_name for resource in listed.claim_resources] == ["zero", "zero"]
         await kubelet.gone("keeps", "joins")
         assert driver.calls == ["prepare", "prepare", "unprepare"]

@@ -17,12 +17,16 @@ async def test_get_finds_a_pod_by_name(kubelet: Kubelet, gpu: str) -> None:
         )
         request = v1.GetPodResourcesRequest(pod_name="p", pod_namespace=NAMESPACE)
         found = (await lister.get(request)).pod_resources
-        listed = [it for it in (await lister.list()).pod_resources if it.namespace == NAMESPACE]
+        listed = [
+            resource
+            for resource in (await lister.list()).pod_resources
+            if resource.namespace == NAMESPACE
+        ]
         request.pod_name = "other"
         with pytest.raises(GRPCError) as caught:
             await lister.get(request)
     assert [found] == listed
-    assert [it.name for it in listed[0].containers] == ["main"]
+    assert [resources.name for resources in listed[0].containers] == ["main"]
     assert caught.value.status is Status.UNKNOWN
     assert caught.value.message == f"pod other in namespace {NAMESPACE} not found"
 
@@ -107,7 +111,11 @@ async def test_the_checkpoint_has_ids_by_numa_node_and_healthy_ids(
     async with kubelet.serving(plugin):
         await kubelet.run(kubelet.pod("p", container("main", 1, gpu)))
         checkpoint, found = await kubelet.checkpoint(), await kubelet.get("p")
-        [entry] = [it for it in checkpoint["PodDeviceEntries"] if it["ResourceName"] == gpu]
+        [entry] = [
+            pod_device_entry
+            for pod_device_entry in checkpoint["PodDeviceEntries"]
+            if pod_device_entry["ResourceName"] == gpu
+        ]
         assert found is not None
         assert entry.pop("AllocResp")
         assert entry == {

@@ -26,7 +26,7 @@ async def test_a_start_deletes_sockets_and_keeps_holders(kubelet: Kubelet, gpu: 
         await plugin.cancelled.wait()
         before = kubelet.socket.stat().st_ctime_ns
         await kubelet.start()
-        names = {it.name for it in kubelet.directory.iterdir()}
+        names = {file.name for file in kubelet.directory.iterdir()}
         assert {"kubelet.sock", CHECKPOINT} <= names
         assert "restarted.sock" not in names
         assert (kubelet.directory / "contract" / "s.sock").exists()

@@ -81,9 +81,13 @@ def share_sets(draw: st.DrawFn) -> list[Share]:
 @given(share_sets())
 def test_shares_without_conflict_are_those_of_the_rule(shares: list[Share]) -> None:
     """Computed once for all, they are those that conflict with no held share."""
-    of_one_gpu = [it for it in shares if it.gpu == A.id]
+    of_one_gpu = [other for other in shares if other.gpu == A.id]
     held = of_one_gpu[: len(of_one_gpu) // 2]
-    expected = [it for it in of_one_gpu if not any(conflicts(it, other) for other in held)]
+    expected = [
+        candidate
+        for candidate in of_one_gpu
+        if not any(conflicts(candidate, other) for other in held)
+    ]
     assert without_conflict(of_one_gpu, held) == expected
 
 
@@ -135,7 +139,7 @@ def test_unavailable_shares_conflict_with_a_lease(history: list[Fact]) -> None:
                 assert conflicting_shares(state) == {
                     part.id
                     for part in state.shares
-                    if part not in held and any(conflicts(part, it) for it in held)
+                    if part not in held and any(conflicts(part, other) for other in held)
                 }
             elif shares_to_wait(state.shares, state.leases) is None:
                 assert conflicting_shares(state) == {
@@ -205,7 +209,7 @@ def test_a_gpu_divided_again_offers_what_is_free_of_it(before: int, held: int, n
     """Held and free parts are the whole GPU at most, and nothing that fits is kept."""
     held = min(before, held)
     state = divided_again(before, held, now).gpus[A.id]
-    ids = sum(it.id in state.leases for it in state.shares)
+    ids = sum(other.id in state.leases for other in state.shares)
 
     free = count_free(state, METAGPU)
     fits = (before - held) * now // before  # whole parts of the new division
@@ -228,25 +232,27 @@ def test_replicas_are_counted(before: int, held: int, now: int) -> None:
 def test_parts_of_another_kind_wait(change: str) -> None:
     """A GPU whose leases cannot be counted in its new parts gives none of them."""
     old = parts(4)
-    new = [replace(it, memory=it.memory // 2) for it in old]
+    new = [replace(other, memory=other.memory // 2) for other in old]
     if change == "resource":
-        new = [replace(it, resource=ResourceName("a.b/c")) for it in new]
+        new = [replace(other, resource=ResourceName("a.b/c")) for other in new]
     elif change == "backend":
-        new = [replace(it, backend="slice") for it in new]
+        new = [replace(other, backend="slice") for other in new]
     elif change == "instances":
-        old, new = ([replace(it, interchangeable=False) for it in each] for each in (old, new))
+        old, new = (
+            [replace(other, interchangeable=False) for other in each] for each in (old, new)
+        )
     else:
         new[3] = replace(new[3], memory=1)
     claimed = SharesClaimed((old[0],), at=1)
     state = after(GpusFound((A,), at=0), offer(*old), claimed, offer(*new)).gpus[A.id]
 
     assert shares_to_wait(state.shares, state.leases) is None
-    assert conflicting_shares(state) == {it.id for it in new}
+    assert conflicting_shares(state) == {other.id for other in new}
 
 
 def test_a_new_position_is_no_new_share() -> None:
     """A held share whose number in the list changed is the same share: nothing waits for it."""
-    moved = [replace(it, number=it.number + 1) for it in A_SHARES]
+    moved = [replace(a_share, number=a_share.number + 1) for a_share in A_SHARES]
     state = after(offer(*moved), since=LEASED).gpus[A.id]
 
     assert orphaned_leases(state.shares, state.leases) == ()
@@ -259,11 +265,11 @@ def test_while_earlier_leases_are_unknown_nothing_is_given() -> None:
     both = offer(*A_SHARES, *whole, share(B, 0, backend="timeslice"))
     unknown = after(EarlierLeases("the kubelet is late"), FOUND, both)
     first, second = unknown.gpus.values()
-    assert availability_of(first).refused == {it.id for it in first.shares}
-    assert availability_of(second).refused == {it.id for it in second.shares}
+    assert availability_of(first).refused == {other.id for other in first.shares}
+    assert availability_of(second).refused == {other.id for other in second.shares}
     assert waits_for(second) == (
         f"GPU {second.gpu} waits until it is known which pods hold it: the kubelet is late"
     )
 
     known = after(EarlierLeases(""), since=unknown)
-    assert not any(availability_of(it).refused for it in known.gpus.values())
+    assert not any(availability_of(gpu).refused for gpu in known.gpus.values())

@@ -11,7 +11,7 @@ WHOLE, ONE, ANY = RequestRule.WHOLE_GPUS, RequestRule.ONE_GPU, RequestRule.ANY
 
 def parts(*free: int, total: int = 100, full: tuple[int, ...] = ()) -> list[FreePart]:
     """Return GPUs of equal shares, of which so many are free; `full` ones take nobody more."""
-    return [FreePart(GpuId(str(n)), total, it, n in full) for n, it in enumerate(free)]
+    return [FreePart(GpuId(str(n)), total, number, n in full) for n, number in enumerate(free)]
 
 
 def uneven(*pairs: tuple[int, int]) -> list[FreePart]:

@@ -52,8 +52,8 @@ def readers(text: str) -> Iterator[str]:
     """Yield the functions of a module that read several kinds of causes."""
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            read = {it.attr for it in ast.walk(function) if isinstance(it, ast.Attribute)}
-            if len({CAUSES[it] for it in read if it in CAUSES}) > 1:
+            read = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+            if len({CAUSES[name] for name in read if name in CAUSES}) > 1:
                 yield function.name
 
 
@@ -63,7 +63,7 @@ def found(package: Path) -> set[str]:
         f"{file}:{name}"
         for path in package.rglob("*.py")
         for file in (path.relative_to(package).as_posix(),)
-        if not file.startswith(tuple(f"{it}/" for it in (*ROOMS, *OTHERS)))
+        if not file.startswith(tuple(f"{room}/" for room in (*ROOMS, *OTHERS)))
         for name in readers(path.read_text(encoding="utf-8"))
     }
 

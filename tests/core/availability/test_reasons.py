@@ -57,7 +57,7 @@ PLACES: Final = (
     share(A, 2, backend="mig", resource="a.b/mig", slots=["s1"]),
 )
 SHARES: Final = (*FRACTIONS, WHOLE, *PLACES)
-BY_ID: Final = {it.id: it for it in SHARES}
+BY_ID: Final = {other.id: other for other in SHARES}
 BACKENDS: Final = ("fraction", "whole", "mig")
 CLAIM: Final = ResourceClaimRef("ns", "claim", "uid")
 OLD: Final = share(A, 9, backend="fraction", resource="a.b/old")
@@ -73,7 +73,7 @@ def state(*shares: Share, **fields: Any) -> GpuState:  # noqa: ANN401 - any fiel
 
 def leased(*shares: Share, **fields: Any) -> Mapping[ShareId, Lease]:  # noqa: ANN401
     """Return leases of shares."""
-    return MappingProxyType({it.id: Lease(it, 5, **fields) for it in shares})
+    return MappingProxyType({other.id: Lease(other, 5, **fields) for other in shares})
 
 
 def mig(**fields: Any) -> Mapping[str, ProvisionedState]:  # noqa: ANN401
@@ -123,17 +123,19 @@ def test_each_row_is_about_its_shares(row: Reason) -> None:
     """A state with one reason names that row for its shares, and has the row's effects."""
     now, expected = ROWS[row.name]
     available = availability_of(now)
-    ids = frozenset(it.id for it in expected)
+    ids = frozenset(candidate.id for candidate in expected)
 
-    assert [(it.name, shares) for it, shares in available.found] == [(row.name, ids)]
-    assert {it for it in now.shares if available.reason(it.id) is row} == expected
+    assert [(reason.name, shares) for reason, shares in available.found] == [(row.name, ids)]
+    assert {
+        candidate for candidate in now.shares if available.reason(candidate.id) is row
+    } == expected
     assert available.unlisted == (set() if row.listed is Listing.YES else ids)
     assert available.uncounted == (set() if row.counted else ids)
     assert available.refused == (ids if row.refusal else set())
-    for it in expected:
-        refusal = available.refusal(it)
+    for other in expected:
+        refusal = available.refusal(other)
         assert (refusal is None) == (row.refusal is None)
-        assert refusal is None or len(str(refusal)) > len(it.id)
+        assert refusal is None or len(str(refusal)) > len(other.id)
 
 
 def test_the_first_of_several_reasons_is_shown() -> None:
@@ -153,7 +155,7 @@ def test_the_first_of_several_reasons_is_shown() -> None:
 def test_an_amount_of_nothing_has_a_reason(row: Reason) -> None:
     """Reports name the row of a Node without free shares; held shares have a holder."""
     now, expected = ROWS[row.name]
-    ids = frozenset(it.id for it in expected)
+    ids = frozenset(other.id for other in expected)
     on_node = row.counted or ids <= now.leases.keys()
 
     assert reason_for_none(now, ids) == (None if on_node else row.name)
@@ -195,8 +197,8 @@ def states(draw: st.DrawFn) -> GpuState:
     def some(values: Sequence[Any]) -> list[Any]:
         return draw(st.lists(st.sampled_from(values), max_size=2, unique=True))
 
-    held = {it.id: Lease(it, 5, unconfirmed=draw(st.booleans())) for it in some(SHARES)}
-    held |= {it.id: Lease(it, 5, resource_claim=CLAIM) for it in some(SHARES)}
+    held = {value.id: Lease(value, 5, unconfirmed=draw(st.booleans())) for value in some(SHARES)}
+    held |= {value.id: Lease(value, 5, resource_claim=CLAIM) for value in some(SHARES)}
     if draw(st.booleans()) and draw(st.booleans()):
         held[OLD.id] = Lease(OLD, 5)
     kinds = st.builds(
@@ -208,19 +210,19 @@ def states(draw: st.DrawFn) -> GpuState:
         reusable=st.booleans(),
     )
     made = ProvisionedState(
-        devices={it.id: draw(kinds) for it in some(PLACES)},
+        devices={value.id: draw(kinds) for value in some(PLACES)},
         blocked=dict.fromkeys(some(["s0", "s1"]), "an instance is there"),
-        paused={it.id: "its daemon fails" for it in some(PLACES)},
+        paused={value.id: "its daemon fails" for value in some(PLACES)},
         exclusive=draw(st.booleans()),
-        delayed=frozenset(it.id for it in some(PLACES)),
+        delayed=frozenset(value.id for value in some(PLACES)),
     )
     turn = st.builds(OfferTurn, st.sampled_from(BACKENDS), st.just(1.0), st.booleans())
-    back = {it.resource: _ids(it.resource) for it in some(SHARES)}
+    back = {value.resource: _ids(value.resource) for value in some(SHARES)}
     return state(
         verdict=draw(st.sampled_from([HEALTHY, HEALTHY, HEALTHY, FAULTY])),
         api=draw(st.sampled_from(Api)),
         leases=MappingProxyType(held),
-        allocated=frozenset(it.id for it in some(SHARES)),
+        allocated=frozenset(value.id for value in some(SHARES)),
         can_conflict=True,
         hidden=draw(st.sampled_from([None, HiddenShares(back, frozenset(list(held)[:1]))])),
         suspended=dict.fromkeys(some(BACKENDS), PAUSE),
@@ -233,89 +235,93 @@ def states(draw: st.DrawFn) -> GpuState:
 
 
 def _ids(resource: ResourceName) -> frozenset[ShareId]:
-    return frozenset(it.id for it in SHARES if it.resource == resource)
+    return frozenset(other.id for other in SHARES if other.resource == resource)
 
 
 def _node(now: GpuState) -> Snapshot:
     offers = {}
-    for resource in dict.fromkeys(it.resource for it in SHARES):
-        own = {it.id: it for it in SHARES if it.resource == resource}
+    for resource in dict.fromkeys(other.resource for other in SHARES):
+        own = {other.id: other for other in SHARES if other.resource == resource}
         by_gpu = {A.id: tuple(own.values())}
         offers[resource] = Offer(resource, by_gpu, own, {A.id: frozenset(own)}, api=now.api)
     return Snapshot(MappingProxyType({A.id: now}), offers=offers)
 
 
-def _conflicts(now: GpuState, it: Share) -> bool:
+def _conflicts(now: GpuState, own_share: Share) -> bool:
     """Return whether a share conflicts with anything: the rule, told share by share."""
-    if it.id in now.leases:
+    if own_share.id in now.leases:
         return False
     if OLD.id in now.leases:  # nobody knows what is free beside it
         return True
     held = [lease.share for lease in now.leases.values()]
     others = [backend for backend, made in now.provisioned.items() if made.exclusive]
-    if any(conflicts(it, other) for other in held) or {*now.cleanup.since, *others} - {it.backend}:
+    if any(conflicts(own_share, other) for other in held) or {*now.cleanup.since, *others} - {
+        own_share.backend
+    }:
         return True
     for made in now.provisioned.values():
-        if it.id in made.delayed or it.footprint & made.blocked.keys():
+        if own_share.id in made.delayed or own_share.footprint & made.blocked.keys():
             return True
         left = {BY_ID[i]: device for i, device in made.devices.items() if i not in now.leases}
-        own = left.get(it)
+        own = left.get(own_share)
         for other, device in left.items():
             again = device.reusable and own is not None and own.reusable and not own.idle
-            if not device.idle and it.footprint & other.footprint and not again:
+            if not device.idle and own_share.footprint & other.footprint and not again:
                 return True
     return False
 
 
-def _refused(now: GpuState, it: Share) -> bool:
+def _refused(now: GpuState, own_share: Share) -> bool:
     """Return whether Allocate refuses a share."""
     made = now.provisioned.get("mig", ProvisionedState())
-    device, lease = made.devices.get(it.id), now.leases.get(it.id)
+    device, lease = made.devices.get(own_share.id), now.leases.get(own_share.id)
     by_claim = lease is not None and lease.resource_claim is not None
     return (
         not now.verdict.healthy
         or (device is not None and device.device in now.mig_faults)
         or bool(now.cordons)
-        or it.backend in now.suspended
-        or it.id in made.paused
+        or own_share.backend in now.suspended
+        or own_share.id in made.paused
         or (lease is not None and lease.unconfirmed)
         or (by_claim and now.api is Api.DEVICE_PLUGIN)
-        or _conflicts(now, it)
+        or _conflicts(now, own_share)
     )
 
 
-def _others_turn(now: GpuState, it: Share) -> bool:
+def _others_turn(now: GpuState, own_share: Share) -> bool:
     """Return whether another backend offers the idle GPU."""
     idle = not now.leases and not now.cleanup.since
     turn = now.turn if idle else None
-    return turn is not None and turn.backend != it.backend and it.id not in now.allocated
+    return (
+        turn is not None and turn.backend != own_share.backend and own_share.id not in now.allocated
+    )
 
 
-def _listed(now: GpuState, it: Share) -> bool:
+def _listed(now: GpuState, own_share: Share) -> bool:
     """Return whether the kubelet sees a share as Healthy."""
-    taken = it.id in now.leases or it.id in now.allocated
-    lease = now.leases.get(it.id)
+    taken = own_share.id in now.leases or own_share.id in now.allocated
+    lease = now.leases.get(own_share.id)
     hidden = now.hidden or HiddenShares()
-    if it.id in hidden.ending or (it.resource in hidden.held_back and not taken):
+    if own_share.id in hidden.ending or (own_share.resource in hidden.held_back and not taken):
         return False
     if lease is not None:  # its pod keeps it, whatever keeps others away
-        leases = {**now.leases, it.id: replace(lease, unconfirmed=False)}
+        leases = {**now.leases, own_share.id: replace(lease, unconfirmed=False)}
         kept = replace(now, cordons={}, leases=MappingProxyType(leases))
-        return not _refused(kept, it) and not _others_turn(now, it)
-    return not _refused(now, it) and not _others_turn(now, it)
+        return not _refused(kept, own_share) and not _others_turn(now, own_share)
+    return not _refused(now, own_share) and not _others_turn(now, own_share)
 
 
-def _counted(now: GpuState, it: Share) -> bool:
+def _counted(now: GpuState, own_share: Share) -> bool:
     """Return whether the Node's amount has a share: not in the last moments of a turn."""
-    ends = now.turn is not None and now.turn.withdrawn and now.turn.backend == it.backend
+    ends = now.turn is not None and now.turn.withdrawn and now.turn.backend == own_share.backend
     idle = not now.leases and not now.cleanup.since
-    return _listed(now, it) and not (ends and idle)
+    return _listed(now, own_share) and not (ends and idle)
 
 
-def _free(now: GpuState, it: Share) -> bool:
+def _free(now: GpuState, own_share: Share) -> bool:
     """Return whether reports count a share as free."""
-    taken = it.id in now.leases or it.id in now.allocated
-    return not taken and not _refused(now, it) and not _others_turn(now, it)
+    taken = own_share.id in now.leases or own_share.id in now.allocated
+    return not taken and not _refused(now, own_share) and not _others_turn(now, own_share)
 
 
 @given(states())
@@ -325,21 +331,21 @@ def test_all_who_ask_agree_with_an_independent_rule(now: GpuState) -> None:
     amounts = healthy_shares_of(node)
     for resource, offer in node.offers.items():
         shares = [BY_ID[i] for i in offer.shares]
-        assert count_free(now, resource) == sum(_free(now, it) for it in shares)
+        assert count_free(now, resource) == sum(_free(now, candidate) for candidate in shares)
         assert free_part(now, offer).free == count_free(now, resource)
         if now.api is Api.DEVICE_PLUGIN:
             devices = DeviceList(resource)
             listed = v1beta1.ListAndWatchResponse().parse(devices.encode(devices.view(node)))
-            healthy = {it.id for it in listed.devices if it.health == "Healthy"}
-            assert healthy == {it.id for it in shares if _listed(now, it)}
-            assert amounts[resource] == sum(_counted(now, it) for it in shares)
-        for it in shares:
-            if not _refused(now, it):
-                refuse([it], node)
+            healthy = {device.id for device in listed.devices if device.health == "Healthy"}
+            assert healthy == {candidate.id for candidate in shares if _listed(now, candidate)}
+            assert amounts[resource] == sum(_counted(now, candidate) for candidate in shares)
+        for other in shares:
+            if not _refused(now, other):
+                refuse([other], node)
                 continue
             with pytest.raises(RequestError):
-                refuse([it], node)
-            row = availability_of(now).reason(it.id)
+                refuse([other], node)
+            row = availability_of(now).reason(other.id)
             assert row is not None
             assert row.refusal is not None
 
@@ -359,6 +365,6 @@ def test_no_row_is_about_shares_without_its_evidence(now: GpuState) -> None:
     }
     for row in REASONS:
         if row.evidence:
-            fields = {it.partition(".")[0] for it in row.evidence}
-            without = replace(now, **{it: empty[it] for it in fields})
+            fields = {name.partition(".")[0] for name in row.evidence}
+            without = replace(now, **{field: empty[field] for field in fields})
             assert row.shares(without) == frozenset(), row.name

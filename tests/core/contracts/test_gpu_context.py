@@ -344,7 +344,9 @@ async def test_a_backend_that_fails_at_cleanup_is_called_again(
 async def test_a_backend_reads_its_gpus_processes_and_mode(calls: ServeCalls) -> None:
     """A backend reads its GPU's processes, and reads and sets the compute mode."""
     async with run_backends(MIXED) as rig:
-        context = next(it for it in calls.contexts if it.state.gpu.index == 1)
+        context = next(
+            gpu_context for gpu_context in calls.contexts if gpu_context.state.gpu.index == 1
+        )
         rig.node.start_process(rig.node.gpu(1), SimProcess(11, 512 * MIB))
 
         assert [process.pid for process in await context.processes()] == [11]

@@ -35,14 +35,17 @@ pools: [{name: all, api: dra, backends: [{backend: mig, profiles: [1g.5gb, 1g.5g
 def _of(text: str, *, of: int = 0) -> dict[str, Device]:
     _, snapshot = offered(gpu(0), text=text)
     state = snapshot.gpus[gpu(of).id]
-    return {it.name.removeprefix(state.gpu.id.lower()): it for it in devices_of(state)}
+    return {device.name.removeprefix(state.gpu.id.lower()): device for device in devices_of(state)}
 
 
 def test_every_backend_has_a_device_of_its_own() -> None:
     """Equal shares are one device with one capacity; a whole GPU is consumed by nobody else."""
     found = _of(FOUR)
 
-    assert {name: (it.type, it.capacity_name, len(it.shares)) for name, it in found.items()} == {
+    assert {
+        name: (device.type, device.capacity_name, len(device.shares))
+        for name, device in found.items()
+    } == {
         "": ("gpu", None, 1),
         "-fraction": ("fraction", "shares", 50),
         "-timeslice": ("timeslice", "slices", 4),
@@ -65,13 +68,15 @@ def test_each_mig_placement_is_a_device_with_a_legal_name() -> None:
     """Two profiles of one size and all placements differ in name; each name is a DNS label."""
     _, snapshot = offered(gpu_ := mig_gpu(0), text=MIG)
     devices = devices_of(snapshot.gpus[gpu_.id])
-    names = [it.name for it in devices]
+    names = [device.name for device in devices]
 
     assert f"{UUID_0}-mig-1g5gb-4" in names
     assert f"{UUID_0}-mig-1g5gbplusme-4" in names
     assert len(names) == len(set(names)) == 14
     assert all(LABEL.fullmatch(name) for name in names)
-    assert {(it.type, it.capacity_name, len(it.shares)) for it in devices} == {("mig", None, 1)}
+    assert {(device.type, device.capacity_name, len(device.shares)) for device in devices} == {
+        ("mig", None, 1)
+    }
 
 
 def test_a_pool_of_the_device_plugin_api_has_no_devices() -> None:

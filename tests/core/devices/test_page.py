@@ -35,20 +35,22 @@ def published() -> list[dict[str, Any]]:
     layout = layout_of(*gpus, text=text)
     versions = DriverRead(Versions(driver="580.65.06", cuda=(13, 0)))
     snapshot = after(GpusFound(tuple(gpus), at=0), versions, layout.offer_fact)
-    roots = {it.id: "pci0000:00" for it in gpus}
+    roots = {other.id: "pci0000:00" for other in gpus}
     specs = slices_of(snapshot, "node", "gpu.metagpu.io", roots).values()
-    return [it for of_gpu in specs for spec in of_gpu for it in spec.get("devices", ())]
+    return [device for of_gpu in specs for spec in of_gpu for device in spec.get("devices", ())]
 
 
 def test_the_table_of_devices_is_what_is_published() -> None:
     """Class, name, type, capacity and exclusiveness of every device are those of the table."""
     documents = yaml.safe_load_all((ROOT / "deploy" / "dra.yaml").read_text(encoding="utf-8"))
-    classes = {it["metadata"]["name"] for it in documents if it["kind"] == "DeviceClass"}
+    classes = {
+        document["metadata"]["name"] for document in documents if document["kind"] == "DeviceClass"
+    }
     rows = {CODE.findall(row[2])[0]: row for row in table("DeviceClass")}
     devices = published()
 
     assert {CODE.findall(row[0])[0] for row in rows.values()} == classes
-    assert {it["attributes"]["type"]["string"] for it in devices} == rows.keys()
+    assert {other["attributes"]["type"]["string"] for other in devices} == rows.keys()
     capacities: dict[str, set[str]] = {kind: set() for kind in rows}
     for device in devices:
         kind = device["attributes"]["type"]["string"]
@@ -67,8 +69,8 @@ def test_the_table_of_attributes_is_what_is_published() -> None:
     rows = {name: row[1] for row in table("Attribute") for name in CODE.findall(row[0])}
     types = {
         name: kind
-        for it in published()
-        for name, value in it["attributes"].items()
+        for document in published()
+        for name, value in document["attributes"].items()
         for kind in value
     }
 
@@ -79,10 +81,10 @@ def test_the_table_of_fixed_capacities_is_what_is_published() -> None:
     """A device of one claim alone has the capacities of its rows."""
     rows = table("Capacity of one claim alone")
     named = {name for row in rows for name in CODE.findall(row[0])}
-    own = [it for it in published() if not it.get("allowMultipleAllocations")]
+    own = [document for document in published() if not document.get("allowMultipleAllocations")]
     slices_between = {f"memorySlice{number}" for number in range(8)}
 
-    assert {name for it in own for name in it["capacity"]} == named | slices_between
+    assert {name for document in own for name in document["capacity"]} == named | slices_between
 
 
 def test_the_table_of_taints_is_complete() -> None:

@@ -36,7 +36,7 @@ QUALIFIED = re.compile(r"([a-z0-9.-]{1,63}/)?[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 
 def _every_profile(of: Gpu) -> str:
-    return MIXED.format(f"profiles: {json.dumps([it.name for it in of.mig_profiles])}")
+    return MIXED.format(f"profiles: {json.dumps([profile.name for profile in of.mig_profiles])}")
 
 
 def _published(snapshot: Snapshot) -> tuple[SliceSpec, ...]:
@@ -48,16 +48,16 @@ def _devices(snapshot: Snapshot, of: Gpu | None = None) -> Mapping[str, Any]:
     """Return the published devices of the only GPU, by the ends of their names."""
     uuid = (of or gpu(0)).id.lower()
     return {
-        it["name"].removeprefix(f"{uuid}-"): it
+        device["name"].removeprefix(f"{uuid}-"): device
         for specs in slices_of(snapshot, "n1", "gpu.metagpu.io").values()
         for spec in specs
-        for it in spec.get("devices", ())
+        for device in spec.get("devices", ())
     }
 
 
 def _claimed(*shares: Share, at: float = 1, pool: str = "n1") -> SharesClaimed:
     """Return the fact that a claim whose device is of a pool has got shares."""
-    pools = {it.id: f"gpu.metagpu.io/{pool}" for it in shares}
+    pools = {share.id: f"gpu.metagpu.io/{pool}" for share in shares}
     return SharesClaimed(shares, at=at, resource_claim=CLAIM, pools=pools)
 
 
@@ -66,7 +66,7 @@ def _after(*facts: Fact, text: str = FOUR) -> Snapshot:
 
 
 def _shares(backend: str, count: int) -> tuple[Share, ...]:
-    shares = [it for it in offered(gpu(0), text=FOUR)[0].shares if it.backend == backend]
+    shares = [share for share in offered(gpu(0), text=FOUR)[0].shares if share.backend == backend]
     return tuple(shares[:count])
 
 
@@ -76,8 +76,8 @@ def _value(device: Mapping[str, Any]) -> str:
 
 
 def _taints(device: Mapping[str, Any]) -> dict[str, str]:
-    assert {it["effect"] for it in device.get("taints", ())} <= {"NoSchedule"}
-    return {it["key"]: it.get("value", "") for it in device.get("taints", ())}
+    assert {taint["effect"] for taint in device.get("taints", ())} <= {"NoSchedule"}
+    return {taint["key"]: taint.get("value", "") for taint in device.get("taints", ())}
 
 
 def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
@@ -134,7 +134,9 @@ def test_a_gpu_of_several_backends_has_counters_and_devices() -> None:
     kind = {"type": {"string": "monitor"}}
     assert monitor == {
         "name": f"{uuid}-monitor",
-        "attributes": {key: it for key, it in {**attributes, **kind}.items() if key != "resource"},
+        "attributes": {
+            key: value for key, value in {**attributes, **kind}.items() if key != "resource"
+        },
         "capacity": {"memory": {"value": "40960Mi"}},
     }
     assert mps["capacity"] == {"shares": {"value": "10", "requestPolicy": policy}}
@@ -154,9 +156,9 @@ def test_a_plain_cluster_gets_whole_gpus_alone() -> None:
     [only], [looking] = slices_of(_after(), "n1", "gpu.metagpu.io", plain=True).values()
 
     uuid = gpu(0).id.lower()
-    assert [it["name"] for it in only["devices"]] == [uuid]
+    assert [device["name"] for device in only["devices"]] == [uuid]
     assert "consumesCounters" not in only["devices"][0]
-    assert [it["name"] for it in looking["devices"]] == [f"{uuid}-monitor"]
+    assert [device["name"] for device in looking["devices"]] == [f"{uuid}-monitor"]
     assert slices_of(_after(text=SIZED), "n1", "gpu.metagpu.io", plain=True) == {}
 
 
@@ -191,8 +193,8 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     snapshot = offered(of, text=_every_profile(of))[1]
     [shared] = _published(snapshot)[0]["sharedCounters"]
     consumed = {
-        name: set(it["consumesCounters"][0]["counters"])
-        for name, it in _devices(snapshot, of).items()
+        name: set(document["consumesCounters"][0]["counters"])
+        for name, document in _devices(snapshot, of).items()
         if name != "monitor"
     }
 
@@ -204,7 +206,7 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     assert mig["attributes"]["profile"] == {"string": "2g.10gb"}
     assert mig["attributes"]["parentUUID"] == {"string": of.id}
     assert "uuid" not in mig["attributes"]
-    parts = {name: it["value"] for name, it in mig["capacity"].items()}
+    parts = {name: document["value"] for name, document in mig["capacity"].items()}
     assert parts == {
         "memory": "9856Mi",
         "multiprocessors": "28",
@@ -219,17 +221,19 @@ def test_mig_devices_consume_their_slots_and_the_others_all() -> None:
     assert "allowMultipleAllocations" not in mig
 
 
-@pytest.mark.parametrize("model", [it.key for it in GPU_MODELS.values() if it.mig_profiles])
+@pytest.mark.parametrize(
+    "model", [model.key for model in GPU_MODELS.values() if model.mig_profiles]
+)
 def test_every_model_stays_within_the_limits_of_the_api(model: str) -> None:
     """Names, devices of a slice and counters of a set are as many and as long as allowed."""
     of = mig_gpu(0, model)
     first, *lists = _published(offered(of, text=_every_profile(of))[1])
-    [counters] = [it["counters"] for it in first["sharedCounters"]]
+    [counters] = [counter["counters"] for counter in first["sharedCounters"]]
 
     assert len(counters) <= 32
     assert all(map(LABEL.fullmatch, counters))
-    for devices in [it["devices"] for it in lists]:
-        assert max(len(it["attributes"]) + len(it["capacity"]) for it in devices) <= 32
+    for devices in [document["devices"] for document in lists]:
+        assert max(len(other["attributes"]) + len(other["capacity"]) for other in devices) <= 32
         assert len(devices) <= 64
         for device in devices:
             assert LABEL.fullmatch(device["name"])
@@ -290,21 +294,23 @@ pools:
   - {name: b, gpus: {index: 1}, api: dra, backends: [{backend: whole}, {backend: fraction}]}
 """
     specs = _published(offered(gpu(0), gpu(1), text=text)[1])
-    sets = [it["name"] for spec in specs for it in spec.get("sharedCounters", ())]
+    sets = [counter["name"] for spec in specs for counter in spec.get("sharedCounters", ())]
     consumed = [
-        it["consumesCounters"][0]["counterSet"] for spec in specs for it in spec.get("devices", ())
+        device["consumesCounters"][0]["counterSet"]
+        for spec in specs
+        for device in spec.get("devices", ())
     ]
 
     first, second = (gpu(n).id.lower() for n in (0, 1))
     assert (sets, consumed) == ([first, second], [first, second, second])
-    assert {it["pool"]["resourceSliceCount"] for it in specs} == {len(specs)} == {4}
+    assert {spec["pool"]["resourceSliceCount"] for spec in specs} == {len(specs)} == {4}
 
 
 def test_a_full_gpu_offers_what_is_consumed() -> None:
     """Once MPS serves its clients, no share more is there to be allocated."""
     text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
     first, second, *_ = _shares("mps", 3)
-    claims = [_claimed(it, at=n) for n, it in enumerate((first, second))]
+    claims = [_claimed(share, at=n) for n, share in enumerate((first, second))]
 
     assert _value(_devices(_after(claims[0], text=text))["mps"]) == "10"
     assert _value(_devices(_after(*claims, text=text))["mps"]) == "2"
@@ -314,7 +320,7 @@ def test_a_gpu_that_is_full_of_pods_is_tainted() -> None:
     """Once MPS serves pods of before a reload alone, a claim would find no share."""
     text = FOUR.replace("unitsPerGpu: 10", "unitsPerGpu: 10, maxClients: 2")
     first, second, *_ = _shares("mps", 3)
-    pods = [SharesClaimed((it,), at=n) for n, it in enumerate((first, second))]
+    pods = [SharesClaimed((share,), at=n) for n, share in enumerate((first, second))]
     claim = _claimed(second)
 
     one = _devices(_after(pods[0], text=text))["mps"]
@@ -331,10 +337,10 @@ def test_taints_say_why_nothing_is_allocated() -> None:
         _devices(_after(GpuFaulted(uuid, "XID 79", 1, Fault.XID), GpuCordoned(uuid, "x", 1)))
     )
     assert _taints(faulted.pop("monitor")) == {}
-    assert all(_taints(it) == {UNHEALTHY: "xid", CORDONED: ""} for it in faulted.values())
+    assert all(_taints(value) == {UNHEALTHY: "xid", CORDONED: ""} for value in faulted.values())
 
     suspended = _devices(_after(BackendSuspended(uuid, "mps", "no daemon", 1)))
-    assert {name: _taints(it) for name, it in suspended.items() if "taints" in it} == {
+    assert {name: _taints(value) for name, value in suspended.items() if "taints" in value} == {
         "mps": {SUSPENDED: "mps"}
     }
 

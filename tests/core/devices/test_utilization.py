@@ -23,7 +23,7 @@ MIG = "{backend: mig, profiles: [1g.5gb, 3g.20gb]}"
 def _pools(*backends: str) -> str:
     entries = (
         f"  - {{name: p{n}, gpus: {{index: {index}}}, api: dra, backends: [{those}]}}\n"
-        for n, (index, _, those) in enumerate(it.partition(": ") for it in backends)
+        for n, (index, _, those) in enumerate(backend.partition(": ") for backend in backends)
     )
     return "version: metagpu/v1\npools:\n" + "".join(entries)
 
@@ -31,11 +31,11 @@ def _pools(*backends: str) -> str:
 def _utilization(text: str, gpus: Sequence[Gpu], *requests: Any) -> Fraction:  # noqa: ANN401
     """Return the utilization of a node whose claims have one request each."""
     slices = published(text, *gpus)
-    claims = [claim(it, name=f"c{n}") for n, it in enumerate(requests)]
+    claims = [claim(value, name=f"c{n}") for n, value in enumerate(requests)]
     results = found(slices, *claims)
     assert results is not None
-    devices = [(it.id.pool, it.id.device) for part in results for it in part]
-    return utilization((it["spec"] for it in slices), devices)
+    devices = [(result.id.pool, result.id.device) for part in results for result in part]
+    return utilization((piece["spec"] for piece in slices), devices)
 
 
 SHARE = request(kind="fraction", capacity=amount(shares=1))
@@ -76,4 +76,4 @@ def test_the_autoscaler_reads_no_incomplete_pool() -> None:
     """A slice of the newest generation that is missing is an error of the rule."""
     slices = published(_pools(f"0-7: {WHOLE}, {FRACTION}"), *EIGHT)
     with pytest.raises(IncompletePoolError):
-        utilization([it["spec"] for it in slices[1:]], ())
+        utilization([piece["spec"] for piece in slices[1:]], ())

@@ -77,7 +77,7 @@ def test_a_fault_that_this_daemon_found_stays() -> None:
     verdicts.fault(A, "XID 48", Fault.XID, proof=True)
     verdicts.adopt(FaultNote())
 
-    assert [it.gpu for it in known(verdicts).faults] == [A]
+    assert [fault.gpu for fault in known(verdicts).faults] == [A]
 
 
 def test_a_fault_that_a_later_note_lacks_has_ended() -> None:
@@ -85,7 +85,7 @@ def test_a_fault_that_a_later_note_lacks_has_ended() -> None:
     verdicts = started(FaultNote())
     verdicts.fault(A, "XID 48", Fault.XID, proof=True)
     verdicts.adopt(FaultNote(), written=8.0)
-    assert [it.gpu for it in known(verdicts).faults] == [A]
+    assert [fault.gpu for fault in known(verdicts).faults] == [A]
 
     verdicts.adopt(FaultNote(), written=10.0)
     assert known(verdicts) == FaultNote()

@@ -304,13 +304,13 @@ pools:
     offers = after(GpusFound((gpu(0), gpu(1)), at=0), layout.offer_fact)
 
     assert layout.gpus_in_turns(config(text)) == [[gpu(1).id]]
-    assert {name: (it.api, it.rule.requests) for name, it in offers.offers.items()} == {
+    assert {name: (offer.api, offer.rule.requests) for name, offer in offers.offers.items()} == {
         "example.com/mps": (Api.DRA, RequestRule.ANY),
         "nvidia.com/gpu.shared": (Api.DRA, RequestRule.ANY),
         "nvidia.com/gpu.mps": (Api.DEVICE_PLUGIN, RequestRule.ONE_GPU),
     }
     assert offers.offers[ResourceName("example.com/mps")].rule.max_containers == {gpu(0).id: 3}
-    assert [it.api for it in offers.gpus.values()] == [Api.DRA, Api.DEVICE_PLUGIN]
+    assert [state.api for state in offers.gpus.values()] == [Api.DRA, Api.DEVICE_PLUGIN]
 
 
 @pytest.mark.parametrize(
@@ -339,15 +339,19 @@ pools:
   - {{name: claims, api: dra, backends: [{{{options}{named}}}]}}
 """
     gpus = (mig_gpu(0), mig_gpu(1)) if "mig" in options else (gpu(0), gpu(1))
-    made = {it.id: [instance(it, "2g.10gb@0")] for it in gpus} if "existing" in options else {}
+    made = (
+        {other.id: [instance(other, "2g.10gb@0")] for other in gpus}
+        if "existing" in options
+        else {}
+    )
     with pytest.raises(ConfigError, match="another `resource`"):
         build_layout(config(text.format(options=options, named="")), gpus, Injection(), made)
 
     both = config(text.format(options=options, named=f", {named}"))
     layout = build_layout(both, gpus, Injection(), made)
     snapshot = after(GpusFound(gpus, at=0), layout.offer_fact)
-    assert [it.api for it in snapshot.gpus.values()] == [Api.DEVICE_PLUGIN, Api.DRA]
-    assert all(it.shares for it in snapshot.gpus.values())
+    assert [state.api for state in snapshot.gpus.values()] == [Api.DEVICE_PLUGIN, Api.DRA]
+    assert all(state.shares for state in snapshot.gpus.values())
     assert snapshot.offers[ResourceName("example.com/it")].api is Api.DRA
 
 
@@ -366,14 +370,16 @@ def test_places_come_as_the_planner_would_fill_an_idle_gpu() -> None:
     layout, snapshot = offered(of, text=text)
     plain = layout_of(of, text=TEXT.format("device-plugin")).shares
     assert sorted(map(str, layout.shares)) == sorted(map(str, plain))
-    profiles = list(dict.fromkeys(profile_of(it.id) for it in layout.shares))
+    profiles = list(dict.fromkeys(profile_of(share.id) for share in layout.shares))
     assert profiles == ["1g.5gb", "2g.10gb", "3g.20gb"], "from small to large"
 
     backend = layout.backends[layout.shares[0].resource]
-    places = [it for it in layout.shares if profile_of(it.id) == "1g.5gb"]
+    places = [share for share in layout.shares if profile_of(share.id) == "1g.5gb"]
     for number, place in enumerate(places):
         unavailable = conflicting_shares(snapshot.gpus[of.id])
-        free = [it for it in plain if it in places[number:] and it.id not in unavailable]
+        free = [
+            share for share in plain if share in places[number:] and share.id not in unavailable
+        ]
         assert backend.prefer(free, (), 1, snapshot) == [place]
         snapshot = after(SharesClaimed((place,), at=0), since=snapshot)
     assert places[0].id.endswith("1g.5gb@3")
@@ -403,4 +409,4 @@ def test_the_resources_of_existing_instances_have_the_api_of_their_pool() -> Non
 def test_a_gpu_without_mig_keeps_its_order() -> None:
     """Equal shares need no order."""
     text = TEXT.format("dra").replace("mig, profiles: [1g.5gb, 3g.20gb, 2g.10gb]", "fraction")
-    assert [it.number for it in layout_of(gpu(0), text=text).shares] == list(range(100))
+    assert [share.number for share in layout_of(gpu(0), text=text).shares] == list(range(100))

@@ -38,12 +38,15 @@ def idle(count: int, backends: Sequence[str] = THREE) -> list[TurnCandidate]:
 
 def used(gpus: Sequence[TurnCandidate], by: Mapping[int, str]) -> list[TurnCandidate]:
     """Return the GPUs, some of them with an owner."""
-    return [TurnCandidate(it.gpu, it.backends, by.get(n)) for n, it in enumerate(gpus)]
+    return [
+        TurnCandidate(candidate.gpu, candidate.backends, by.get(n))
+        for n, candidate in enumerate(gpus)
+    ]
 
 
 def offering(turns: Mapping[GpuId, OfferTurn]) -> list[str]:
     """Return the backend of each GPU, marked while its turn ends."""
-    return [it.backend + ("-" if it.withdrawn else "") for it in turns.values()]
+    return [turn.backend + ("-" if turn.withdrawn else "") for turn in turns.values()]
 
 
 def changes(
@@ -157,7 +160,7 @@ def test_an_idle_gpu_has_one_backend_and_each_backend_gets_all(
             if last is not None and turn.backend != last.backend and not owned(each, owners):
                 assert last.withdrawn
                 assert turn.since >= last.until
-        before = {each: it for each, it in turns.items() if not owned(each, owners)}
+        before = {each: offer_turn for each, offer_turn in turns.items() if not owned(each, owners)}
         number = index % gpus
         if number in owners:
             del owners[number]
@@ -206,12 +209,12 @@ class Pool:
 
     def offered(self, index: int = 0) -> set[str]:
         """Return the backends with a free share of a GPU that is listed Healthy."""
-        return {it.backend for it in self.healthy(index)}
+        return {share.backend for share in self.healthy(index)}
 
     def healthy(self, index: int = 0) -> list[Share]:
         """Return the shares of a GPU that are listed Healthy."""
         state = self.states[index]
-        return [it for it in state.shares if it.id not in availability_of(state).unlisted]
+        return [share for share in state.shares if share.id not in availability_of(state).unlisted]
 
 
 @asynccontextmanager
@@ -239,7 +242,7 @@ async def test_one_idle_gpu_is_offered_by_one_backend_after_the_other() -> None:
         skip(TIMING.turn)
         await becomes(lambda: withdrawn(pool.states[0]))
         assert pool.offered() == {first}
-        assert withdrawn(pool.states[0]) == {it.id for it in pool.healthy()}
+        assert withdrawn(pool.states[0]) == {share.id for share in pool.healthy()}
 
         skip(TIMING.grace)
         await becomes(lambda: pool.offered() == {"fraction", "timeslice"} - {first})
@@ -300,7 +303,10 @@ def test_a_gpu_whose_turn_ends_backs_no_amount() -> None:
     registry.apply(GpusFound(tuple(gpus), at=0))
     offer = layout_of(*gpus, text=text).offer_fact
     registry.apply(offer)
-    units = [[it for it in offer.shares if it.gpu == of.id and it.backend == "mps"] for of in gpus]
+    units = [
+        [share for share in offer.shares if share.gpu == of.id and share.backend == "mps"]
+        for of in gpus
+    ]
     registry.apply(SharesClaimed((*units[0][:2], *units[1][:3]), at=1))
 
     def free(turn: OfferTurn) -> list[int]:
@@ -308,7 +314,10 @@ def test_a_gpu_whose_turn_ends_backs_no_amount() -> None:
         unhealthy = [availability_of(state).unlisted for state in registry.snapshot.gpus.values()]
         held = [state.leases for state in registry.snapshot.gpus.values()]
         return [
-            sum(it.id not in unhealthy[index] and it.id not in held[index] for it in units[index])
+            sum(
+                unit.id not in unhealthy[index] and unit.id not in held[index]
+                for unit in units[index]
+            )
             for index in range(3)
         ]
 

@@ -29,7 +29,7 @@ def preference(container: str = "train", **annotations: str) -> GpuPreference:
         "policy": "hami.io/gpu-scheduler-policy",
         "parts": "gpus.metagpu.io/train",
     }
-    return parse_preference({keys[it]: value for it, value in annotations.items()}, container)
+    return parse_preference({keys[name]: value for name, value in annotations.items()}, container)
 
 
 @pytest.mark.parametrize(

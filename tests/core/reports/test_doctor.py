@@ -143,17 +143,21 @@ def found(**changes: Any) -> dict[str, Diagnosis]:  # noqa: ANN401 - of any fact
     if changes.get("status"):
         changes["status"] = complete(changes["status"], StatusReport)
     diagnoses = diagnose(replace(SOUND, **changes))
-    return {it.code: it for it in diagnoses if it.result is not CheckResult.OK}
+    return {
+        diagnosis.code: diagnosis
+        for diagnosis in diagnoses
+        if diagnosis.result is not CheckResult.OK
+    }
 
 
 def test_a_sound_node_is_ok() -> None:
     """Every check reports its finding, and none needs a fix."""
     diagnoses = diagnose(SOUND)
 
-    assert [it.code for it in diagnoses] == list(CHECKS)
-    assert {it.result for it in diagnoses} == {CheckResult.OK}
-    assert all(it.finding and not it.fix for it in diagnoses)
-    findings = {it.code: it.finding for it in diagnoses}
+    assert [diagnosis.code for diagnosis in diagnoses] == list(CHECKS)
+    assert {diagnosis.result for diagnosis in diagnoses} == {CheckResult.OK}
+    assert all(diagnosis.finding and not diagnosis.fix for diagnosis in diagnoses)
+    findings = {diagnosis.code: diagnosis.finding for diagnosis in diagnoses}
     assert findings["MG402"] == "allocatable: x/y 90"
     assert findings["MG403"] == "1 GPU, none out of service"
 
@@ -291,7 +295,7 @@ def test_without_a_daemon_the_daemons_facts_are_unknown() -> None:
     """A daemon that does not answer is one error; the checks that need it are warnings."""
     troubles = found(status=None, status_problem="no daemon answers on /x")
 
-    assert {code: it.result for code, it in troubles.items()} == {
+    assert {code: diagnosis.result for code, diagnosis in troubles.items()} == {
         "MG104": CheckResult.WARNING,
         "MG105": CheckResult.WARNING,
         "MG106": CheckResult.WARNING,
@@ -326,7 +330,7 @@ def test_what_a_daemon_of_another_release_does_not_report_is_unknown() -> None:
     """A check that needs a field that the status lacks says so; the others have their result."""
     gpu = plain_report(complete({**GPU, "healthy": True}, GpuReport))
     status = read_report({"gpus": [gpu], "unreadableGpus": []}, StatusReport)
-    results = {it.code: it for it in diagnose(replace(SOUND, status=status))}
+    results = {diagnosis.code: diagnosis for diagnosis in diagnose(replace(SOUND, status=status))}
     assert results["MG403"].result is CheckResult.OK
     assert results["MG405"].result is CheckResult.WARNING
     assert "does not report the field endedTasks of StatusReport" in results["MG405"].finding

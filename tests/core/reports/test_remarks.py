@@ -13,7 +13,7 @@ WHOLE, ONE, ANY = RequestRule.WHOLE_GPUS, RequestRule.ONE_GPU, RequestRule.ANY
 
 def parts(*free: int) -> list[FreePart]:
     """Return GPUs of 100 shares, of which so many are free."""
-    return [FreePart(GpuId(str(n)), 100, it) for n, it in enumerate(free)]
+    return [FreePart(GpuId(str(n)), 100, number) for n, number in enumerate(free)]
 
 
 def held(pod: str, gpu: int, shares: int) -> LeasedPart:

@@ -37,7 +37,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> dict[str, Any]:
 
 def leases_of(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the leases as JSON has them."""
-    return [plain_report(it) for it in lease_reports(snapshot)]
+    return [plain_report(report) for report in lease_reports(snapshot)]
 
 
 HEALTHY = {
@@ -121,7 +121,9 @@ def test_the_move_that_makes_room_is_reported() -> None:
     held = {"big": first[:6], "small": first[6:8], "other": second[:7]}
     snapshot = after(
         *(SharesClaimed(shares, at=5) for shares in held.values()),
-        LeasesObserved({it.id: Holder("ns", pod, "main") for pod in held for it in held[pod]}, 6),
+        LeasesObserved(
+            {other.id: Holder("ns", pod, "main") for pod in held for other in held[pod]}, 6
+        ),
         since=snapshot,
     )
 

@@ -222,7 +222,11 @@ async def test_an_ended_task_starts_again_and_is_logged() -> None:
             await task.runs.wait()
             group.cancel_scope.cancel()
 
-    ends = [(it["task"], it["reason"]) for it in entries if it["event"] == "main task ended"]
+    ends = [
+        (mapping["task"], mapping["reason"])
+        for mapping in entries
+        if mapping["event"] == "main task ended"
+    ]
     assert ends == [
         ("leases", "ZeroDivisionError: ZeroDivisionError"),
         ("leases", "it returned"),
@@ -281,7 +285,9 @@ async def test_a_failed_task_starts_again() -> None:
         await run_with_restart(work, "the weather", delay=0.01)
 
     assert tries == 3
-    assert [(it["event"], it["task"]) for it in entries] == [("task failed", "the weather")] * 2
+    assert [(mapping["event"], mapping["task"]) for mapping in entries] == [
+        ("task failed", "the weather")
+    ] * 2
 
 
 async def test_all_begin_and_all_are_waited_for() -> None:
@@ -310,7 +316,7 @@ async def test_one_that_hangs_delays_no_other_for_long() -> None:
         done.append(number)
 
     async with anyio.create_task_group() as group:
-        await start_together(group, [partial(work, it) for it in range(3)], max_wait=0.01)
+        await start_together(group, [partial(work, number) for number in range(3)], max_wait=0.01)
         assert done == [1, 2]
         may_end.set()
     assert done == [1, 2, 0]

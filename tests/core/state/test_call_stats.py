@@ -53,7 +53,9 @@ async def test_a_failure_is_classified_by_its_error(
     raised = error if isinstance(error, Exception) else anyio.get_cancelled_exc_class()()
     record.record_failure(KubeletCall.ALLOCATE, 0.5, raised)
 
-    assert {it for it, n in record.calls[KubeletCall.ALLOCATE].outcomes.items() if n} == {outcome}
+    assert {
+        call_outcome for call_outcome, n in record.calls[KubeletCall.ALLOCATE].outcomes.items() if n
+    } == {outcome}
     assert list(record.refusals) == refusals
 
 
@@ -68,19 +70,19 @@ def test_another_kubelet_is_a_restart() -> None:
 
 async def test_calls_are_counted_by_result(tmp_path: Path) -> None:
     """Calls are counted by result and kind of refusal, those for a preference too."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        async with endpoint_of(it) as stub:
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        async with endpoint_of(live_node) as stub:
             await allocate(stub, ids((0, 1)))
             await stub.get_preferred_allocation(v1beta1.PreferredAllocationRequest())
-            it.fault(1)
+            live_node.fault(1)
             for wanted in (["GPU-unknown"], ids((1, 1)), ids((0, 2), (1, 2))):
                 with pytest.raises(GRPCError):
                     await allocate(stub, wanted)
             with pytest.raises(GRPCError):
                 await stub.pre_start_container(v1beta1.PreStartContainerRequest(["nothing"]))
 
-        record = it.record.of_resource(NAME)
+        record = live_node.record.of_resource(NAME)
         outcomes = record.calls[KubeletCall.ALLOCATE].outcomes
         assert outcomes == {
             **dict.fromkeys(CallOutcome, 0),
@@ -95,21 +97,21 @@ async def test_calls_are_counted_by_result(tmp_path: Path) -> None:
 
 async def test_registrations_and_restarts_are_counted(tmp_path: Path) -> None:
     """A resource is listed while the kubelet holds its list, and counts go on with the next."""
-    async with node(tmp_path) as it:
-        record = it.record.of_resource(NAME)
+    async with node(tmp_path) as live_node:
+        record = live_node.record.of_resource(NAME)
         assert not record.listed
 
-        async with it.kubelet.running():
+        async with live_node.kubelet.running():
             await wait_until(lambda: record.listed)
             await wait_until(lambda: record.lists == 1)
-            assert (record.registrations, it.record.restarts) == (1, 0)
-            it.fault(0)
+            assert (record.registrations, live_node.record.restarts) == (1, 0)
+            live_node.fault(0)
             await wait_until(lambda: record.lists == 2)
 
         await wait_until(lambda: not record.listed)
-        async with it.kubelet.running():
+        async with live_node.kubelet.running():
             await wait_until(lambda: record.listed)
-            assert (record.registrations, it.record.restarts) == (2, 1)
+            assert (record.registrations, live_node.record.restarts) == (2, 1)
 
 
 async def wait_until(is_so: Callable[[], bool]) -> None:

@@ -215,8 +215,8 @@ def test_an_unreadable_gpu_keeps_its_time() -> None:
     first = after(UnreadableGpusFound({1: "it hangs", 2: "it hangs"}, at=5))
     following, events = reduce(first, UnreadableGpusFound({1: "it is lost"}, at=6))
 
-    assert {i: (it.reason, it.since) for i, it in following.unreadable_gpus.items()} == {
-        1: ("it is lost", 5)
-    }
+    assert {
+        i: (verdict.reason, verdict.since) for i, verdict in following.unreadable_gpus.items()
+    } == {1: ("it is lost", 5)}
     assert events == (UnreadableGpusFound({1: "it is lost"}, at=6),)
     assert reduce(following, UnreadableGpusFound({1: "it is lost"}, at=7)) == (following, ())

@@ -70,7 +70,11 @@ def test_what_follows_from_a_state_is_computed_once() -> None:
 def test_a_state_has_few_fields_and_few_properties() -> None:
     """Conclusions about shares are in `core/availability`, not in properties of the state."""
     fields = GpuState.__struct_fields__
-    own = [it for it in vars(GpuState) if not it.startswith("__") and it not in fields]
+    own = [
+        variable
+        for variable in vars(GpuState)
+        if not variable.startswith("__") and variable not in fields
+    ]
 
     assert len(fields) <= 16
     assert len(own) <= 8
@@ -371,7 +375,7 @@ MANY = tuple(share(A, number, backend="mig", resource="x/mig") for number in ran
 ON_OFFER = after(GpusFound((A, B), at=1), offer(*MANY))
 
 provisionings = st.dictionaries(
-    st.sampled_from([it.id for it in MANY]), st.sampled_from(DEVICES)
+    st.sampled_from([other.id for other in MANY]), st.sampled_from(DEVICES)
 ).map(
     lambda devices: ProvisioningReported(
         A.id,
@@ -397,7 +401,7 @@ def test_a_fault_of_a_device_is_of_its_shares_alone(facts: list[Fact]) -> None:
     for fact in facts:
         match fact:
             case ProvisioningReported():
-                devices = {i: it.device for i, it in fact.provisioned.devices.items()}
+                devices = {i: device.device for i, device in fact.provisioned.devices.items()}
             case InstanceFaulted():
                 ill.add(fact.device)
             case InstanceRecovered():
@@ -410,7 +414,8 @@ def test_a_fault_of_a_device_is_of_its_shares_alone(facts: list[Fact]) -> None:
     assert state(snapshot).verdict.healthy
     assert snapshot.gpus[B.id] is ON_OFFER.gpus[B.id]
     assert all(
-        (state(snapshot).device_fault(it.id) is None) == (it.id not in expected) for it in MANY
+        (state(snapshot).device_fault(other.id) is None) == (other.id not in expected)
+        for other in MANY
     )
 
 

@@ -316,7 +316,9 @@ def test_what_the_kubelet_lists_of_a_gpu_that_is_gone_is_kept_until_its_pod_ends
     known, _ = reduce(NODE, LeasesObserved(listed, at=10))
     again, _ = reduce(known, LeasesObserved(listed, at=20))
 
-    assert {i: (it.holder, it.since) for i, it in known.vanished.items()} == {gone: (ALICE, 10)}
+    assert {i: (lease.holder, lease.since) for i, lease in known.vanished.items()} == {
+        gone: (ALICE, 10)
+    }
     assert (again.vanished, leases(again)) == (known.vanished, leases(NODE))
     for fact in (LeasesObserved({}, at=30), LeasesObserved(listed, 30, ended=frozenset({gone}))):
         assert not reduce(again, fact)[0].vanished

@@ -145,8 +145,8 @@ async def ground(
 ) -> AsyncIterator[Ground]:
     """Run an enforcer while the block lasts."""
     async with opened("a100-40gb:2") as (node, nvml, survey), anyio.create_task_group() as group:
-        it = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
-        it.terms = settings or it.terms
-        group.start_soon(it.enforcer.run)
-        yield it
+        live_ground = Ground(node, nvml, survey.gpus, SimHost(tmp_path))
+        live_ground.terms = settings or live_ground.terms
+        group.start_soon(live_ground.enforcer.run)
+        yield live_ground
         group.cancel_scope.cancel()

@@ -70,7 +70,7 @@ def test_a_container_that_uses_nothing_is_there() -> None:
 def test_containers_that_share_a_claim_are_each_authorized() -> None:
     """Each is judged by its own processes, beside all the shares of the claim."""
     state = held(alice=2)
-    shared = {i: replace(it, sharers=(BOB,)) for i, it in state.leases.items()}
+    shared = {i: replace(lease, sharers=(BOB,)) for i, lease in state.leases.items()}
     processes = [GpuProcess(1, 1000 * MIB), GpuProcess(2, 3000 * MIB)]
     known = identified((1, container_of(ALICE)), (2, container_of(BOB)))
     usage = attribute_processes(
@@ -151,7 +151,7 @@ def test_a_pod_of_unknown_containers_without_a_share_is_unauthorized() -> None:
     of = {container_of(BOB): Holder("team", "bob", "")}
     usage = attribute_processes(held(alice=1), [GpuProcess(1, 1)], known, of)
 
-    assert [it.reason for it in usage.unauthorized] == [
+    assert [process.reason for process in usage.unauthorized] == [
         "team/bob (a container of unknown name) holds no share of this GPU"
     ]
 

@@ -40,7 +40,7 @@ def annotated_usage(
 ) -> tuple[Snapshot, ContainerUsage]:
     """Create alice with annotations and shares of two GPUs; return her use of the first GPU."""
     layout = layout_of(A, B, text=pool("sharesPerGpu: 100"))
-    held = [[s for s in layout.shares if s.gpu == it.id] for it in (A, B)]
+    held = [[s for s in layout.shares if s.gpu == other.id] for other in (A, B)]
     shares = [*held[0][:of_a], *held[1][:of_b]]
     pod = KnownPod("uid", "team", "alice", "Running", memory_annotations=annotations)
     snapshot = after(

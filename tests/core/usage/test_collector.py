@@ -102,15 +102,15 @@ async def test_a_scrape_has_one_job_for_each_gpu_and_one_look_at_all_processes(
         jobs += short  # those that share a thread
         return await work(*arguments, short=short)
 
-    async with ground(tmp_path) as it:
+    async with ground(tmp_path) as live_ground:
         monkeypatch.setattr(NvmlWorker, "call_alone", count)
-        await it.collector.collect(sensors=True)
-        assert (jobs, it.host.looks, it.further) == (6, 1, [])
-        usage = await it.collector.collect(sensors=True)
-        assert (jobs, it.host.looks, it.further) == (6 + 4, 2, [])
+        await live_ground.collector.collect(sensors=True)
+        assert (jobs, live_ground.host.looks, live_ground.further) == (6, 1, [])
+        usage = await live_ground.collector.collect(sensors=True)
+        assert (jobs, live_ground.host.looks, live_ground.further) == (6 + 4, 2, [])
 
     assert usage.sensors is not None
-    assert [it.power for it in usage.sensors.values()] == [94, 94, 94]
+    assert [sensor.power for sensor in usage.sensors.values()] == [94, 94, 94]
     assert [list(found.values()) for found in usage.utilization.values()] == [[10]] * 3
     assert [found.unauthorized[0].holder for found in usage.gpus.values()] == [*PODS[:3]]
 
@@ -123,8 +123,8 @@ async def test_without_sensors_none_is_read(tmp_path: Path) -> None:
         calls.append(arguments)
         return int(pynvml.NVML_ERROR_UNKNOWN)
 
-    async with ground(tmp_path, nvmlDeviceGetPowerUsage=count) as it:
-        usage = await it.collector.collect()
+    async with ground(tmp_path, nvmlDeviceGetPowerUsage=count) as live_ground:
+        usage = await live_ground.collector.collect()
     assert (usage.sensors, usage.failures, calls) == (None, {}, [])
 
 
@@ -132,20 +132,20 @@ async def test_while_a_gpu_hangs_the_processes_of_the_others_are_identified(tmp_
     """A process that ends before NVML answers for another GPU is still known."""
     found = NodeUsage()
 
-    async with ground(tmp_path, turn=0.02) as it:
-        it.node.hang_gpu(it.node.gpu(0), 60.0)
+    async with ground(tmp_path, turn=0.02) as live_ground:
+        live_ground.node.hang_gpu(live_ground.node.gpu(0), 60.0)
 
         async def collect() -> None:
             nonlocal found
-            found = await it.collector.collect(sensors=True)
+            found = await live_ground.collector.collect(sensors=True)
 
         async with anyio.create_task_group() as group:
             group.start_soon(collect)
-            await becomes(lambda: it.host.looks >= 1)
+            await becomes(lambda: live_ground.host.looks >= 1)
             assert not found.gpus
-            it.node.hang_gpu(it.node.gpu(0), 0.0)
+            live_ground.node.hang_gpu(live_ground.node.gpu(0), 0.0)
 
-    assert it.host.looks >= 2  # on a busy machine others are late too
+    assert live_ground.host.looks >= 2  # on a busy machine others are late too
     assert [len(usage.unauthorized) for usage in found.gpus.values()] == [1, 1, 1]
     assert found.sensors is not None
     assert found.sensors.keys() == found.gpus.keys()
@@ -153,19 +153,19 @@ async def test_while_a_gpu_hangs_the_processes_of_the_others_are_identified(tmp_
 
 async def test_a_scrape_lists_no_processes_that_were_listed_just_now(tmp_path: Path) -> None:
     """Between two checks of the enforcer a scrape reads sensors and utilization alone."""
-    async with ground(tmp_path, recent=60) as it:
-        gpus = tuple(it.collector._registry.snapshot.gpus)
-        checked = [await it.collector.collect_gpu(gpu) for gpu in gpus]
-        looks = it.host.looks
-        usage = await it.collector.collect(sensors=True)
-        assert it.host.looks == looks
+    async with ground(tmp_path, recent=60) as live_ground:
+        gpus = tuple(live_ground.collector._registry.snapshot.gpus)
+        checked = [await live_ground.collector.collect_gpu(gpu) for gpu in gpus]
+        looks = live_ground.host.looks
+        usage = await live_ground.collector.collect(sensors=True)
+        assert live_ground.host.looks == looks
         assert [*usage.gpus.values()] == checked
         assert [list(found.values()) for found in usage.utilization.values()] == [[10]] * 3
 
-        it.node.start_process(it.node.gpu(0), SimProcess(7999, 2**30))
-        assert (await it.collector.collect()).gpus[gpus[0]] != checked[0]
+        live_ground.node.start_process(live_ground.node.gpu(0), SimProcess(7999, 2**30))
+        assert (await live_ground.collector.collect()).gpus[gpus[0]] != checked[0]
         skip(61)
-        assert (await it.collector.collect(sensors=True)).gpus[gpus[0]] != checked[0]
+        assert (await live_ground.collector.collect(sensors=True)).gpus[gpus[0]] != checked[0]
 
 
 async def test_a_sensor_that_fails_costs_no_process(tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ async def test_a_sensor_that_fails_costs_no_process(tmp_path: Path) -> None:
     def fails(*_: object) -> int:
         return int(pynvml.NVML_ERROR_RESET_REQUIRED)
 
-    async with ground(tmp_path, nvmlDeviceGetPowerUsage=fails) as it:
-        usage = await it.collector.collect(sensors=True)
+    async with ground(tmp_path, nvmlDeviceGetPowerUsage=fails) as live_ground:
+        usage = await live_ground.collector.collect(sensors=True)
         assert not usage.failures
         assert not usage.sensors
         assert [len(of_gpu.unauthorized) for of_gpu in usage.gpus.values()] == [1, 1, 1]
@@ -187,8 +187,8 @@ async def test_a_gpu_without_a_list_of_processes_has_its_sensors(tmp_path: Path)
     def fail(*_: Any) -> int:  # noqa: ANN401 - of ctypes
         return int(pynvml.NVML_ERROR_UNKNOWN)
 
-    async with ground(tmp_path, nvmlDeviceGetComputeRunningProcesses_v3=fail) as it:
-        usage = await it.collector.collect(sensors=True)
+    async with ground(tmp_path, nvmlDeviceGetComputeRunningProcesses_v3=fail) as live_ground:
+        usage = await live_ground.collector.collect(sensors=True)
 
     assert len(usage.failures) == 3
     assert usage.sensors is not None
@@ -264,11 +264,11 @@ async def test_a_cancelled_caller_leaves_the_collection_to_others() -> None:
 @pytest.mark.parametrize("first", [False, True], ids=["a viewer first", "a scrape first"])
 async def test_scrapes_and_others_share_a_collection(tmp_path: Path, *, first: bool) -> None:
     """In any order, they look at the processes once, and read the sensors of a GPU once."""
-    async with ground(tmp_path, recent=60) as it:
-        looks = CachedUsage(it.collector, age=60)
+    async with ground(tmp_path, recent=60) as live_ground:
+        looks = CachedUsage(live_ground.collector, age=60)
         usages = [await looks.latest(sensors=wanted) for wanted in (first, not first) * 3]
 
-    assert it.host.looks == 1
-    assert len({id(it) for usage in usages for it in usage.gpus.values()}) == GPUS
-    assert len({id(it.sensors) for it in usages if it.sensors is not None}) == 1
+    assert live_ground.host.looks == 1
+    assert len({id(gpu) for usage in usages for gpu in usage.gpus.values()}) == GPUS
+    assert len({id(usage.sensors) for usage in usages if usage.sensors is not None}) == 1
     assert all(len(usage.utilization) == GPUS for usage in usages)

@@ -109,72 +109,76 @@ async def ground(
     nvml = NvmlDriver(SimLibrary(node))
     async with nvml.session(), anyio.create_task_group() as group:
         gpus = (await nvml.survey()).gpus
-        it = Ground(node, nvml, SimHost(tmp_path), timing)
-        it.terms = terms
-        it.registry.apply(GpusFound(gpus, at=0))
-        it.registry.apply(layout_of(*gpus, text=pool("sharesPerGpu: 100")).offer_fact)
-        it.registry.apply(DriverRead(Versions(driver)))
-        group.start_soon(it.enforcer.run)
-        yield it
+        live_ground = Ground(node, nvml, SimHost(tmp_path), timing)
+        live_ground.terms = terms
+        live_ground.registry.apply(GpusFound(gpus, at=0))
+        live_ground.registry.apply(layout_of(*gpus, text=pool("sharesPerGpu: 100")).offer_fact)
+        live_ground.registry.apply(DriverRead(Versions(driver)))
+        group.start_soon(live_ground.enforcer.run)
+        yield live_ground
         group.cancel_scope.cancel()
 
 
 async def test_a_container_is_limited_before_it_has_a_process(tmp_path: Path) -> None:
     """A container's limit is set when it runs, for this container alone."""
-    async with ground(tmp_path) as it:
-        await to_thread.run_sync(it.machine.start, ALICE)
-        await to_thread.run_sync(it.machine.start, BOB)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.limits.is_limited(it.usage(ALICE)))
+    async with ground(tmp_path) as live_ground:
+        await to_thread.run_sync(live_ground.machine.start, ALICE)
+        await to_thread.run_sync(live_ground.machine.start, BOB)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.limits.is_limited(live_ground.usage(ALICE)))
 
-        assert it.set_limits() == [LIMIT_OF_25]
-        assert it.set_limits(gpu=1) == []
-        assert it.limits.count == 1
-        assert not it.limits.is_limited(it.usage(BOB))
-        assert it.limits.is_limited(it.usage(ALICE, container_of(ALICE).pod_uid))
-        assert not it.limits.is_limited(it.usage(ALICE, "another"))
+        assert live_ground.set_limits() == [LIMIT_OF_25]
+        assert live_ground.set_limits(gpu=1) == []
+        assert live_ground.limits.count == 1
+        assert not live_ground.limits.is_limited(live_ground.usage(BOB))
+        assert live_ground.limits.is_limited(live_ground.usage(ALICE, container_of(ALICE).pod_uid))
+        assert not live_ground.limits.is_limited(live_ground.usage(ALICE, "another"))
 
-        await to_thread.run_sync(it.use, ALICE, 100, 20)
+        await to_thread.run_sync(live_ground.use, ALICE, 100, 20)
         with pytest.raises(SimError, match="out of memory: the limit of its cgroup leaves"):
-            await to_thread.run_sync(it.use, ALICE, 101, 10)
-        await to_thread.run_sync(it.use, BOB, 102, 50)
+            await to_thread.run_sync(live_ground.use, ALICE, 101, 10)
+        await to_thread.run_sync(live_ground.use, BOB, 102, 50)
 
 
 async def test_a_restarted_container_is_limited_again(tmp_path: Path) -> None:
     """A restarted container has another cgroup, and a limit on it."""
-    async with ground(tmp_path, timing=replace(QUICK, cgroup_period=0.02)) as it:
-        first = await to_thread.run_sync(it.machine.start, ALICE)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.limits.count == 1)
+    async with ground(tmp_path, timing=replace(QUICK, cgroup_period=0.02)) as live_ground:
+        first = await to_thread.run_sync(live_ground.machine.start, ALICE)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.limits.count == 1)
         await to_thread.run_sync(first.rmdir)
-        second = await to_thread.run_sync(it.machine.start, ALICE, 1)
-        await becomes(lambda: it.limits.is_limited(it.usage(ALICE, container_of(ALICE, 1).pod_uid)))
-        assert it.node.gpu(0).memory_limits[second] == LIMIT_OF_25
-        assert it.limits.count == 1
+        second = await to_thread.run_sync(live_ground.machine.start, ALICE, 1)
+        await becomes(
+            lambda: live_ground.limits.is_limited(
+                live_ground.usage(ALICE, container_of(ALICE, 1).pod_uid)
+            )
+        )
+        assert live_ground.node.gpu(0).memory_limits[second] == LIMIT_OF_25
+        assert live_ground.limits.count == 1
 
 
 async def test_a_limit_follows_the_annotation_of_its_pod(tmp_path: Path) -> None:
     """An annotation raises the driver's limit too, and another policy takes it away."""
-    async with ground(tmp_path) as it:
-        it.terms = MemoryEnforcement(
+    async with ground(tmp_path) as live_ground:
+        live_ground.terms = MemoryEnforcement(
             policy=EnforcementPolicy.KILL,
             period=Duration(0.02),
             allow_annotations=tuple(AnnotationKind),
         )
-        await to_thread.run_sync(it.machine.start, ALICE)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.set_limits() == [LIMIT_OF_25])
+        await to_thread.run_sync(live_ground.machine.start, ALICE)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.set_limits() == [LIMIT_OF_25])
 
         for annotations, expected in (
             ({"gpu-mem-limit.cnvrg.io/metagpu": "50"}, [(20170 + 512) * MIB]),
             ({"metagpu.io/memory-policy": "warn"}, []),
         ):
             uid = container_of(ALICE).pod_uid
-            it.registry.apply(
+            live_ground.registry.apply(
                 PodsListed((KnownPod(uid, "default", "alice", memory_annotations=annotations),))
             )
-            await becomes(lambda wanted=expected: it.set_limits() == wanted)  # type: ignore[misc] # of a loop
-        await becomes(lambda: it.limits.count == 0)
+            await becomes(lambda wanted=expected: live_ground.set_limits() == wanted)  # type: ignore[misc] # of a loop
+        await becomes(lambda: live_ground.limits.count == 0)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +196,13 @@ async def test_a_pool_without_signals_has_no_driver_limits(
     tmp_path: Path, terms: MemoryEnforcement
 ) -> None:
     """The driver has limits only where processes may be ended; earlier ones are lifted."""
-    async with ground(tmp_path) as it:
-        await to_thread.run_sync(it.machine.start, ALICE)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.set_limits() == [LIMIT_OF_25])
-        it.terms = terms
-        await becomes(lambda: it.set_limits() == [])
-        await becomes(lambda: it.limits.count == 0)
+    async with ground(tmp_path) as live_ground:
+        await to_thread.run_sync(live_ground.machine.start, ALICE)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.set_limits() == [LIMIT_OF_25])
+        live_ground.terms = terms
+        await becomes(lambda: live_ground.set_limits() == [])
+        await becomes(lambda: live_ground.limits.count == 0)
 
 
 async def test_an_older_driver_is_logged_once_and_asked_again_after_an_upgrade(
@@ -206,15 +210,15 @@ async def test_an_older_driver_is_logged_once_and_asked_again_after_an_upgrade(
 ) -> None:
     """Without driver limits the enforcer works alone; a new driver is asked again."""
     with capture_module_logs(driver_limits) as entries:
-        async with ground(tmp_path, "580.65.06") as it:
-            await to_thread.run_sync(it.machine.start, ALICE)
-            it.hold(ALICE, 25)
+        async with ground(tmp_path, "580.65.06") as live_ground:
+            await to_thread.run_sync(live_ground.machine.start, ALICE)
+            live_ground.hold(ALICE, 25)
             await becomes(lambda: bool(entries))
-            assert not it.limits.is_limited(it.usage(ALICE))
+            assert not live_ground.limits.is_limited(live_ground.usage(ALICE))
 
-            it.node.driver = NEW
-            it.registry.apply(DriverRead(Versions(NEW)))
-            await becomes(lambda: it.limits.count == 1)
+            live_ground.node.driver = NEW
+            live_ground.registry.apply(DriverRead(Versions(NEW)))
+            await becomes(lambda: live_ground.limits.count == 1)
 
     assert entries[0]["event"] == "driver memory limits unsupported"
     assert [entry["log_level"] for entry in entries] == ["info", "info"]
@@ -222,27 +226,27 @@ async def test_an_older_driver_is_logged_once_and_asked_again_after_an_upgrade(
 
 async def test_a_reloaded_driver_gets_its_limits_again(tmp_path: Path) -> None:
     """A reloaded driver has no limits: they are set again, and none is reported meanwhile."""
-    async with ground(tmp_path) as it:
-        await to_thread.run_sync(it.machine.start, ALICE)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.limits.count == 1)
-        it.node.unload_driver()
-        await becomes(lambda: it.limits.count == 0)
-        assert not it.limits.is_limited(it.usage(ALICE))
+    async with ground(tmp_path) as live_ground:
+        await to_thread.run_sync(live_ground.machine.start, ALICE)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.limits.count == 1)
+        live_ground.node.unload_driver()
+        await becomes(lambda: live_ground.limits.count == 0)
+        assert not live_ground.limits.is_limited(live_ground.usage(ALICE))
 
 
 async def test_a_limit_that_cannot_be_set_is_logged_once(tmp_path: Path) -> None:
     """Without root, the log has the reason once, and the enforcer guards the container."""
     with capture_module_logs(driver_limits) as entries:
-        async with ground(tmp_path) as it:
-            it.node.root = False
-            await to_thread.run_sync(it.machine.start, ALICE)
-            await to_thread.run_sync(it.machine.start, BOB)
-            it.hold(ALICE, 25)
-            it.hold(BOB, 25)
+        async with ground(tmp_path) as live_ground:
+            live_ground.node.root = False
+            await to_thread.run_sync(live_ground.machine.start, ALICE)
+            await to_thread.run_sync(live_ground.machine.start, BOB)
+            live_ground.hold(ALICE, 25)
+            live_ground.hold(BOB, 25)
             await becomes(lambda: bool(entries))
-            await becomes(lambda: len(it.limits._gpus[it.gpus[0]].retry_at) == 2)
-            assert it.limits.count == 0
+            await becomes(lambda: len(live_ground.limits._gpus[live_ground.gpus[0]].retry_at) == 2)
+            assert live_ground.limits.count == 0
 
     [entry] = entries
     assert entry["event"] == "driver memory limit failed"
@@ -251,22 +255,22 @@ async def test_a_limit_that_cannot_be_set_is_logged_once(tmp_path: Path) -> None
 
 async def test_a_limit_that_cannot_be_changed_is_lifted_later(tmp_path: Path) -> None:
     """An outdated limit of the driver does not count as the container's, and is lifted later."""
-    async with ground(tmp_path, timing=replace(QUICK, limit_retry=0.02)) as it:
-        await to_thread.run_sync(it.machine.start, ALICE)
-        it.hold(ALICE, 25)
-        await becomes(lambda: it.limits.count == 1)
+    async with ground(tmp_path, timing=replace(QUICK, limit_retry=0.02)) as live_ground:
+        await to_thread.run_sync(live_ground.machine.start, ALICE)
+        live_ground.hold(ALICE, 25)
+        await becomes(lambda: live_ground.limits.count == 1)
 
-        it.node.root = False
-        it.terms = MemoryEnforcement(
+        live_ground.node.root = False
+        live_ground.terms = MemoryEnforcement(
             policy=EnforcementPolicy.KILL, period=Duration(0.02), headroom=Bytes(1024 * MIB)
         )
-        await becomes(lambda: it.limits.count == 0)
-        assert not it.limits.is_limited(it.usage(ALICE))
-        assert it.set_limits() == [LIMIT_OF_25]
+        await becomes(lambda: live_ground.limits.count == 0)
+        assert not live_ground.limits.is_limited(live_ground.usage(ALICE))
+        assert live_ground.set_limits() == [LIMIT_OF_25]
 
-        it.terms = MemoryEnforcement(policy=EnforcementPolicy.WARN, period=Duration(0.02))
-        it.node.root = True
-        await becomes(lambda: it.set_limits() == [])
+        live_ground.terms = MemoryEnforcement(policy=EnforcementPolicy.WARN, period=Duration(0.02))
+        live_ground.node.root = True
+        await becomes(lambda: live_ground.set_limits() == [])
 
 
 @pytest.mark.parametrize(
@@ -277,36 +281,38 @@ async def test_a_limit_of_an_earlier_daemon_is_lifted(
 ) -> None:
     """An earlier daemon's limit is known by its value; other limits stay."""
     terms = MemoryEnforcement(policy=policy, period=Duration(0.02))
-    async with ground(tmp_path, terms=terms) as it:
-        ours = await to_thread.run_sync(it.machine.start, ALICE)
-        others = await to_thread.run_sync(it.machine.start, BOB)
-        it.node.gpu(0).memory_limits.update({ours: LIMIT_OF_25, others: LIMIT_OF_25 + 7 * MIB})
-        it.hold(ALICE, 25)
-        it.hold(BOB, 25)
+    async with ground(tmp_path, terms=terms) as live_ground:
+        ours = await to_thread.run_sync(live_ground.machine.start, ALICE)
+        others = await to_thread.run_sync(live_ground.machine.start, BOB)
+        live_ground.node.gpu(0).memory_limits.update(
+            {ours: LIMIT_OF_25, others: LIMIT_OF_25 + 7 * MIB}
+        )
+        live_ground.hold(ALICE, 25)
+        live_ground.hold(BOB, 25)
 
-        await becomes(lambda: it.set_limits() == [LIMIT_OF_25 + 7 * MIB])
-        await becomes(lambda: it.limits.count == 0)
-        assert others in it.node.gpu(0).memory_limits
+        await becomes(lambda: live_ground.set_limits() == [LIMIT_OF_25 + 7 * MIB])
+        await becomes(lambda: live_ground.limits.count == 0)
+        assert others in live_ground.node.gpu(0).memory_limits
 
 
 async def test_an_older_driver_is_asked_for_limits_once(tmp_path: Path) -> None:
     """A driver without limits is asked once, and nothing is logged."""
     terms = MemoryEnforcement(policy=EnforcementPolicy.WARN, period=Duration(0.02))
     with capture_module_logs(driver_limits) as entries:
-        async with ground(tmp_path, "580.65.06", terms=terms) as it:
+        async with ground(tmp_path, "580.65.06", terms=terms) as live_ground:
             asked: list[str] = []
-            read = it.nvml.memory_limit
+            read = live_ground.nvml.memory_limit
 
             async def counted(gpu: GpuId, cgroup: str) -> int | None:
                 asked.append(cgroup)
                 return await read(gpu, cgroup)
 
-            it.nvml.memory_limit = counted  # type: ignore[method-assign] # counts what is asked
-            await to_thread.run_sync(it.machine.start, ALICE)
-            it.hold(ALICE, 25)
+            live_ground.nvml.memory_limit = counted  # type: ignore[method-assign] # counts what is asked
+            await to_thread.run_sync(live_ground.machine.start, ALICE)
+            live_ground.hold(ALICE, 25)
             await becomes(lambda: len(asked) == 1)
-            await to_thread.run_sync(it.machine.start, BOB)
-            it.hold(BOB, 25)
+            await to_thread.run_sync(live_ground.machine.start, BOB)
+            live_ground.hold(BOB, 25)
             await becomes(lambda: len(asked) == 2)
     assert len(set(asked)) == 2
     assert entries == []

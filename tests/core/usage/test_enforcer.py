@@ -70,25 +70,25 @@ NO_PID: Final = 2**22 + 1
 async def test_two_processes_that_are_too_large_together_are_caught(tmp_path: Path) -> None:
     """Of two processes of 15 % in a container of 25 %, one is ended, and the log has numbers."""
     with capture_module_logs(enforcer) as entries:
-        async with ground(tmp_path) as it, running() as one, running() as other:
-            it.hold(ALICE, 25)
-            it.put(one, 15)
-            await it.looked()
+        async with ground(tmp_path) as live_ground, running() as one, running() as other:
+            live_ground.hold(ALICE, 25)
+            live_ground.put(one, 15)
+            await live_ground.looked()
             assert one.returncode is None
             assert entries == []
 
-            it.put(other, 15)
+            live_ground.put(other, 15)
             await becomes(lambda: any(entry["event"] == "process signalled" for entry in entries))
             ended = one if entries[1]["pid"] == one.pid else other
             assert await ended.wait() == -signal.SIGTERM
-            await it.looked()
+            await live_ground.looked()
             assert {one, other} - {ended} == {p for p in (one, other) if p.returncode is None}
-            assert it.enforcer.record.warnings == 1
-            assert it.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
+            assert live_ground.enforcer.record.warnings == 1
+            assert live_ground.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 0}
 
     common = {
         "container": "default/alice (main)",
-        "gpu": str(it.gpus[0]),
+        "gpu": str(live_ground.gpus[0]),
         "share_mib": 10240,
         "limit_mib": LIMIT_OF_25,
         "used_mib": 12287,
@@ -112,21 +112,21 @@ async def test_names_that_the_kubelet_cuts_hide_no_excess(tmp_path: Path) -> Non
     """A container whose link is another's by its length is ended for its excess, and alone."""
     idle, greedy = (Holder("n" * 63, "p" * 150, "c" * 62 + end) for end in "ab")
     async with (
-        ground(tmp_path) as it,
+        ground(tmp_path) as live_ground,
         running() as one,
         running() as other,
         running() as neighbour,
     ):
-        it.hold(greedy, 1)
-        it.hold(BOB, 25)
-        it.put(one, 1, of=idle)
-        it.put(neighbour, 20, of=BOB)
+        live_ground.hold(greedy, 1)
+        live_ground.hold(BOB, 25)
+        live_ground.put(one, 1, of=idle)
+        live_ground.put(neighbour, 20, of=BOB)
         with capture_module_logs(collector) as entries:
-            it.put(other, 22, of=greedy)
+            live_ground.put(other, 22, of=greedy)
 
             assert await other.wait() == -signal.SIGTERM
-        it.node.end_process(it.node.gpu(0), other.pid)
-        await it.looked()
+        live_ground.node.end_process(live_ground.node.gpu(0), other.pid)
+        await live_ground.looked()
         assert (one.returncode, neighbour.returncode) == (None, None)
 
     containers = {container_of(holder).id[:12] for holder in (idle, greedy)}
@@ -135,30 +135,30 @@ async def test_names_that_the_kubelet_cuts_hide_no_excess(tmp_path: Path) -> Non
 
 async def test_the_api_servers_pods_name_those_of_unknown_containers(tmp_path: Path) -> None:
     """Without the kubelet's links, a container is charged to the pod that has its uid."""
-    async with ground(tmp_path) as it, running() as greedy:
-        it.hold(ALICE, 1)
-        it.put(greedy, 50)
-        it.machine.remove_log_links()
-        await it.looked()
+    async with ground(tmp_path) as live_ground, running() as greedy:
+        live_ground.hold(ALICE, 1)
+        live_ground.put(greedy, 50)
+        live_ground.machine.remove_log_links()
+        await live_ground.looked()
         assert greedy.returncode is None
 
         pod = KnownPod(container_of(ALICE).pod_uid, ALICE.namespace, ALICE.pod)
-        it.registry.apply(PodsListed((pod,)))
+        live_ground.registry.apply(PodsListed((pod,)))
         assert await greedy.wait() == -signal.SIGTERM
 
 
 async def test_a_zombie_that_is_still_listed_protects_no_other(tmp_path: Path) -> None:
     """The container's next process ends where the first has ended and its parent ignores it."""
     async with (
-        ground(tmp_path, terms(stop_timeout=SOON)) as it,
+        ground(tmp_path, terms(stop_timeout=SOON)) as live_ground,
         running(sys.executable, "-c", NEGLECTFUL) as parent,
         running() as rest,
     ):
         assert parent.stdout is not None
         child = int(await parent.stdout.receive())
-        it.hold(ALICE, 25)
-        it.put_pid(child, 40)
-        it.put(rest, 30)
+        live_ground.hold(ALICE, 25)
+        live_ground.put_pid(child, 40)
+        live_ground.put(rest, 30)
 
         assert await rest.wait() == -signal.SIGTERM
         assert " Z " in await anyio.Path(f"/proc/{child}/stat").read_text()
@@ -166,24 +166,24 @@ async def test_a_zombie_that_is_still_listed_protects_no_other(tmp_path: Path) -
 
 async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Path) -> None:
     """A process that gets the pid of an ended process is not charged with its memory."""
-    async with ground(tmp_path) as it:
-        it.hold(ALICE, 25)
-        it.hold(BOB, 25)
-        await reuse_pid(it, of=BOB)
-        await it.looked()
+    async with ground(tmp_path) as live_ground:
+        live_ground.hold(ALICE, 25)
+        live_ground.hold(BOB, 25)
+        await reuse_pid(live_ground, of=BOB)
+        await live_ground.looked()
 
-        assert it.enforcer.record.warnings == 0
-        assert not it.host.refused
+        assert live_ground.enforcer.record.warnings == 0
+        assert not live_ground.host.refused
 
 
 async def test_a_pod_gains_nothing_by_the_pid_of_its_own_ended_process(tmp_path: Path) -> None:
     """A process with the pid of an earlier one of its pod is judged like any other."""
-    async with ground(tmp_path) as it:
-        it.hold(ALICE, 25)
-        await reuse_pid(it, of=ALICE)
+    async with ground(tmp_path) as live_ground:
+        live_ground.hold(ALICE, 25)
+        await reuse_pid(live_ground, of=ALICE)
 
-        await becomes(lambda: bool(it.host.refused))
-        assert it.enforcer.record.warnings == 1
+        await becomes(lambda: bool(live_ground.host.refused))
+        assert live_ground.enforcer.record.warnings == 1
 
 
 async def reuse_pid(node: Ground, *, of: Holder) -> None:
@@ -208,26 +208,26 @@ async def reuse_pid(node: Ground, *, of: Holder) -> None:
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     """A process that ignores SIGTERM gets SIGKILL after the stop timeout."""
     async with (
-        ground(tmp_path, terms(stop_timeout=SOON)) as it,
+        ground(tmp_path, terms(stop_timeout=SOON)) as live_ground,
         running(sys.executable, "-c", STUBBORN) as stubborn,
     ):
         assert stubborn.stdout is not None
         await stubborn.stdout.receive()
-        it.hold(ALICE, 25)
-        it.put(stubborn, 50)
+        live_ground.hold(ALICE, 25)
+        live_ground.put(stubborn, 50)
 
         assert await stubborn.wait() == -signal.SIGKILL
-        await it.looked()
-        assert it.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
+        await live_ground.looked()
+        assert live_ground.enforcer.record.signals == {signal.SIGTERM: 1, signal.SIGKILL: 1}
 
 
 async def test_the_bus_has_warning_and_end(tmp_path: Path) -> None:
     """Subscribers learn which container used how much of its limit, and which process ends."""
-    async with ground(tmp_path) as it, running() as greedy:
-        news = it.registry.events
+    async with ground(tmp_path) as live_ground, running() as greedy:
+        news = live_ground.registry.events
         with news.subscribe(MemoryExceeded, ProcessSignalled) as events:
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
+            live_ground.hold(ALICE, 25)
+            live_ground.put(greedy, 50)
             heard_of = [event async for event, _ in _take_numbered(events, 2)]
 
     exceeded, signalled = heard_of
@@ -252,32 +252,34 @@ async def _take_numbered(events: Any, count: int) -> AsyncIterator[tuple[Any, in
 
 async def test_a_hanging_gpu_delays_no_other(tmp_path: Path) -> None:
     """While NVML hangs over one GPU, a container of another is kept within its limit."""
-    async with ground(tmp_path) as it, running() as greedy:
-        it.node.hang_gpu(it.node.gpu(0), 4)
-        it.hold(ALICE, 25, gpu=0)
-        it.hold(BOB, 25, gpu=1)
-        it.put(greedy, 90, gpu=1, of=BOB)
+    async with ground(tmp_path) as live_ground, running() as greedy:
+        live_ground.node.hang_gpu(live_ground.node.gpu(0), 4)
+        live_ground.hold(ALICE, 25, gpu=0)
+        live_ground.hold(BOB, 25, gpu=1)
+        live_ground.put(greedy, 90, gpu=1, of=BOB)
 
         assert await greedy.wait() == -signal.SIGTERM
-        it.node.reset_gpu(it.node.gpu(0))
+        live_ground.node.reset_gpu(live_ground.node.gpu(0))
 
 
 async def test_the_end_of_a_grace_is_one_check(tmp_path: Path) -> None:
     """A container above its limit is checked when that begins, and when the grace ends."""
     checks = 0
 
-    async with ground(tmp_path) as it, running() as greedy:
-        collect = it.enforcer._collector.collect_gpu
+    async with ground(tmp_path) as live_ground, running() as greedy:
+        collect = live_ground.enforcer._collector.collect_gpu
 
         async def count(gpu: GpuId) -> GpuUsage:
             nonlocal checks
-            checks += gpu == it.gpus[1].id
+            checks += gpu == live_ground.gpus[1].id
             return await collect(gpu)
 
-        it.enforcer._collector.collect_gpu = count  # type: ignore[method-assign]
-        it.terms = msgspec.structs.replace(terms(), period=Duration(1e9), grace=Duration(0.2))
-        it.put(greedy, 90, gpu=1, of=BOB)
-        it.hold(BOB, 25, gpu=1)
+        live_ground.enforcer._collector.collect_gpu = count  # type: ignore[method-assign]
+        live_ground.terms = msgspec.structs.replace(
+            terms(), period=Duration(1e9), grace=Duration(0.2)
+        )
+        live_ground.put(greedy, 90, gpu=1, of=BOB)
+        live_ground.hold(BOB, 25, gpu=1)
         assert await greedy.wait() == -signal.SIGTERM
     assert checks == 2
 
@@ -314,9 +316,9 @@ async def test_the_enforcer_waits_for_common_moments(
 ) -> None:
     """Each GPU is checked again at the moment of its period, with a container or without."""
     monkeypatch.setattr(CheckMoments, "seconds_to_next", lambda *_: 0.01)
-    async with ground(tmp_path, msgspec.structs.replace(terms(), period=LONG)) as it:
-        it.hold(ALICE, 25, gpu=0)
-        await it.looked()
+    async with ground(tmp_path, msgspec.structs.replace(terms(), period=LONG)) as live_ground:
+        live_ground.hold(ALICE, 25, gpu=0)
+        await live_ground.looked()
 
 
 class Clock:
@@ -337,22 +339,24 @@ def turned_clock() -> Iterator[Clock]:
 async def test_a_fault_over_one_gpu_ends_nothing_for_another(tmp_path: Path) -> None:
     """An unexpected error over one GPU delays the checks of this GPU alone."""
     with capture_module_logs(tasks) as entries:
-        async with ground(tmp_path) as it, running() as process:
-            account = it.enforcer._collector.collect_gpu
+        async with ground(tmp_path) as live_ground, running() as process:
+            account = live_ground.enforcer._collector.collect_gpu
 
             async def faulty(gpu: Any) -> Any:  # noqa: ANN401 - as the census' own
-                if gpu == it.gpus[0].id:
+                if gpu == live_ground.gpus[0].id:
                     raise KeyError("a fault of ours")
                 return await account(gpu)
 
-            it.enforcer._collector.collect_gpu = faulty  # type: ignore[method-assign]
-            it.hold(BOB, 1, gpu=0)
-            it.hold(ALICE, 1, gpu=1)
-            it.put(process, 50, gpu=1)
+            live_ground.enforcer._collector.collect_gpu = faulty  # type: ignore[method-assign]
+            live_ground.hold(BOB, 1, gpu=0)
+            live_ground.hold(ALICE, 1, gpu=1)
+            live_ground.put(process, 50, gpu=1)
             with anyio.fail_after(30):
                 await process.wait()
 
-    assert [entry["task"] for entry in entries] == [f"memory enforcement of {it.gpus[0].id}"]
+    assert [entry["task"] for entry in entries] == [
+        f"memory enforcement of {live_ground.gpus[0].id}"
+    ]
 
 
 # --- what changes while it runs -------------------------------------------------------------------
@@ -369,24 +373,28 @@ async def test_the_agent_enforces_the_settings_of_its_pool(tmp_path: Path) -> No
     off, kill = text.replace("POLICY", "off"), text.replace("POLICY", "kill")
     scene = agent_at_work(tmp_path, config=off, host=machine.host)
 
-    async with scene as it, running() as greedy:
-        await it.until(200, 200)
-        await it.kubelet.admit(SimPod.single("alice", {METAGPU: 25}))
-        await it.wait_holders()
+    async with scene as live_scene, running() as greedy:
+        await live_scene.until(200, 200)
+        await live_scene.kubelet.admit(SimPod.single("alice", {METAGPU: 25}))
+        await live_scene.wait_holders()
         machine.add_container_process(greedy.pid, ALICE)
         [index] = [
-            state.gpu.index for state in it.agent.registry.snapshot.gpus.values() if state.leases
+            state.gpu.index
+            for state in live_scene.agent.registry.snapshot.gpus.values()
+            if state.leases
         ]
-        it.node.start_process(it.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT))
-        asked = await it.usage()
+        live_scene.node.start_process(
+            live_scene.node.gpu(index), SimProcess(greedy.pid, 50 * PERCENT)
+        )
+        asked = await live_scene.usage()
         assert isinstance(asked, dict)
         [container] = asked["containers"]
         [part] = container["gpus"]
         assert (container["pod"], part["usedMiB"], part["policy"]) == ("alice", 20479, "off")
         assert [process["pid"] for process in part["processes"]] == [greedy.pid]
 
-        await anyio.Path(it.config_file).write_text(kill)
-        await it.agent.reload()
+        await anyio.Path(live_scene.config_file).write_text(kill)
+        await live_scene.agent.reload()
 
         assert await greedy.wait() == -signal.SIGTERM
 
@@ -407,47 +415,47 @@ async def test_a_restart_with_other_shares_ends_no_process(tmp_path: Path) -> No
     async with kubelet.running(), running() as modest:
         machine.add_container_process(modest.pid, ALICE)
         few, many = (text.replace("COUNT", count) for count in ("10", "100"))
-        async with agent_at_work(tmp_path, "a100-40gb:1", few, kubelet=kubelet) as it:
-            await it.until(10, 10)
+        async with agent_at_work(tmp_path, "a100-40gb:1", few, kubelet=kubelet) as agent:
+            await agent.until(10, 10)
             await kubelet.admit(pod)
         again = agent_at_work(tmp_path, "a100-40gb:1", many, kubelet=kubelet, host=watched)
-        async with again as it:
-            await it.wait_snapshot(lambda now: any(state.leases for state in now.gpus.values()))
-            it.node.start_process(it.node.gpu(0), SimProcess(modest.pid, 40 * PERCENT))
+        async with again as scene:
+            await scene.wait_snapshot(lambda now: any(state.leases for state in now.gpus.values()))
+            scene.node.start_process(scene.node.gpu(0), SimProcess(modest.pid, 40 * PERCENT))
             wanted = watched.looks + 5
             await becomes(lambda: watched.looks >= wanted)
             assert modest.returncode is None
 
-            it.node.start_process(it.node.gpu(0), SimProcess(modest.pid, 60 * PERCENT))
+            scene.node.start_process(scene.node.gpu(0), SimProcess(modest.pid, 60 * PERCENT))
             assert await modest.wait() == -signal.SIGTERM
 
 
 async def test_the_excess_is_reported_while_it_lasts(tmp_path: Path) -> None:
     """The stats have the bytes above the limit while a container is above it."""
-    async with ground(tmp_path, terms(EnforcementPolicy.WARN)) as it, running() as greedy:
-        over = it.enforcer.record.over_limit
-        gpu = it.gpus[0].id
-        it.hold(ALICE, 25)
-        it.put(greedy, 50)
+    async with ground(tmp_path, terms(EnforcementPolicy.WARN)) as live_ground, running() as greedy:
+        over = live_ground.enforcer.record.over_limit
+        gpu = live_ground.gpus[0].id
+        live_ground.hold(ALICE, 25)
+        live_ground.put(greedy, 50)
         await becomes(lambda: bool(over.get(gpu)))
         assert {holder: above // MIB for holder, above in over[gpu].items()} == {
             ALICE: 20480 - LIMIT_OF_25 - 1
         }
 
-        it.put(greedy, 20)
+        live_ground.put(greedy, 20)
         await becomes(lambda: not over[gpu])
 
 
 async def test_a_gpu_that_does_not_answer_is_logged_once(tmp_path: Path) -> None:
     """A GPU that does not answer is not enforced, and each reason is logged once."""
     with capture_module_logs(enforcer) as entries:
-        async with ground(tmp_path) as it, running() as process:
-            it.hold(ALICE, 25)
-            it.node.lose_gpu(it.node.gpu(0))
+        async with ground(tmp_path) as live_ground, running() as process:
+            live_ground.hold(ALICE, 25)
+            live_ground.node.lose_gpu(live_ground.node.gpu(0))
             await becomes(lambda: bool(entries))
-            it.node.reset_gpu(it.node.gpu(0))
-            it.put(process, 1)
-            await it.looked()
+            live_ground.node.reset_gpu(live_ground.node.gpu(0))
+            live_ground.put(process, 1)
+            await live_ground.looked()
 
     [entry] = entries
     assert entry["event"] == "gpu memory not enforced"
@@ -460,9 +468,9 @@ async def test_a_check_of_many_containers_leaves_others_their_turn(
     """Other tasks run several times while a check judges a hundred containers."""
     turns: list[int] = []
 
-    async with ground(tmp_path, terms(EnforcementPolicy.OFF)) as it:
-        first = it.gpus[0].id
-        shares = it.registry.snapshot.gpus[first].shares
+    async with ground(tmp_path, terms(EnforcementPolicy.OFF)) as live_ground:
+        first = live_ground.gpus[0].id
+        shares = live_ground.registry.snapshot.gpus[first].shares
         many = [
             ContainerUsage(first, Holder("team", f"pod-{number}", "main"), None, (one,))
             for number, one in enumerate(shares)
@@ -477,12 +485,12 @@ async def test_a_check_of_many_containers_leaves_others_their_turn(
                 turns.append(1)
                 await checkpoint()
 
-        monkeypatch.setattr(it.enforcer._collector, "collect_gpu", collected)
+        monkeypatch.setattr(live_ground.enforcer._collector, "collect_gpu", collected)
         async with anyio.create_task_group() as group:
             group.start_soon(count)
             while not turns:
                 await checkpoint()
-            await it.enforcer._check(first, terms(), {})
+            await live_ground.enforcer._check(first, terms(), {})
             group.cancel_scope.cancel()
 
     assert len(turns) >= 4
@@ -496,14 +504,14 @@ async def test_a_refusal_of_the_kernel_is_logged(tmp_path: Path) -> None:
 
     with capture_module_logs(enforcer) as entries:
         async with (
-            ground(tmp_path, terms(stop_timeout=SOON)) as it,
+            ground(tmp_path, terms(stop_timeout=SOON)) as live_ground,
             running() as greedy,
         ):
-            it.host.before = refuse
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
+            live_ground.host.before = refuse
+            live_ground.hold(ALICE, 25)
+            live_ground.put(greedy, 50)
             await becomes(lambda: len(entries) == 3)
-            await it.looked()
+            await live_ground.looked()
 
             assert greedy.returncode is None
     assert [entry.get("error") for entry in entries] == [None, "we may not", "we may not"]
@@ -512,11 +520,11 @@ async def test_a_refusal_of_the_kernel_is_logged(tmp_path: Path) -> None:
 async def test_unknown_containers_of_processes_are_logged_once(tmp_path: Path) -> None:
     """If the containers of processes cannot be known, the first check logs the reason."""
     with capture_module_logs(enforcer) as entries:
-        async with ground(tmp_path) as it, running() as process:
-            it.host.advice = ("mount this",)
-            it.hold(ALICE, 25)
-            it.put(process, 1)
-            await it.looked()
+        async with ground(tmp_path) as live_ground, running() as process:
+            live_ground.host.advice = ("mount this",)
+            live_ground.hold(ALICE, 25)
+            live_ground.put(process, 1)
+            await live_ground.looked()
 
     assert [(entry["event"], entry["reason"]) for entry in entries] == [
         ("gpu memory not enforced", "mount this")

@@ -21,75 +21,75 @@ from tests.rigs.waiting import becomes
 async def test_neighbours_and_unauthorized_processes_are_left_alone(tmp_path: Path) -> None:
     """Only the container that uses too much loses a process, whatever others have on the GPU."""
     async with (
-        ground(tmp_path) as it,
+        ground(tmp_path) as live_ground,
         running() as greedy,
         running() as neighbour,
         running() as of_the_host,
         running() as of_another_pod,
         running() as unknown,
     ):
-        it.hold(ALICE, 25)
-        it.hold(BOB, 25)
-        it.put(neighbour, 20, of=BOB)
-        it.put(of_the_host, 26, of=None)
-        it.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
-        it.put(unknown, None, of=BOB)
-        await it.looked()
-        it.put(greedy, 35)
+        live_ground.hold(ALICE, 25)
+        live_ground.hold(BOB, 25)
+        live_ground.put(neighbour, 20, of=BOB)
+        live_ground.put(of_the_host, 26, of=None)
+        live_ground.put(of_another_pod, 10, of=Holder("default", "carol", "main"))
+        live_ground.put(unknown, None, of=BOB)
+        await live_ground.looked()
+        live_ground.put(greedy, 35)
 
         assert await greedy.wait() == -signal.SIGTERM
-        await it.looked()
+        await live_ground.looked()
         for other in (neighbour, of_the_host, of_another_pod, unknown):
             assert other.returncode is None
 
 
 async def test_unknown_memory_is_never_a_reason(tmp_path: Path) -> None:
     """A process of unknown memory is left alone."""
-    async with ground(tmp_path) as it, running() as unknown:
-        it.hold(ALICE, 1)
-        it.put(unknown, None)
-        await it.looked()
+    async with ground(tmp_path) as live_ground, running() as unknown:
+        live_ground.hold(ALICE, 1)
+        live_ground.put(unknown, None)
+        await live_ground.looked()
 
         assert unknown.returncode is None
-        assert it.enforcer.record.warnings == 0
+        assert live_ground.enforcer.record.warnings == 0
 
 
 async def test_an_exit_between_decision_and_signal_harms_no_other(tmp_path: Path) -> None:
     """A process that exits before its signal is logged, and no process is signalled."""
-    async with ground(tmp_path) as it, running() as greedy:
-        it.hold(ALICE, 25)
+    async with ground(tmp_path) as live_ground, running() as greedy:
+        live_ground.hold(ALICE, 25)
 
         async def leave() -> None:
             greedy.kill()
             await greedy.wait()
 
-        it.host.before = lambda _: leave()
+        live_ground.host.before = lambda _: leave()
         with capture_module_logs(enforcer) as entries:
-            it.put(greedy, 50)
+            live_ground.put(greedy, 50)
             await becomes(lambda: len(entries) > 1)
 
         assert entries[1]["event"] == "process already gone"
-        assert [who.pid for who in it.host.refused] == [greedy.pid]
-        assert it.enforcer.record.signals[signal.SIGTERM] == 0
+        assert [who.pid for who in live_ground.host.refused] == [greedy.pid]
+        assert live_ground.enforcer.record.signals[signal.SIGTERM] == 0
 
 
 async def test_a_reused_pid_is_not_signalled(tmp_path: Path) -> None:
     """A process that has the pid of an ended one gets no signal."""
-    async with ground(tmp_path) as it, running() as process:
-        it.hold(ALICE, 25)
-        stat = anyio.Path(it.machine.proc / str(process.pid) / "stat")
+    async with ground(tmp_path) as live_ground, running() as process:
+        live_ground.hold(ALICE, 25)
+        stat = anyio.Path(live_ground.machine.proc / str(process.pid) / "stat")
 
         async def reuse(who: ProcessIdentity) -> None:
             now = await stat.read_text()
             await stat.unlink()
             await stat.write_text(now.replace(f" {who.started} ", f" {who.started + 1} ", 1))
 
-        it.host.before = reuse
-        it.put(process, 50)
-        await becomes(lambda: bool(it.host.refused))
-        it.host.before = lambda _: None
-        it.node.end_process(it.node.gpu(0), process.pid)
-        await it.looked()
+        live_ground.host.before = reuse
+        live_ground.put(process, 50)
+        await becomes(lambda: bool(live_ground.host.refused))
+        live_ground.host.before = lambda _: None
+        live_ground.node.end_process(live_ground.node.gpu(0), process.pid)
+        await live_ground.looked()
 
         assert process.returncode is None
 
@@ -98,16 +98,16 @@ async def test_a_dry_run_sends_no_signal(tmp_path: Path) -> None:
     """With `dryRun` the log has the processes and signals, and none is sent."""
     with capture_module_logs(enforcer) as entries:
         async with (
-            ground(tmp_path, terms(stop_timeout=SOON, dry_run=True)) as it,
+            ground(tmp_path, terms(stop_timeout=SOON, dry_run=True)) as live_ground,
             running() as greedy,
         ):
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
+            live_ground.hold(ALICE, 25)
+            live_ground.put(greedy, 50)
             await becomes(lambda: len(entries) == 3)
-            await it.looked()
+            await live_ground.looked()
 
             assert greedy.returncode is None
-            assert it.enforcer.record.signals[signal.SIGTERM] == 0
+            assert live_ground.enforcer.record.signals[signal.SIGTERM] == 0
 
     assert [(entry["event"], entry.get("signal")) for entry in entries] == [
         ("gpu memory limit exceeded", None),
@@ -119,11 +119,14 @@ async def test_a_dry_run_sends_no_signal(tmp_path: Path) -> None:
 async def test_by_default_an_excess_is_only_logged(tmp_path: Path) -> None:
     """The default settings log a warning, and send no signal."""
     with capture_module_logs(enforcer) as entries:
-        async with ground(tmp_path, MemoryEnforcement(period=SOON)) as it, running() as greedy:
-            it.hold(ALICE, 25)
-            it.put(greedy, 50)
+        async with (
+            ground(tmp_path, MemoryEnforcement(period=SOON)) as live_ground,
+            running() as greedy,
+        ):
+            live_ground.hold(ALICE, 25)
+            live_ground.put(greedy, 50)
             await becomes(lambda: bool(entries))
-            await it.looked()
+            await live_ground.looked()
 
             assert greedy.returncode is None
     assert [entry["policy"] for entry in entries] == ["warn"]
@@ -134,26 +137,27 @@ async def test_policies_without_warnings_watch_nothing(
     tmp_path: Path, policy: EnforcementPolicy
 ) -> None:
     """Under `off` and `report` the enforcer does not check the GPUs."""
-    async with ground(tmp_path, terms(policy)) as it, running() as greedy:
-        it.hold(ALICE, 25)
-        it.put(greedy, 50)
+    async with ground(tmp_path, terms(policy)) as live_ground, running() as greedy:
+        live_ground.hold(ALICE, 25)
+        live_ground.put(greedy, 50)
         await anyio.wait_all_tasks_blocked()
-        assert it.host.looks == 0
+        assert live_ground.host.looks == 0
 
-        it.terms = terms()
+        live_ground.terms = terms()
         assert await greedy.wait() == -signal.SIGTERM
 
 
 async def test_containers_that_the_hardware_limits_are_not_watched(tmp_path: Path) -> None:
     """Containers of whole GPUs and of hardware limits are not checked."""
-    async with ground(tmp_path) as it, running() as greedy:
+    async with ground(tmp_path) as live_ground, running() as greedy:
         whole = layout_of(
-            it.gpus[0], text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", "")
+            live_ground.gpus[0],
+            text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", ""),
         )
-        it.registry.apply(whole.offer_fact)
-        it.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
-        it.put(greedy, 90)
+        live_ground.registry.apply(whole.offer_fact)
+        live_ground.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
+        live_ground.put(greedy, 90)
         await anyio.wait_all_tasks_blocked()
 
-        assert it.host.looks == 0
+        assert live_ground.host.looks == 0
         assert greedy.returncode is None

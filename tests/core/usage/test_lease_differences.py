@@ -60,7 +60,7 @@ async def test_a_pod_created_again_was_never_seen(share: int, *, while_asked: bo
 ONE, OTHER = gpu(0), gpu(1)
 SHARES = (share(ONE, 0), share(OTHER, 0, resource="x.y/other"))
 
-HOLDERS = dict.fromkeys((it.id for it in SHARES), HOLDER)
+HOLDERS = dict.fromkeys((other.id for other in SHARES), HOLDER)
 CLAIM = ResourceClaimRef("team", "whole", "uid-1")
 
 
@@ -101,16 +101,16 @@ def test_a_container_with_all_gpus_by_cdi_is_not_reported(
     registry = Registry()
     watch = MixedRequestWatch(registry, lambda: True)
     registry.apply(GpusFound((ONE, OTHER), at=0))
-    apis = {SHARES[it].resource: Api.DRA for it in by_cdi}
+    apis = {SHARES[number].resource: Api.DRA for number in by_cdi}
     registry.apply(replace(offer(*SHARES), apis=apis))
-    claims = [SHARES[it] for it in claimed]
+    claims = [SHARES[number] for number in claimed]
     if claims:
         registry.apply(SharesClaimed(tuple(claims), at=1, resource_claim=CLAIM))
-    holders = {it.id: HOLDER for it in SHARES if it not in claims}
-    of_claims = {(CLAIM.uid, it.id): (HOLDER,) for it in claims}
+    holders = {other.id: HOLDER for other in SHARES if other not in claims}
+    of_claims = {(CLAIM.uid, claim.id): (HOLDER,) for claim in claims}
     registry.apply(LeasesObserved(holders, at=2, of_claims=of_claims))
     watch._check()
 
-    leases = [it for state in registry.snapshot.gpus.values() for it in state.leases.values()]
-    assert [it.holder for it in leases] == [HOLDER, HOLDER]
+    leases = [lease for state in registry.snapshot.gpus.values() for lease in state.leases.values()]
+    assert [lease.holder for lease in leases] == [HOLDER, HOLDER]
     assert bool(watch.found) == reported

@@ -187,13 +187,13 @@ def test_so_many_of_the_largest_end_at_once_as_cover_the_excess(
     memories: tuple[int | None, ...], ended: int
 ) -> None:
     """Workers that obey SIGTERM are within the limit after one grace, however many they are."""
-    ordered = sorted(enumerate(memories, 1), key=lambda it: -(it[1] or 0))
+    ordered = sorted(enumerate(memories, 1), key=lambda pair: -(pair[1] or 0))
     workers = [process(pid, memory) for pid, memory in ordered]
     _, decision = course(SETTINGS, (0, usage(*workers)), (2, usage(*workers)))
 
     assert len(decision.signals) == ended
     gone = {pid for pid, _ in sent(decision)}
-    left = usage(*(it for it in workers if it.pid not in gone))
+    left = usage(*(worker for worker in workers if worker.pid not in gone))
     assert left.memory <= LIMIT
     *_, after = course(SETTINGS, (0, usage(*workers)), (2, usage(*workers)), (2.1, left))
     assert not after.signals
@@ -293,16 +293,20 @@ def test_a_signalled_process_is_known_and_of_a_container_above_its_limit(
 
     for at, people in enumerate(story):
         unique = {pid: process(pid, memory, seen=seen) for pid, memory, seen in people}
-        now = usage(*sorted(unique.values(), key=lambda it: -(it.memory or 0)))
+        now = usage(
+            *sorted(
+                unique.values(), key=lambda live_process_usage: -(live_process_usage.memory or 0)
+            )
+        )
         decision = decide(now, LIMIT, excess, settings, float(at))
         excess = decision.violation
 
         assert now.memory > LIMIT or not decision.signals
-        for it, signal in decision.signals:
-            assert it.identity is not None
-            assert signal is TERM or it.identity in termed
-            assert signal is KILL or it.memory
-            termed.add(it.identity)
+        for process_usage, signal in decision.signals:
+            assert process_usage.identity is not None
+            assert signal is TERM or process_usage.identity in termed
+            assert signal is KILL or process_usage.memory
+            termed.add(process_usage.identity)
 
 
 # --- settings -------------------------------------------------------------------------------------

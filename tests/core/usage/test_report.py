@@ -46,7 +46,7 @@ TOLD = ProcessDetails(7, 0, ("python", "train.py"), STARTED, 2048 * MIB, 12.345)
 def node() -> tuple[Snapshot, NodeUsage]:
     """Alice holds 3 of 10 of A and 2 of B and uses A, Bob 1 of A; B has an unauthorized process."""
     layout = layout_of(A, B)
-    of_a, of_b = ([s.id for s in layout.shares if s.gpu == it.id] for it in (A, B))
+    of_a, of_b = ([s.id for s in layout.shares if s.gpu == other.id] for other in (A, B))
     holders = dict.fromkeys([*of_a[:3], *of_b[:2]], ALICE) | {of_a[5]: BOB}
     snapshot = after(GpusFound((A, B), at=0), layout.offer_fact, LeasesObserved(holders, at=1))
 
@@ -219,7 +219,7 @@ def test_a_pod_gets_faults_of_its_own_devices_alone() -> None:
     provisioned = ProvisionedState(
         {mine: HardwareDevice("MIG-mine", 1, 0), bobs: HardwareDevice("MIG-bobs", 2, 0)}
     )
-    faults = [InstanceFaulted(A.id, it, "XID 94", at=5) for it in ("MIG-mine", "MIG-bobs")]
+    faults = [InstanceFaulted(A.id, name, "XID 94", at=5) for name in ("MIG-mine", "MIG-bobs")]
     snapshot = after(
         ProvisioningReported(A.id, "fraction", provisioned, at=4), *faults, since=snapshot
     )
@@ -277,7 +277,10 @@ def test_a_pods_successor_gets_nothing_of_its_processes() -> None:
     """Of two pods of one name, one after the other, each has its own processes."""
     pod_data = pod_report(*node(), RULES, pod(ALICE, life=1))
     processes = [
-        p for it in pod_data["containers"] for part in it["gpus"] for p in part["processes"]
+        p
+        for container in pod_data["containers"]
+        for part in container["gpus"]
+        for p in part["processes"]
     ]
 
     assert processes == []

@@ -53,22 +53,22 @@ async def watched(
     """Run a watch without pauses; `us` is the container of the watch itself."""
     async with opened("a100-40gb:1") as (node, nvml, survey), anyio.create_task_group() as group:
         machine, registry = SimHost(tmp_path), Registry()
-        it = Ground(node, registry, machine)
+        ground = Ground(node, registry, machine)
         if us is not None:
             machine.add_container_process(os.getpid(), us)
         layout = layout_of(*survey.gpus)
         registry.apply(GpusFound(survey.gpus, at=0))
         registry.apply(layout.offer_fact)
-        it.leases = LeasesObserved({layout.shares[0].id: ALICE}, at=1)
+        ground.leases = LeasesObserved({layout.shares[0].id: ALICE}, at=1)
         if pods_listed:
-            registry.apply(it.leases)
+            registry.apply(ground.leases)
 
         class Counted(UsageCollector):
             """A collector that counts its calls."""
 
             async def collect_gpu(self, gpu: Any) -> Any:  # noqa: ANN401 - as the class's own
                 """Count the call, and collect."""
-                it.looks += 1
+                ground.looks += 1
                 return await super().collect_gpu(gpu)
 
         quick = UsageTiming(unauthorized_period=0.01, admission_window=patience)
@@ -78,39 +78,42 @@ async def watched(
             """A watch that counts its rounds."""
 
             async def _check(self) -> Any:  # noqa: ANN401 - as the class's own
-                it.rounds += 1
+                ground.rounds += 1
                 return await super()._check()
 
         group.start_soon(Watch(census, machine.host, registry, quick).run)
-        yield it
+        yield ground
         group.cancel_scope.cancel()
 
 
-async def wait_checks(it: Ground, times: int = 5) -> None:
+async def wait_checks(ground: Ground, times: int = 5) -> None:
     """Wait until the watch has checked this many times from now on."""
-    wanted = it.looks + times
+    wanted = ground.looks + times
     with anyio.fail_after(30):
-        while it.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
+        while ground.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
             await anyio.sleep(0.005)
 
 
-async def wait_rounds(it: Ground, times: int = 5) -> None:
+async def wait_rounds(ground: Ground, times: int = 5) -> None:
     """Wait until the watch went round this many times from now on, also without a check."""
-    wanted = it.rounds + times
+    wanted = ground.rounds + times
     with anyio.fail_after(30):
-        while it.rounds < wanted:  # noqa: ASYNC110 - as above
+        while ground.rounds < wanted:  # noqa: ASYNC110 - as above
             await anyio.sleep(0.005)
 
 
 async def test_unauthorized_use_is_reported_once(tmp_path: Path) -> None:
     """A pod that uses a GPU without a share is logged and published, once."""
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path) as it, running() as process, running() as second:
-            with it.registry.events.subscribe(UnauthorizedUseFound) as news, anyio.fail_after(30):
-                it.put(process, MALLORY)
+        async with watched(tmp_path) as ground, running() as process, running() as second:
+            with (
+                ground.registry.events.subscribe(UnauthorizedUseFound) as news,
+                anyio.fail_after(30),
+            ):
+                ground.put(process, MALLORY)
                 found = await anext(aiter(news))
-            it.put(second, MALLORY)
-            await wait_checks(it)
+            ground.put(second, MALLORY)
+            await wait_checks(ground)
 
     container = container_of(MALLORY)
     assert isinstance(found, UnauthorizedUseFound)
@@ -126,21 +129,21 @@ async def test_no_process_is_unauthorized_before_the_kubelet_has_reported(tmp_pa
     """A daemon without the kubelet's list does not know holders, and reports nothing."""
     with capture_module_logs(unauthorized_module) as entries:
         async with (
-            watched(tmp_path, pods_listed=False) as it,
+            watched(tmp_path, pods_listed=False) as ground,
             running() as alice,
             running() as mallory,
         ):
-            it.put(alice, ALICE)
-            it.put(mallory, MALLORY)
-            await wait_rounds(it, 20)
-            assert it.looks == 0
+            ground.put(alice, ALICE)
+            ground.put(mallory, MALLORY)
+            await wait_rounds(ground, 20)
+            assert ground.looks == 0
             assert not entries
 
-            it.registry.apply(it.leases)
+            ground.registry.apply(ground.leases)
             with anyio.fail_after(30):
                 while not entries:  # noqa: ASYNC110 - as above
                     await anyio.sleep(0.005)
-            await wait_checks(it)
+            await wait_checks(ground)
 
     assert [entry["container"] for entry in entries] == [container_of(MALLORY).id[:12]]
 
@@ -148,14 +151,14 @@ async def test_no_process_is_unauthorized_before_the_kubelet_has_reported(tmp_pa
 async def test_a_returning_process_is_reported_again(tmp_path: Path) -> None:
     """A container whose processes had gone is reported again when it returns."""
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path) as it, running() as process:
+        async with watched(tmp_path) as ground, running() as process:
             for times in (1, 2):
-                it.put(process, MALLORY)
+                ground.put(process, MALLORY)
                 with anyio.fail_after(30):
                     while len(entries) < times:  # noqa: ASYNC110 - as above
                         await anyio.sleep(0.005)
-                it.node.end_process(it.node.gpu(0), process.pid)
-                await wait_checks(it)
+                ground.node.end_process(ground.node.gpu(0), process.pid)
+                await wait_checks(ground)
 
     assert len(entries) == 2
 
@@ -163,15 +166,15 @@ async def test_a_returning_process_is_reported_again(tmp_path: Path) -> None:
 async def test_a_failed_gpu_repeats_no_report(tmp_path: Path) -> None:
     """A container that was there before and after NVML's silence is reported once."""
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path) as it, running() as process:
-            it.put(process, MALLORY)
+        async with watched(tmp_path) as ground, running() as process:
+            ground.put(process, MALLORY)
             with anyio.fail_after(30):
                 while not entries:  # noqa: ASYNC110 - as above
                     await anyio.sleep(0.005)
-            it.node.lose_gpu(it.node.gpu(0))
-            await wait_checks(it)
-            it.node.reset_gpu(it.node.gpu(0))
-            await wait_checks(it)
+            ground.node.lose_gpu(ground.node.gpu(0))
+            await wait_checks(ground)
+            ground.node.reset_gpu(ground.node.gpu(0))
+            await wait_checks(ground)
 
     assert len(entries) == 1
 
@@ -179,10 +182,10 @@ async def test_a_failed_gpu_repeats_no_report(tmp_path: Path) -> None:
 async def test_holders_and_the_host_are_not_reported(tmp_path: Path) -> None:
     """Holders of shares and processes of the host may use the GPU."""
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path) as it, running() as held, running() as of_the_host:
-            it.put(held, ALICE)
-            it.put(of_the_host, None)
-            await wait_checks(it)
+        async with watched(tmp_path) as ground, running() as held, running() as of_the_host:
+            ground.put(held, ALICE)
+            ground.put(of_the_host, None)
+            await wait_checks(ground)
 
     assert entries == []
 
@@ -191,9 +194,9 @@ async def test_our_own_container_is_not_reported(tmp_path: Path) -> None:
     """Processes of our own container, such as MPS servers, may use GPUs."""
     us = Holder("kube-system", "metagpu-x2x", "metagpu")
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path, us=us) as it, running() as server:
-            it.put(server, us)
-            await wait_checks(it)
+        async with watched(tmp_path, us=us) as ground, running() as server:
+            ground.put(server, us)
+            await wait_checks(ground)
 
     assert entries == []
 
@@ -201,8 +204,8 @@ async def test_our_own_container_is_not_reported(tmp_path: Path) -> None:
 async def test_a_pod_that_was_just_admitted_has_time(tmp_path: Path) -> None:
     """A pod is not reported before the kubelet must have named it."""
     with capture_module_logs(unauthorized_module) as entries:
-        async with watched(tmp_path, patience=3600) as it, running() as process:
-            it.put(process, MALLORY)
-            await wait_checks(it)
+        async with watched(tmp_path, patience=3600) as ground, running() as process:
+            ground.put(process, MALLORY)
+            await wait_checks(ground)
 
     assert entries == []

@@ -75,7 +75,7 @@ def build_command(go: str, programs: GoPrograms, package: str, output: Path) -> 
     """Return the command that builds a package."""
     version = programs.version
     major, minor, _ = version.split(".", 2)
-    stamps = [it.format(version=version, major=major, minor=minor) for it in programs.stamps]
+    stamps = [stamp.format(version=version, major=major, minor=minor) for stamp in programs.stamps]
     flags = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in stamps)])
     command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
     return [*command, "-o", str(output), package]

@@ -23,7 +23,7 @@ def make_device_files(root: Path, count: int) -> None:
 def make_mig_device_files(root: Path, gpus: Iterable[int]) -> None:
     """Create the device files of all MIG instances of GPUs, and the driver's list of them."""
     instances = [f"gpu{gpu}/gi{number}" for gpu in gpus for number in range(GPU_INSTANCES)]
-    names = [f"{it}{part}/access" for it in instances for part in ("", "/ci0")]
+    names = [f"{instance}{part}/access" for instance in instances for part in ("", "/ci0")]
     listed = root / "proc" / "driver" / "nvidia-caps" / "mig-minors"
     listed.parent.mkdir(parents=True)
     listed.write_text("".join(f"{name} {minor}\n" for minor, name in enumerate(names, start=3)))

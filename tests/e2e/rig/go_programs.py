@@ -142,6 +142,6 @@ def go_programs() -> tuple[GoPrograms, ...]:
             "kwok",
             "sigs.k8s.io/kwok",
             ("cmd/kwok",),
-            files=tuple(f"kustomize/stage/{it}.yaml" for it in KWOK_STAGES),
+            files=tuple(f"kustomize/stage/{stage}.yaml" for stage in KWOK_STAGES),
         ),
     )

@@ -62,7 +62,7 @@ def metagpu_image(sources: Path = REPOSITORY) -> Path:
     target = cache_root() / "image" / f"{_digest(sources)}.tar"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        kept = sorted(target.parent.iterdir(), key=lambda it: it.stat().st_mtime)
+        kept = sorted(target.parent.iterdir(), key=lambda path: path.stat().st_mtime)
         for old in kept[:-KEPT_IMAGES]:
             old.unlink()
         half = target.with_suffix(".new")

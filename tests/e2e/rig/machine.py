@@ -171,7 +171,9 @@ def _is_mps_daemon(pid: int, home: Path) -> bool:
     except OSError:
         return False  # the process has just ended
     folders = (home, host_folders.RUN_DIR)
-    return any(b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(it) in environment for it in folders)
+    return any(
+        b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(folder) in environment for folder in folders
+    )
 
 
 def _descendants(ancestors: set[int]) -> set[int]:

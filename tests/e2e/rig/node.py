@@ -264,8 +264,8 @@ class Node:
         For the length of the block, and without objects of these APIs after it. The kubelet is
         away meanwhile: one that was refused by an API server may wait a minute to try again.
         """
-        enabled = f"--feature-gates={','.join(f'{it}=true' for it in gates)}"
-        served = [f"--runtime-config={','.join(f'{it}=true' for it in apis)}"] if apis else []
+        enabled = f"--feature-gates={','.join(f'{gate}=true' for gate in gates)}"
+        served = [f"--runtime-config={','.join(f'{name}=true' for name in apis)}"] if apis else []
         self._restart_control_plane([enabled], [enabled, *served])
         try:
             yield

@@ -89,11 +89,13 @@ def _write_settings(work: Path, mirror: str) -> Path:
 def _version(package: str, driver: str, listing: str) -> str:
     """Choose the newest version of a driver from the lines `package | version | source`."""
     versions = [line.split("|")[1].strip() for line in listing.splitlines() if "|" in line]
-    matching = [it for it in versions if driver == NEWEST or it.startswith(f"{driver}.")]
+    matching = [
+        version for version in versions if driver == NEWEST or version.startswith(f"{driver}.")
+    ]
     if not matching:
         found = ", ".join(versions) or "none"
         raise RigError(f"Debian's archive has no {package} of driver {driver}; it has {found}")
-    return max(matching, key=lambda it: [int(part) for part in it.partition("-")[0].split(".")])
+    return max(matching, key=lambda text: [int(part) for part in text.partition("-")[0].split(".")])
 
 
 def _run(command: list[str], settings: Path | None = None, folder: Path | None = None) -> str:

@@ -71,7 +71,7 @@ class PodDaemon(Daemon):
 
     def _helm(self, action: str) -> None:
         """Install or upgrade the release; no pod runs, so there is nothing to wait for."""
-        values = [part for it in (*self._values, *self._options) for part in ("--set", it)]
+        values = [part for value in (*self._values, *self._options) for part in ("--set", value)]
         self._release.helm(action, NAME, CHART, *values)
 
     def start(self, *options: str) -> None:
@@ -129,11 +129,11 @@ class PodDaemon(Daemon):
         """Return the pods of the DaemonSet that are not ready."""
         pods = self._node.kubectl.list("pods", SYSTEM, self._release.of_daemons)
         return [
-            it["metadata"]["name"]
-            for it in pods
+            pod["metadata"]["name"]
+            for pod in pods
             if not any(
                 each["type"] == "Ready" and each["status"] == "True"
-                for each in it["status"].get("conditions", ())
+                for each in pod["status"].get("conditions", ())
             )
         ]
 
@@ -160,7 +160,7 @@ class PodDaemon(Daemon):
         )["features"]
         wanted = {"config", *names}
         return tuple(
-            f"features.{it}=false" for it, on in default.items() if on and it not in wanted
+            f"features.{name}=false" for name, on in default.items() if on and name not in wanted
         )
 
     def runs_with(self, *options: str) -> bool:
@@ -182,8 +182,8 @@ class PodDaemon(Daemon):
         """Raise if the container was started again more often than the test killed it."""
         if self._runs and not self.alive:
             pods = self._pods()
-            starts = [it["restartCount"] for it in pods.values()]
-            if any(it > self._kills for it in starts):
+            starts = [pod["restartCount"] for pod in pods.values()]
+            if any(start > self._kills for start in starts):
                 raise EndedError(f"containers were started again {starts} times:\n{self.log}")
 
     @property
@@ -198,7 +198,7 @@ class PodDaemon(Daemon):
     def log(self) -> str:
         """Return the logs of all pods that are not deleted."""
         logs = self._node.paths.home.glob(f"pod-logs/{SYSTEM}_{_DAEMON_SET}-*/*/*.log")
-        return "".join(it.read_text(errors="replace") for it in sorted(logs))
+        return "".join(log.read_text(errors="replace") for log in sorted(logs))
 
     @property
     def pod_socket(self) -> Path:
@@ -212,7 +212,7 @@ class PodDaemon(Daemon):
         """Return the containers' statuses, by pod; a pod that ends is one too."""
         pods = self._node.kubectl.list("pods", SYSTEM, self._release.of_daemons)
         return {
-            it["metadata"]["name"]: status
-            for it in pods
-            for status in it["status"].get("containerStatuses", [{"restartCount": 0, "state": {}}])
+            pod["metadata"]["name"]: status
+            for pod in pods
+            for status in pod["status"].get("containerStatuses", [{"restartCount": 0, "state": {}}])
         }

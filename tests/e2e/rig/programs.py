@@ -43,8 +43,10 @@ def first_process(container: str) -> int:
     Raises:
         RigError: there is none.
     """
-    folders = [it.parent for it in Path("/proc").glob("[0-9]*/cgroup") if container in _read(it)]
-    statuses = {int(it.name): _read(it / "status") for it in folders}
+    folders = [
+        file.parent for file in Path("/proc").glob("[0-9]*/cgroup") if container in _read(file)
+    ]
+    statuses = {int(folder.name): _read(folder / "status") for folder in folders}
     for pid, status in statuses.items():
         parent = re.search(r"^PPid:\t(\d+)$", status, re.MULTILINE)
         own = re.search(r"^NSpid:\t\d+$", status, re.MULTILINE)

@@ -96,12 +96,18 @@ class Prometheus:
     def targets(self) -> Mapping[str, str]:
         """Return the last error of each target by its address, empty for a good scrape."""
         found = self._get("targets", state="active")["activeTargets"]
-        return {it["scrapeUrl"]: it["lastError"] or it["health"] for it in found}
+        return {
+            document["scrapeUrl"]: document["lastError"] or document["health"] for document in found
+        }
 
     def rules(self) -> Mapping[str, str]:
         """Return the state of each alert by its name."""
         groups = self._get("rules")["groups"]
-        return {it["name"]: it.get("lastError") or it["state"] for g in groups for it in g["rules"]}
+        return {
+            rule["name"]: rule.get("lastError") or rule["state"]
+            for g in groups
+            for rule in g["rules"]
+        }
 
     def _get(self, call: str, **arguments: str) -> Any:  # noqa: ANN401 - JSON
         query = urllib.parse.urlencode(arguments)
@@ -148,12 +154,12 @@ def prometheus_of(folder: Path, addresses: Mapping[str, str], rules: Path) -> It
     command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     program = Program(PACKAGE, command, logs=folder, pids=folder, environment=dict(os.environ))
     program.start()
-    it = Prometheus(port)
+    prometheus = Prometheus(port)
 
     def scrapes_all() -> bool:
         program.require_alive()
         try:
-            states = it.targets()
+            states = prometheus.targets()
         except OSError as error:
             raise RigError(f"{error}: {tail(program.log)}") from error
         if set(states.values()) != {"up"}:
@@ -162,6 +168,6 @@ def prometheus_of(folder: Path, addresses: Mapping[str, str], rules: Path) -> It
 
     try:
         wait_for("Prometheus to scrape", scrapes_all, within_s=START_S)
-        yield it
+        yield prometheus
     finally:
         program.stop()

@@ -60,8 +60,8 @@ class Release:
     def daemons(self) -> dict[str, Document]:
         """Return the pods of the DaemonSet that do not end, by uid."""
         found = self.node.kubectl.list("pods", SYSTEM, self.of_daemons)
-        alive = [it for it in found if "deletionTimestamp" not in it["metadata"]]
-        return {it["metadata"]["uid"]: it for it in alive}
+        alive = [document for document in found if "deletionTimestamp" not in document["metadata"]]
+        return {document["metadata"]["uid"]: document for document in alive}
 
     def await_free(self) -> None:
         """Wait until the daemon knows of no holder, also none of the kubelet's checkpoint.

@@ -102,7 +102,9 @@ def booted(root: Path, paths: NodePaths) -> Iterator[Systemd]:
 def _child(parent: int) -> int:
     """Return the first process of the namespace, once it is a systemd that answers."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    ready = [it for it in children if Path(f"/proc/{it}/comm").read_text().strip() == "systemd"]
+    ready = [
+        child for child in children if Path(f"/proc/{child}/comm").read_text().strip() == "systemd"
+    ]
     if ready and Path(f"/proc/{ready[0]}/root/run/systemd/private").exists():
         return int(ready[0])
     return 0

@@ -193,7 +193,7 @@ async def test_requests_that_fail_together_fail_alike(tmp_path: Path) -> None:
             group.start_soon(ask)
 
     assert len(refusals) == 100
-    assert all(it.startswith("the API server cannot be reached at ") for it in refusals)
+    assert all(refusal.startswith("the API server cannot be reached at ") for refusal in refusals)
 
 
 async def test_throttling_has_the_delay_of_the_server(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ async def test_api_server_that_is_away_is_logged_once_and_found_again(tmp_path: 
     """An outage is one log line; old state stays, new state comes later."""
     server = SimApiServer()
     with capture_module_logs(reconciler) as lines:
-        async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-            it.offer()
-            await it.has_labels(nvidia_com__gpu_count="2")
+        async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+            scene.offer()
+            await scene.has_labels(nvidia_com__gpu_count="2")
             server.fail(503, times=3)
-            it.offer(count=3)
-            await it.has_labels(nvidia_com__gpu_count="3")
+            scene.offer(count=3)
+            await scene.has_labels(nvidia_com__gpu_count="3")
 
     events = [line["event"] for line in lines]
     assert events.count("reconciliation failed") == 1
@@ -42,17 +42,17 @@ async def test_right_that_is_missing_is_named(tmp_path: Path) -> None:
     server = SimApiServer()
     server.denied.append(("PATCH", "/status"))
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        await becomes(lambda: it.cluster.report().features["condition"])
+    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        await becomes(lambda: scene.cluster.report().features["condition"])
 
-        assert it.cluster.report().features["condition"] == (
+        assert scene.cluster.report().features["condition"] == (
             'the API server does not allow it: User "sim" cannot patch '
             f"/api/v1/nodes/{NODE}/status; docs/permissions.md has the rule to add, or remove the "
             "feature from --cluster"
         )
-        assert it.cluster.report().features["labels"] == ""
+        assert scene.cluster.report().features["labels"] == ""
 
 
 async def test_fault_of_ours_ends_nothing_else(
@@ -70,25 +70,25 @@ async def test_fault_of_ours_ends_nothing_else(
     with capture_module_logs(cluster) as lines:
         async with cluster_at_work(
             tmp_path, Feature.LABELS, timing=ClusterTiming(restart_delay=0.01)
-        ) as it:
+        ) as scene:
             await becomes(lambda: lines)
             failing = False
-            it.offer()
-            await it.has_labels(nvidia_com__gpu_count="2")
+            scene.offer()
+            await scene.has_labels(nvidia_com__gpu_count="2")
 
     assert lines[0]["event"] == "cluster features failed; restarting"
 
 
 async def test_health_changes_are_events(tmp_path: Path) -> None:
     """A GPU that leaves service, and its return, are Events of the node."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        it.offer()
-        await it.server.watched(NODES)
-        it.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
-        it.registry.apply(GpuRecovered(gpu(0).id, "acknowledged", at=2))
-        await it.server.until(lambda: len(it.server.events()) == 2)
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        scene.offer()
+        await scene.server.watched(NODES)
+        scene.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
+        scene.registry.apply(GpuRecovered(gpu(0).id, "acknowledged", at=2))
+        await scene.server.until(lambda: len(scene.server.events()) == 2)
 
-        events = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
+        events = [(e["reason"], e["type"], e["note"]) for e in scene.server.events()]
         assert events == [
             ("GPUUnhealthy", "Warning", f"GPU {gpu(0)}: XID 79"),
             ("GPURecovered", "Normal", f"GPU {gpu(0)}: acknowledged"),
@@ -97,28 +97,28 @@ async def test_health_changes_are_events(tmp_path: Path) -> None:
 
 async def test_connection_and_dropped_events_are_reported(tmp_path: Path) -> None:
     """The connection starts as down; dropped Events are counted."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        assert not it.cluster.report().connected
-        await becomes(lambda: it.cluster.report().connected)
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        assert not scene.cluster.report().connected
+        await becomes(lambda: scene.cluster.report().connected)
 
-        it.cluster.parts.node_events.recorder.dropped = 3
-        assert it.cluster.report().events_dropped == 3
-        assert it.cluster.report().pod_events_dropped == 0
+        scene.cluster.parts.node_events.recorder.dropped = 3
+        assert scene.cluster.report().events_dropped == 3
+        assert scene.cluster.report().pod_events_dropped == 0
 
 
 async def test_a_needed_reset_is_reported_with_its_command(tmp_path: Path) -> None:
     """An Event has the reset command, also for an earlier fault; others are no Events."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        it.offer()
-        await it.server.watched(NODES)
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        scene.offer()
+        await scene.server.watched(NODES)
         first, second = gpu(0).id, gpu(1).id
-        it.registry.apply(BackendSuspended(first, "mig", "MIG mode is off", at=1))
-        it.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, until_reset=True))
-        it.registry.apply(InstanceFaulted(second, "MIG-x", "XID 94", at=3))
-        it.registry.apply(InstanceRecovered(second, "MIG-x", "it was removed", at=4))
-        await it.server.until(lambda: len(it.server.events()) == 3)
+        scene.registry.apply(BackendSuspended(first, "mig", "MIG mode is off", at=1))
+        scene.registry.apply(BackendSuspended(first, "mig", "reset it", at=2, until_reset=True))
+        scene.registry.apply(InstanceFaulted(second, "MIG-x", "XID 94", at=3))
+        scene.registry.apply(InstanceRecovered(second, "MIG-x", "it was removed", at=4))
+        await scene.server.until(lambda: len(scene.server.events()) == 3)
 
-        events = [(e["reason"], e["type"], e["note"]) for e in it.server.events()]
+        events = [(e["reason"], e["type"], e["note"]) for e in scene.server.events()]
         assert events == [
             ("GPUResetNeeded", "Warning", f"GPU {gpu(0)}: reset it"),
             ("MIGDeviceUnhealthy", "Warning", f"GPU {gpu(1)}: MIG device MIG-x alone: XID 94"),

@@ -25,22 +25,22 @@ async def test_label_and_config_map_choose_the_configuration(tmp_path: Path) -> 
 
     async with cluster_at_work(
         tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
-    ) as it:
-        await becomes(it.cluster.parts.config_follower.decided.is_set)
-        assert it.choices[0].profile is None
+    ) as scene:
+        await becomes(scene.cluster.parts.config_follower.decided.is_set)
+        assert scene.choices[0].profile is None
 
         server.label(NODE, {"metagpu.io/config": "b"})
-        await becomes(lambda: len(it.choices) == 2)
-        assert (it.choices[1].profile, it.choices[1].label) == ("b", "metagpu.io/config")
+        await becomes(lambda: len(scene.choices) == 2)
+        assert (scene.choices[1].profile, scene.choices[1].label) == ("b", "metagpu.io/config")
 
         server.configure(*CONFIG_MAP, {"a": "A", "b": "B2"})
-        await becomes(lambda: len(it.choices) == 3)
-        assert it.choices[2].profiles == {"a": "A", "b": "B2"}
+        await becomes(lambda: len(scene.choices) == 3)
+        assert scene.choices[2].profiles == {"a": "A", "b": "B2"}
 
         server.label(NODE, {"team": "vision"})
         server.label(NODE, {"metagpu.io/config": "a"})
-        await becomes(lambda: len(it.choices) == 4)
-        assert it.choices[3].source == "ConfigMap kube-system/metagpu"
+        await becomes(lambda: len(scene.choices) == 4)
+        assert scene.choices[3].source == "ConfigMap kube-system/metagpu"
 
 
 async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_path: Path) -> None:
@@ -51,16 +51,16 @@ async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_pat
 
     async with cluster_at_work(
         tmp_path, Feature.CONFIG, Feature.EVENTS, server=server, config_map=CONFIG_MAP
-    ) as it:
-        it.refusal = "bad: 1: no"
+    ) as scene:
+        scene.refusal = "bad: 1: no"
         await server.until(lambda: len(server.events()) == 1)
         first = server.events()[0]
         assert first["reason"] == "ConfigRejected"
         assert first["note"] == "bad: 1: no; the last good configuration stays"
         assert first["regarding"]["uid"] == server.node(NODE)["metadata"]["uid"]
-        assert it.cluster.report().refusal == "bad: 1: no"
+        assert scene.cluster.report().refusal == "bad: 1: no"
 
-        it.refusal = None
+        scene.refusal = None
         server.label(NODE, {"metagpu.io/config": "good"})
         await server.until(lambda: len(server.events()) == 2)
         assert server.events()[1]["note"] == "profile good, chosen by the label metagpu.io/config"
@@ -73,19 +73,21 @@ async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> Non
 
     async with cluster_at_work(
         tmp_path, Feature.CONFIG, Feature.EVENTS, server=server, config_map=CONFIG_MAP
-    ) as it:
-        await becomes(lambda: len(it.choices) == 1)
+    ) as scene:
+        await becomes(lambda: len(scene.choices) == 1)
         server.store.delete(("configmaps", *CONFIG_MAP))
         await server.until(server.events)
 
         assert server.events()[0]["note"] == (
             "ConfigMap kube-system/metagpu is gone; the last good configuration stays"
         )
-        assert len(it.choices) == 1
-        assert it.cluster.report().features["config"].startswith("ConfigMap kube-system/metagpu is")
+        assert len(scene.choices) == 1
+        assert (
+            scene.cluster.report().features["config"].startswith("ConfigMap kube-system/metagpu is")
+        )
 
         server.configure(*CONFIG_MAP, {"default": "B"})
-        await becomes(lambda: len(it.choices) == 2)
+        await becomes(lambda: len(scene.choices) == 2)
 
 
 @pytest.mark.parametrize(("refusal", "state"), [(None, "success"), ("no layout 'x'", "failed")])
@@ -96,16 +98,16 @@ async def test_mig_managers_label_is_answered(
     server = SimApiServer()
     server.add_node(NODE)
 
-    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
-        it.refusal = refusal
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2", nvidia_com__mig_config_state=None)
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        scene.refusal = refusal
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2", nvidia_com__mig_config_state=None)
         server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
-        await it.has_labels(nvidia_com__mig_config_state=state)
-        assert it.choices[-1].mig_config == "all-1g.5gb"
+        await scene.has_labels(nvidia_com__mig_config_state=state)
+        assert scene.choices[-1].mig_config == "all-1g.5gb"
 
         server.label(NODE, {"nvidia.com/mig.config": None})
-        await it.has_labels(nvidia_com__mig_config_state=None)
+        await scene.has_labels(nvidia_com__mig_config_state=None)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +132,13 @@ async def test_mig_managers_label_waits_for_the_instances(
     server = SimApiServer()
     server.add_node(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
 
-    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as it:
-        await it.has_labels(nvidia_com__mig_config_state="pending")  # nothing is on offer yet
-        it.offer("version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]")
-        it.registry.apply(waits)
-        await it.has_labels(nvidia_com__mig_config_state="pending")
-        it.registry.apply(is_there)
-        await it.has_labels(nvidia_com__mig_config_state="success")
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        await scene.has_labels(nvidia_com__mig_config_state="pending")  # nothing is on offer yet
+        scene.offer("version: metagpu/v1\npools: [{name: a, backends: [{backend: whole}]}]")
+        scene.registry.apply(waits)
+        await scene.has_labels(nvidia_com__mig_config_state="pending")
+        scene.registry.apply(is_there)
+        await scene.has_labels(nvidia_com__mig_config_state="success")
 
 
 async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
@@ -145,9 +147,9 @@ async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
     server.denied.append(("GET", "/nodes"))
 
     with capture_module_logs(config_follower) as lines:
-        async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
+        async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as scene:
             with anyio.fail_after(30):
-                await it.cluster.parts.config_follower.wait_for_choice(0.1)
+                await scene.cluster.parts.config_follower.wait_for_choice(0.1)
 
     assert lines[0]["event"] == "cluster choice timed out; going on without it"
 
@@ -156,12 +158,14 @@ async def test_node_that_does_not_exist_is_named(tmp_path: Path) -> None:
     """The problem names the missing Node."""
     server = SimApiServer()
 
-    async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as it:
-        await becomes(it.cluster.parts.config_follower.decided.is_set)
+    async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as scene:
+        await becomes(scene.cluster.parts.config_follower.decided.is_set)
         server.store.delete(("nodes", "", NODE))
-        await becomes(lambda: it.cluster.report().features["config"])
+        await becomes(lambda: scene.cluster.report().features["config"])
 
-        assert it.cluster.report().features["config"] == f"there is no Node {NODE}; see --node-name"
+        assert (
+            scene.cluster.report().features["config"] == f"there is no Node {NODE}; see --node-name"
+        )
 
 
 OURS = "metagpu.io/config"

@@ -223,13 +223,13 @@ def test_events_of_the_node_are_not_a_pods() -> None:
 
 async def test_events_stand_in_the_pods_namespace(tmp_path: Path) -> None:
     """`kubectl describe pod` shows a warning of the pod."""
-    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((A,), at=0))
-        await it.server.watched(NODES)
-        it.registry.events.publish(exceeded())
-        await it.server.until(it.server.events)
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as scene:
+        scene.registry.apply(GpusFound((A,), at=0))
+        await scene.server.watched(NODES)
+        scene.registry.events.publish(exceeded())
+        await scene.server.until(scene.server.events)
 
-    [event] = it.server.events()
+    [event] = scene.server.events()
     assert event["metadata"]["namespace"] == "team"
     assert event["regarding"] == {
         "apiVersion": "v1",
@@ -244,38 +244,38 @@ async def test_events_stand_in_the_pods_namespace(tmp_path: Path) -> None:
 async def test_the_same_excess_again_is_a_count(tmp_path: Path) -> None:
     """Repeated excesses of a container, with other numbers each, have one Event."""
     timing = ClusterTiming(count_interval=0.0)
-    async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:
-        await it.server.watched(NODES)
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as scene:
+        await scene.server.watched(NODES)
         for used in (12287, 12300, 12400):
-            it.registry.events.publish(exceeded(used=used))
-        await it.server.until(
-            lambda: [e.get("series", {}).get("count") for e in it.server.events()] == [3]
+            scene.registry.events.publish(exceeded(used=used))
+        await scene.server.until(
+            lambda: [e.get("series", {}).get("count") for e in scene.server.events()] == [3]
         )
 
 
 async def test_pods_that_misbehave_do_not_silence_the_node(tmp_path: Path) -> None:
     """A flood of pods' Events leaves the node's own rate untouched."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((A,), at=0))
-        await it.server.watched(NODES)
+    async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as scene:
+        scene.registry.apply(GpusFound((A,), at=0))
+        await scene.server.watched(NODES)
         for number in range(2 * events.BURST):
-            it.registry.events.publish(unauthorized_use(Holder("team", f"pod-{number}", "main")))
-        await it.server.until(lambda: len(it.server.events()) >= events.BURST // 2)
-        it.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
-        await it.server.until(lambda: "GPUUnhealthy" in reasons(it.server))
+            scene.registry.events.publish(unauthorized_use(Holder("team", f"pod-{number}", "main")))
+        await scene.server.until(lambda: len(scene.server.events()) >= events.BURST // 2)
+        scene.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
+        await scene.server.until(lambda: "GPUUnhealthy" in reasons(scene.server))
 
 
 async def test_an_unauthorized_use_of_an_unknown_pod_is_an_event_of_the_node(
     tmp_path: Path,
 ) -> None:
     """The uid of an unknown pod is in an Event of the node."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as it:
-        it.registry.apply(GpusFound((A,), at=0))
-        await it.server.watched(NODES)
-        it.registry.events.publish(unauthorized_use(None))
-        await it.server.until(it.server.events)
+    async with cluster_at_work(tmp_path, Feature.EVENTS, Feature.POD_EVENTS) as scene:
+        scene.registry.apply(GpusFound((A,), at=0))
+        await scene.server.watched(NODES)
+        scene.registry.events.publish(unauthorized_use(None))
+        await scene.server.until(scene.server.events)
 
-    [event] = it.server.events()
+    [event] = scene.server.events()
     assert event["regarding"]["kind"] == "Node"
     assert event["note"].startswith(f"container {'ab' * 6} uses 300 MiB of GPU {A}")
     assert event["note"].endswith("; its pod has the uid u-1")
@@ -288,11 +288,11 @@ def reasons(server: SimApiServer) -> list[str]:
 
 async def test_without_the_feature_pods_get_no_events(tmp_path: Path) -> None:
     """Without the feature `pod-events` no Event is written into pods' namespaces."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        it.registry.apply(GpusFound((A,), at=0))
-        await it.server.watched(NODES)
-        it.registry.events.publish(exceeded())
-        it.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
-        await it.server.until(it.server.events)
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        scene.registry.apply(GpusFound((A,), at=0))
+        await scene.server.watched(NODES)
+        scene.registry.events.publish(exceeded())
+        scene.registry.apply(GpuFaulted(A.id, "XID 79", at=1))
+        await scene.server.until(scene.server.events)
 
-    assert reasons(it.server) == ["GPUUnhealthy"]
+    assert reasons(scene.server) == ["GPUUnhealthy"]

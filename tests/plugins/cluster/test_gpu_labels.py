@@ -134,20 +134,20 @@ def test_a_display_card_has_no_part_in_the_labels() -> None:
 )
 def test_the_mode_is_the_pci_class_of_all_gpus(classes: tuple[int | None, ...], mode: str) -> None:
     """3D controllers compute and VGA controllers draw; of a mixture nothing is said."""
-    gpus = [replace(gpu(index), pci_class=it) for index, it in enumerate(classes)]
+    gpus = [replace(gpu(index), pci_class=number) for index, number in enumerate(classes)]
     assert labels_of(*gpus)["nvidia.com/gpu.mode"] == mode
 
 
 def test_what_few_machines_have_is_labelled_where_it_is_known() -> None:
     """NVLink domain, vGPU and machine have labels only where they are known, and for all GPUs."""
-    names = {f"nvidia.com/{it}" for it in ("gpu.clique", "vgpu.present", "gpu.machine")}
+    names = {f"nvidia.com/{name}" for name in ("gpu.clique", "vgpu.present", "gpu.machine")}
     assert not names & labels_of(A100).keys()
 
     cluster = "c0ffee00-0000-0000-0000-000000000000.32766"
     gpus = [replace(gpu(index), clique=cluster, virtual=False) for index in (0, 1)]
     settings = LabelSettings(STRATEGIES, machine="DGX  Station (A100)")
     found = labels_of(*gpus, settings=settings)
-    assert {it: found[it] for it in names} == {
+    assert {name: found[name] for name in names} == {
         "nvidia.com/gpu.clique": cluster,
         "nvidia.com/vgpu.present": "false",
         "nvidia.com/gpu.machine": "DGX-Station-A100",
@@ -249,7 +249,7 @@ def mig_labels_of(options: str, count: int = 2, text: str = "") -> Mapping[str, 
 def of_profile(name: str, found: Mapping[str, str]) -> Mapping[str, str]:
     """Return the labels of one profile, without its name."""
     prefix = f"nvidia.com/mig-{name}."
-    return {key.removeprefix(prefix): it for key, it in found.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): text for key, text in found.items() if key.startswith(prefix)}
 
 
 def test_a_layout_is_labelled_by_profile() -> None:

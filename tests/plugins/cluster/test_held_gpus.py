@@ -144,7 +144,7 @@ def test_every_pod_of_a_shared_claim_hears() -> None:
     claim = ResourceClaimRef("team", "shared", "uid")
     bob = Holder("team", "bob", "main")
     leases = {
-        i: replace(it, sharers=(bob,), resource_claim=claim) for i, it in state.leases.items()
+        i: replace(lease, sharers=(bob,), resource_claim=claim) for i, lease in state.leases.items()
     }
     state = replace(state, leases=MappingProxyType(leases))
     shared = replace(snapshot, gpus=MappingProxyType({**snapshot.gpus, FIRST.id: state}))
@@ -153,8 +153,8 @@ def test_every_pod_of_a_shared_claim_hears() -> None:
 
     begun = gpu_events_between(troubles_of(shared), troubles_of(broken), broken)
     ended = gpu_events_between(troubles_of(broken), troubles_of(healed), healed)
-    assert [it.subject.name for it in begun] == ["alice", "bob"]
-    assert [it.subject.name for it in ended] == ["alice", "bob"]
+    assert [event_data.subject.name for event_data in begun] == ["alice", "bob"]
+    assert [event_data.subject.name for event_data in ended] == ["alice", "bob"]
     assert holding_pods(shared) == {"team/alice": False, "team/bob": False}
 
 
@@ -223,25 +223,25 @@ def test_a_fault_of_the_gpu_follows_one_of_the_driver() -> None:
 async def test_every_pod_of_a_gpu_hears(tmp_path: Path) -> None:
     """The limits that hold for what pods cause do not hide a fault from any of its pods."""
     many = event_recorder.BURST + 10
-    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as scene:
         text = f"""
 version: metagpu/v1
 pools: [{{name: all, backends: [{{backend: fraction, sharesPerGpu: {many}}}]}}]
 """
-        it.offer(text, count=1)
-        await it.server.watched(NODES)
-        shares = it.registry.snapshot.gpus[FIRST.id].shares
+        scene.offer(text, count=1)
+        await scene.server.watched(NODES)
+        shares = scene.registry.snapshot.gpus[FIRST.id].shares
         holders = {each.id: Holder("team", f"p{each.number}", "main") for each in shares}
         pods = tuple(KnownPod(f"u{n}", "team", f"p{n}", "Running") for n in range(many))
-        it.registry.apply(PodsListed(pods))
-        it.registry.apply(LeasesObserved(holders, at=1))
-        it.registry.apply(FAULT)
-        await it.server.until(lambda: len(it.server.events()) == many)
+        scene.registry.apply(PodsListed(pods))
+        scene.registry.apply(LeasesObserved(holders, at=1))
+        scene.registry.apply(FAULT)
+        await scene.server.until(lambda: len(scene.server.events()) == many)
 
-        assert {each["regarding"]["uid"] for each in it.server.events()} == {p.uid for p in pods}
-        it.registry.apply(GpuRecovered(FIRST.id, "quiet", at=3))
-        await it.server.until(lambda: len(it.server.events()) == 2 * many)
-        assert it.cluster.report().pod_events_dropped == 0
+        assert {each["regarding"]["uid"] for each in scene.server.events()} == {p.uid for p in pods}
+        scene.registry.apply(GpuRecovered(FIRST.id, "quiet", at=3))
+        await scene.server.until(lambda: len(scene.server.events()) == 2 * many)
+        assert scene.cluster.report().pod_events_dropped == 0
 
 
 async def test_a_new_connection_repeats_no_event(
@@ -259,16 +259,16 @@ async def test_a_new_connection_repeats_no_event(
     monkeypatch.setattr(connection, "record_pod_events", fail_once)
     timing = ClusterTiming(restart_delay=0.01, reconcile_interval=0.0, count_interval=0.0)
     with capture_module_logs(cluster) as lines:
-        async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as it:
-            it.offer()
-            await it.server.until(lambda: it.cluster.report().connected)
-            it.registry.apply(held(alice=0, bob=10))
-            it.registry.apply(FAULT)
-            await it.server.until(it.server.events)
+        async with cluster_at_work(tmp_path, Feature.POD_EVENTS, timing=timing) as scene:
+            scene.offer()
+            await scene.server.until(lambda: scene.cluster.report().connected)
+            scene.registry.apply(held(alice=0, bob=10))
+            scene.registry.apply(FAULT)
+            await scene.server.until(scene.server.events)
             fault.set()
             await becomes(lambda: lines)
-            it.registry.apply(GpuFaulted(SECOND.id, "XID 79", at=3, fault=Fault.XID))
-            await it.server.until(lambda: "bob" in str(it.server.events()))
+            scene.registry.apply(GpuFaulted(SECOND.id, "XID 79", at=3, fault=Fault.XID))
+            await scene.server.until(lambda: "bob" in str(scene.server.events()))
 
-    assert [each["regarding"]["name"] for each in it.server.events()] == ["alice", "bob"]
-    assert "series" not in it.server.events()[0]
+    assert [each["regarding"]["name"] for each in scene.server.events()] == ["alice", "bob"]
+    assert "series" not in scene.server.events()[0]

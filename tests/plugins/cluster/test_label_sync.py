@@ -27,80 +27,82 @@ from tests.rigs.build import gpu
 
 async def test_labels_are_written_and_follow_what_is_on_offer(tmp_path: Path) -> None:
     """The node's labels describe its GPUs and shares, also after a change."""
-    async with cluster_at_work(tmp_path, Feature.LABELS) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2", nvidia_com__gpu_sharing_strategy=None)
-        labels = it.server.labels(NODE)
+    async with cluster_at_work(tmp_path, Feature.LABELS) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2", nvidia_com__gpu_sharing_strategy=None)
+        labels = scene.server.labels(NODE)
 
         assert labels["nvidia.com/gpu.product"] == "NVIDIA-A100-SXM4-40GB"
         assert labels["metagpu.io/cnvrg.io_metagpu.replicas"] == "10"
         assert labels["kubernetes.io/hostname"] == NODE
 
-        it.offer(SIDE_BY_SIDE, count=3)
-        await it.has_labels(nvidia_com__gpu_count="3")
-        assert it.server.labels(NODE)["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
+        scene.offer(SIDE_BY_SIDE, count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
+        assert scene.server.labels(NODE)["nvidia.com/gpu.sharing-strategy"] == "time-slicing"
 
 
 async def test_a_strategy_of_a_new_configuration_is_written(tmp_path: Path) -> None:
     """A configuration that changes the MIG strategy alone changes its label."""
-    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
         await anyio.wait_all_tasks_blocked()  # nothing else triggers
-        it.label_settings = replace(it.label_settings, mig_strategy=MigStrategy.MIXED)
-        it.registry.events.publish(LayoutApplied())
-        await it.has_labels(nvidia_com__mig_strategy="mixed")
+        scene.label_settings = replace(scene.label_settings, mig_strategy=MigStrategy.MIXED)
+        scene.registry.events.publish(LayoutApplied())
+        await scene.has_labels(nvidia_com__mig_strategy="mixed")
 
 
 async def test_the_largest_request_is_a_label_where_it_is_wanted(tmp_path: Path) -> None:
     """With `free-labels` a label has what one pod can get now; without, there is none."""
     name = "metagpu.io/cnvrg.io_metagpu.largest-request"
     quick = ClusterTiming(free_labels_interval=0.02)
-    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.FREE_LABELS, timing=quick) as it:
-        it.offer()
-        await it.server.until(lambda: it.server.labels(NODE).get(name) == "20")
-        for gpu_state, count in zip(it.registry.snapshot.gpus.values(), (3, 7), strict=True):
-            it.registry.apply(SharesClaimed(gpu_state.shares[:count], 0))
-        await it.server.until(lambda: it.server.labels(NODE).get(name) == "7")
+    async with cluster_at_work(
+        tmp_path, Feature.LABELS, Feature.FREE_LABELS, timing=quick
+    ) as scene:
+        scene.offer()
+        await scene.server.until(lambda: scene.server.labels(NODE).get(name) == "20")
+        for gpu_state, count in zip(scene.registry.snapshot.gpus.values(), (3, 7), strict=True):
+            scene.registry.apply(SharesClaimed(gpu_state.shares[:count], 0))
+        await scene.server.until(lambda: scene.server.labels(NODE).get(name) == "7")
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=it.server) as it:
-        it.offer()
-        await it.server.until(lambda: name not in it.server.labels(NODE))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=scene.server) as scene:
+        scene.offer()
+        await scene.server.until(lambda: name not in scene.server.labels(NODE))
 
 
 async def test_labels_that_are_true_are_not_written_again(tmp_path: Path) -> None:
     """A node with the right labels is not written, whatever else changes on it."""
-    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        await it.server.until(lambda: it.server.node(NODE)["status"].get("conditions"))
-        before = [each for each in it.server.requests if each.method == "PATCH"]
-        it.server.label(NODE, {"team": "vision"})
-        it.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=5))
-        await it.server.until(
-            lambda: it.server.node(NODE)["status"]["conditions"][0]["status"] == "True"
+    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        await scene.server.until(lambda: scene.server.node(NODE)["status"].get("conditions"))
+        before = [each for each in scene.server.requests if each.method == "PATCH"]
+        scene.server.label(NODE, {"team": "vision"})
+        scene.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=5))
+        await scene.server.until(
+            lambda: scene.server.node(NODE)["status"]["conditions"][0]["status"] == "True"
         )
 
-        after = [each for each in it.server.requests if each.method == "PATCH"]
+        after = [each for each in scene.server.requests if each.method == "PATCH"]
         assert [each.target for each in after[len(before) :]] == [f"/api/v1/nodes/{NODE}/status"]
 
 
 async def test_labels_outlive_a_restart_and_end_with_the_offer(tmp_path: Path) -> None:
     """A starting daemon removes no label before its first offer; then it does."""
     server = SimApiServer()
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as cluster:
+        cluster.offer()
+        await cluster.has_labels(nvidia_com__gpu_count="2")
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as it:
-        it.registry.apply(GpusFound((gpu(0),), at=0))
+    async with cluster_at_work(tmp_path, Feature.LABELS, Feature.CONDITION, server=server) as scene:
+        scene.registry.apply(GpusFound((gpu(0),), at=0))
         await server.until(lambda: server.node(NODE)["status"].get("conditions"))
         assert server.labels(NODE)["nvidia.com/gpu.count"] == "2"
 
-        it.offer(count=1)
-        await it.has_labels(nvidia_com__gpu_count="1")
-        it.registry.apply(SharesOffered((), ()))
-        await it.has_labels(nvidia_com__gpu_count=None)
+        scene.offer(count=1)
+        await scene.has_labels(nvidia_com__gpu_count="1")
+        scene.registry.apply(SharesOffered((), ()))
+        await scene.has_labels(nvidia_com__gpu_count=None)
 
 
 async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
@@ -109,18 +111,18 @@ async def test_labels_are_left_to_gpu_feature_discovery(tmp_path: Path) -> None:
     server.add_node(NODE)
     server.label(NODE, {"nvidia.com/gfd.timestamp": "1", "nvidia.com/gpu.count": "9"}, "nfd-master")
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
-        await it.server.until(
-            lambda: "metagpu.io/cnvrg.io_metagpu.replicas" in it.server.labels(NODE)
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer()
+        await scene.server.until(
+            lambda: "metagpu.io/cnvrg.io_metagpu.replicas" in scene.server.labels(NODE)
         )
-        labels = it.server.labels(NODE)
+        labels = scene.server.labels(NODE)
 
         assert labels["nvidia.com/gpu.count"] == "9"
         assert "nvidia.com/gpu.product" not in labels
 
         server.label(NODE, {"nvidia.com/gfd.timestamp": None, "nvidia.com/gpu.count": None})
-        await it.has_labels(nvidia_com__gpu_count="2")
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
 
 async def test_a_label_of_another_manager_stays_theirs(tmp_path: Path) -> None:
@@ -129,12 +131,12 @@ async def test_a_label_of_another_manager_stays_theirs(tmp_path: Path) -> None:
     server.add_node(NODE)
     server.label(NODE, {"nvidia.com/gpu.family": "mine"}, by="person")
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
         assert server.labels(NODE)["nvidia.com/gpu.family"] == "mine"
-        assert it.cluster.report().features["labels"] == ""
+        assert scene.cluster.report().features["labels"] == ""
 
 
 async def test_labels_and_condition_leave_only_if_that_is_wanted(tmp_path: Path) -> None:
@@ -142,14 +144,14 @@ async def test_labels_and_condition_leave_only_if_that_is_wanted(tmp_path: Path)
     for remove in (False, True):
         async with cluster_at_work(
             tmp_path, Feature.LABELS, Feature.CONDITION, remove_labels=remove
-        ) as it:
-            it.offer()
-            await it.has_labels(nvidia_com__gpu_count="2")
-            await it.server.until(lambda: it.server.node(NODE)["status"].get("conditions"))
+        ) as scene:
+            scene.offer()
+            await scene.has_labels(nvidia_com__gpu_count="2")
+            await scene.server.until(lambda: scene.server.node(NODE)["status"].get("conditions"))
 
-        assert ("nvidia.com/gpu.count" in it.server.labels(NODE)) is not remove
-        assert bool(it.server.node(NODE)["status"]["conditions"]) is not remove
-        assert it.server.labels(NODE)["kubernetes.io/hostname"] == NODE
+        assert ("nvidia.com/gpu.count" in scene.server.labels(NODE)) is not remove
+        assert bool(scene.server.node(NODE)["status"]["conditions"]) is not remove
+        assert scene.server.labels(NODE)["kubernetes.io/hostname"] == NODE
 
 
 BOTH = (Feature.LABELS, Feature.NODE_FEATURE)
@@ -177,22 +179,26 @@ def owned(server: SimApiServer) -> set[str]:
 
 def carried(server: SimApiServer) -> dict[str, str]:
     """Return the labels of our object."""
-    [it] = [each for each in server.node_features() if each["metadata"]["name"] == OBJECT[2]]
-    labels: dict[str, str] = it["spec"]["labels"]
+    [document] = [each for each in server.node_features() if each["metadata"]["name"] == OBJECT[2]]
+    labels: dict[str, str] = document["spec"]["labels"]
     return labels
 
 
 def written(server: SimApiServer) -> list[str]:
     """Return the writes, in order."""
-    return [f"{it.method} {it.target}" for it in server.requests if it.method != "GET"]
+    return [
+        f"{request.method} {request.target}"
+        for request in server.requests
+        if request.method != "GET"
+    ]
 
 
-async def reports(it: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
+async def reports(scene: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
     with anyio.fail_after(30):
-        while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
+        while not seen(scene.cluster.report()):  # noqa: ASYNC110 - a report has no event
             await anyio.sleep(0.005)
-    return it.cluster.report()
+    return scene.cluster.report()
 
 
 def carries(report: ClusterReport) -> bool:
@@ -208,11 +214,11 @@ def trouble(report: ClusterReport) -> str:
 
 async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
     """The object has the labels, its owner is the Node, and we do not write the Node."""
-    async with cluster_at_work(tmp_path, *BOTH, server=with_nfd()) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        [made] = it.server.node_features()
-        uid = it.server.node(NODE)["metadata"]["uid"]
+    async with cluster_at_work(tmp_path, *BOTH, server=with_nfd()) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        [made] = scene.server.node_features()
+        uid = scene.server.node(NODE)["metadata"]["uid"]
 
         assert made["metadata"]["name"] == OBJECT[2]
         assert made["metadata"]["namespace"] == "kube-system"
@@ -220,25 +226,25 @@ async def test_labels_go_by_the_object_where_nfd_is(tmp_path: Path) -> None:
         assert made["metadata"]["ownerReferences"] == [
             {"apiVersion": "v1", "kind": "Node", "name": NODE, "uid": uid}
         ]
-        assert owned(it.server) == set()
-        await reports(it, carries)
+        assert owned(scene.server) == set()
+        await reports(scene, carries)
 
-        it.offer(count=3)
-        await it.has_labels(nvidia_com__gpu_count="3")
-        it.registry.apply(SharesOffered((), ()))
-        await it.has_labels(nvidia_com__gpu_count=None)
-        assert not [each for each in written(it.server) if "/nodes/" in each]
+        scene.offer(count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
+        scene.registry.apply(SharesOffered((), ()))
+        await scene.has_labels(nvidia_com__gpu_count=None)
+        assert not [each for each in written(scene.server) if "/nodes/" in each]
 
 
 async def test_without_nfd_labels_are_patched(tmp_path: Path) -> None:
     """Without NFD's kinds the Node is patched, and no problem is reported."""
-    async with cluster_at_work(tmp_path, *BOTH) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
-        assert COUNT in owned(it.server)
-        assert it.cluster.report().features == {"labels": "", "nodefeature": ""}
-        assert it.cluster.report().node_feature is None
+        assert COUNT in owned(scene.server)
+        assert scene.cluster.report().features == {"labels": "", "nodefeature": ""}
+        assert scene.cluster.report().node_feature is None
 
 
 @pytest.mark.parametrize("method", ["GET", "PATCH"])
@@ -247,12 +253,12 @@ async def test_without_the_right_labels_are_patched(tmp_path: Path, method: str)
     server = with_nfd()
     server.denied.append((method, "/nodefeatures"))
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
-        assert it.cluster.report().features["labels"] == ""
-        assert it.cluster.report().features["nodefeature"] == (
+        assert scene.cluster.report().features["labels"] == ""
+        assert scene.cluster.report().features["nodefeature"] == (
             f'the API server does not allow it: User "sim" cannot {method.lower()} '
             f"/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures/metagpu-{NODE}; "
             "docs/permissions.md has the rule to add, or remove the feature from --cluster; labels "
@@ -265,29 +271,31 @@ async def test_an_nfd_that_refuses_the_object_costs_no_label(tmp_path: Path) -> 
     server = with_nfd()
     server.rejected.append("/nodefeatures")
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
-        assert trouble(it.cluster.report()).startswith("the API server answers 422 to PATCH ")
-        assert trouble(it.cluster.report()).endswith("status: Required value; labels are patched")
+        assert trouble(scene.cluster.report()).startswith("the API server answers 422 to PATCH ")
+        assert trouble(scene.cluster.report()).endswith(
+            "status: Required value; labels are patched"
+        )
 
 
 async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> None:
     """A new NFD keeps the patched labels: no label is ever missing."""
     server = SimApiServer()
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as cluster:
+        cluster.offer()
+        await cluster.has_labels(nvidia_com__gpu_count="2")
     assert COUNT in owned(server)
 
     server.install_nfd()
     begun = server.store.version
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
         await server.until(lambda: not owned(server))
-        it.offer(count=3)
-        await it.has_labels(nvidia_com__gpu_count="3")
+        scene.offer(count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
 
     seen = [
         node["metadata"]["labels"].get(COUNT)
@@ -301,17 +309,17 @@ async def test_patched_labels_are_handed_over_without_a_gap(tmp_path: Path) -> N
 async def test_a_restart_writes_nothing(tmp_path: Path) -> None:
     """A daemon that finds the right object does not write it."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as cluster:
+        cluster.offer()
+        await cluster.has_labels(nvidia_com__gpu_count="2")
     before = written(server)
 
-    async with cluster_at_work(tmp_path, *BOTH, Feature.CONDITION, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONDITION, server=server) as scene:
+        scene.offer()
         await server.until(lambda: server.node(NODE)["status"].get("conditions"))
-        await reports(it, carries)
-        it.offer(count=3)
-        await it.has_labels(nvidia_com__gpu_count="3")
+        await reports(scene, carries)
+        scene.offer(count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
 
     after = [each for each in written(server)[len(before) :] if "/status" not in each]
     group = "/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/kube-system/nodefeatures"
@@ -336,10 +344,12 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
     server = with_nfd()
     arranged(server)
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as scene:
+        scene.offer()
         await server.until(lambda: late in owned(server))
-        report = await reports(it, lambda now: trouble(now) and late in (now.missing_labels or ()))
+        report = await reports(
+            scene, lambda now: trouble(now) and late in (now.missing_labels or ())
+        )
 
         assert server.labels(NODE)[COUNT] == "2"
         assert trouble(report).startswith("nfd-master has not put ")
@@ -351,9 +361,9 @@ async def test_what_nfd_does_not_put_on_the_node_is_patched(
         server.nfd_active = True
         assert server.nfd is not None
         server.nfd.denied.clear()
-        it.offer(count=3)
+        scene.offer(count=3)
         await server.until(lambda: not owned(server))
-        await reports(it, lambda report: not trouble(report))
+        await reports(scene, lambda report: not trouble(report))
 
 
 async def test_labels_that_change_all_the_time_are_patched_too(tmp_path: Path) -> None:
@@ -362,16 +372,16 @@ async def test_labels_that_change_all_the_time_are_patched_too(tmp_path: Path) -
     features = (*BOTH, Feature.FREE_LABELS)
     server = with_nfd(works=False)
 
-    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
-        it.offer()
-        shares = next(iter(it.registry.snapshot.gpus.values())).shares[:1]
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as scene:
+        scene.offer()
+        shares = next(iter(scene.registry.snapshot.gpus.values())).shares[:1]
         with anyio.fail_after(30):
             while COUNT not in owned(server):
-                it.registry.apply(SharesClaimed(shares, 0))
+                scene.registry.apply(SharesClaimed(shares, 0))
                 await anyio.sleep(0.05)
-                it.registry.apply(SharesReleased(shares, 0))
+                scene.registry.apply(SharesReleased(shares, 0))
                 await anyio.sleep(0.05)
-        await reports(it, trouble)
+        await reports(scene, trouble)
 
 
 async def test_a_deleted_object_is_written_again(tmp_path: Path) -> None:
@@ -379,38 +389,38 @@ async def test_a_deleted_object_is_written_again(tmp_path: Path) -> None:
     timing = ClusterTiming(nfd_timeout=0.05)
     server = with_nfd()
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server, timing=timing) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
         server.store.delete(OBJECT)
         assert server.nfd is not None
         server.nfd.work()
         await server.until(lambda: OBJECT in server.store.objects)
-        await it.has_labels(nvidia_com__gpu_count="2")
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
 
 async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
     """Labels are patched again after the removal of NFD's kinds."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        await reports(it, carries)
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        await reports(scene, carries)
         server.nfd = None
-        it.offer(count=3)
+        scene.offer(count=3)
         await server.until(lambda: COUNT in owned(server))
 
         assert server.labels(NODE)[COUNT] == "3"
-        assert it.cluster.report().features["nodefeature"] == ""
+        assert scene.cluster.report().features["nodefeature"] == ""
 
 
 async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path) -> None:
     """The object stays behind the daemon, unless an option removes the labels."""
     for remove in (False, True):
         server = with_nfd()
-        async with cluster_at_work(tmp_path, *BOTH, server=server, remove_labels=remove) as it:
-            it.offer()
-            await it.has_labels(nvidia_com__gpu_count="2")
+        async with cluster_at_work(tmp_path, *BOTH, server=server, remove_labels=remove) as scene:
+            scene.offer()
+            await scene.has_labels(nvidia_com__gpu_count="2")
 
         assert bool(server.node_features()) is not remove
         assert (COUNT in server.labels(NODE)) is not remove
@@ -420,27 +430,27 @@ async def test_the_object_goes_with_the_labels_if_that_is_wanted(tmp_path: Path)
 async def test_without_the_feature_an_earlier_object_is_deleted(tmp_path: Path) -> None:
     """Without the feature labels are patched, and the old object is deleted."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as cluster:
+        cluster.offer()
+        await cluster.has_labels(nvidia_com__gpu_count="2")
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer()
         await server.until(lambda: not server.node_features())
-        await it.has_labels(nvidia_com__gpu_count="2")
+        await scene.has_labels(nvidia_com__gpu_count="2")
         await server.until(lambda: COUNT in owned(server))
 
 
 async def test_an_earlier_object_is_deleted_though_the_first_try_fails(tmp_path: Path) -> None:
     """A failed deletion is repeated: the object has outdated labels."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as cluster:
+        cluster.offer()
+        await cluster.has_labels(nvidia_com__gpu_count="2")
 
     server.failing.append(("DELETE", "/nodefeatures/"))
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer()
         await server.until(lambda: any(line.startswith("DELETE") for line in written(server)))
         assert server.node_features()
         server.failing.clear()
@@ -450,9 +460,9 @@ async def test_an_earlier_object_is_deleted_though_the_first_try_fails(tmp_path:
 async def test_an_object_leaves_labels_to_gpu_feature_discovery(tmp_path: Path) -> None:
     """Our object has no name of GPU Feature Discovery while it labels the node."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
         server.label(NODE, {"nvidia.com/gfd.timestamp": "1"}, "nfd-master")
         await server.until(lambda: COUNT not in carried(server))
         assert "metagpu.io/cnvrg.io_metagpu.replicas" in carried(server)
@@ -466,9 +476,9 @@ async def test_a_label_that_another_manager_has_set_stays_theirs(tmp_path: Path)
     server = with_nfd()
     server.label(NODE, {"nvidia.com/gpu.family": "mine"}, by="person")
 
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
         assert server.labels(NODE)["nvidia.com/gpu.family"] == "mine"
         assert "nvidia.com/gpu.family" not in carried(server)
@@ -479,10 +489,10 @@ async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
     server = with_nfd()
     server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
 
-    async with cluster_at_work(tmp_path, *BOTH, Feature.CONFIG, server=server) as it:
-        it.offer()
-        await it.has_labels(nvidia_com__mig_config_state="success")
-        await it.has_labels(nvidia_com__gpu_count="2")
+    async with cluster_at_work(tmp_path, *BOTH, Feature.CONFIG, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__mig_config_state="success")
+        await scene.has_labels(nvidia_com__gpu_count="2")
         await server.until(lambda: owned(server) == {"nvidia.com/mig.config.state"})
 
         assert "nvidia.com/mig.config.state" not in carried(server)
@@ -491,10 +501,10 @@ async def test_mig_managers_answer_is_patched(tmp_path: Path) -> None:
 async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
     """Errors that say nothing about NFD are retried, and labels stay where they are."""
     server = with_nfd()
-    async with cluster_at_work(tmp_path, *BOTH, server=server) as it:
+    async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
         await server.watched(NODES)
         server.fail(503, times=2)
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
 
         assert owned(server) == set()

@@ -80,18 +80,18 @@ def test_labels_are_disowned_and_nothing_else() -> None:
     """Our entry loses those labels, others' lose none; an empty entry goes as a whole."""
     status = {"manager": "metagpu", "operation": "Apply", "subresource": "status", "fieldsV1": {}}
     others = [managed("nfd-master", "a", operation="Update"), status]
-    it = {"metadata": {"managedFields": [managed("metagpu", "a", "b"), *others]}}
+    document = {"metadata": {"managedFields": [managed("metagpu", "a", "b"), *others]}}
 
-    [ours, *rest] = without_labels(it, {"a"})
+    [ours, *rest] = without_labels(document, {"a"})
     assert owned_labels({"metadata": {"managedFields": [ours]}}) == {"b"}
     assert rest == others
-    assert without_labels(it, {"a", "b"}) == others
+    assert without_labels(document, {"a", "b"}) == others
     assert without_labels({"metadata": {}}, {"a"}) == []
 
 
 def test_labels_of_others_are_those_that_say_something_else() -> None:
     """Own, known or equal labels are not another manager's."""
-    it = {
+    document = {
         "metadata": {
             "labels": {"a": "1", "b": "1", "c": "1", "d": "1"},
             "managedFields": [managed("metagpu", "a")],
@@ -99,7 +99,7 @@ def test_labels_of_others_are_those_that_say_something_else() -> None:
     }
     wanted = {"a": "2", "b": "2", "c": "2", "d": "1", "e": "1"}
 
-    assert conflicting_labels(it, wanted, {"c"}) == {"b"}
+    assert conflicting_labels(document, wanted, {"c"}) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,11 @@ def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
     }
     pods = [
         KnownPod(
-            *(it, "team", it, "Running"),
-            terminating=it in terminating,
+            *(name, "team", name, "Running"),
+            terminating=name in terminating,
             requests={METAGPU: len(numbers)},
         )
-        for it, (_, numbers) in held.items()
+        for name, (_, numbers) in held.items()
     ]
     snapshot = after(
         GpusFound(gpus, at=0),
@@ -259,9 +259,9 @@ def test_the_end_of_a_pod_is_counted_before_the_scheduler_counts_it(
     arriving = KnownPod("d", "team", "d", "Pending", requests={METAGPU: 5}, arriving=True)
     snapshot = after(PodsListed((*pods, arriving)), since=snapshot)
     assert allocatable_of(snapshot) == {METAGPU: max(amount, 10 + 5)}
-    ended = [replace(it, phase="Succeeded") if it.terminating else it for it in pods]
+    ended = [replace(pod, phase="Succeeded") if pod.terminating else pod for pod in pods]
     snapshot = after(PodsListed((*ended, arriving)), since=snapshot)
-    left = sum(len(numbers) for it, (_, numbers) in held.items() if it not in terminating)
+    left = sum(len(numbers) for name, (_, numbers) in held.items() if name not in terminating)
     assert allocatable_of(snapshot) == {METAGPU: max(amount, left + 5)}
 
 

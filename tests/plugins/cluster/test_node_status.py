@@ -78,10 +78,10 @@ async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -
     ours = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
     server.add_node(NODE, taints=[other, ours])
 
-    async with cluster_at_work(tmp_path, Feature.TAINT, Feature.LABELS, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.TAINT, Feature.LABELS, server=server) as scene:
+        scene.offer()
         server.report(NODE, {METAGPU: 10}, {METAGPU: 10})
-        await it.has_labels(nvidia_com__gpu_count="2")
+        await scene.has_labels(nvidia_com__gpu_count="2")
         assert ours in server.node(NODE)["spec"]["taints"]
 
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
@@ -92,8 +92,8 @@ async def test_startup_taint_goes_from_a_node_of_resource_claims(tmp_path: Path)
     """A node whose pools have DRA shows no resource, and is ready without one."""
     server = SimApiServer()
     server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
-    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:
-        it.offer(SIZED)
+    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as scene:
+        scene.offer(SIZED)
         await server.until(lambda: "taints" not in server.node(NODE)["spec"])
 
 
@@ -103,33 +103,33 @@ async def test_taints_that_others_change_meanwhile_are_kept(tmp_path: Path) -> N
     server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
     server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
 
-    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as it:
+    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as scene:
         await server.watched(NODES)
         server.fail(409, reason="Conflict")
-        it.offer()
+        scene.offer()
         await server.until(lambda: [each.method for each in server.requests].count("PATCH") >= 1)
         server.label(NODE, {"team": "vision"})
         await server.until(lambda: "taints" not in server.node(NODE)["spec"])
-        assert it.cluster.report().features["taint"] == ""
+        assert scene.cluster.report().features["taint"] == ""
         assert [each.method for each in server.requests].count("PATCH") >= 2
 
 
 async def test_condition_says_which_gpu_is_out_and_why(tmp_path: Path) -> None:
     """A GPU that leaves service is a problem of the node until its recovery."""
-    async with cluster_at_work(tmp_path, Feature.CONDITION) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.CONDITION) as scene:
+        scene.offer()
 
         def said() -> tuple[str, str]:
-            found = it.server.node(NODE)["status"].get("conditions") or [{}]
+            found = scene.server.node(NODE)["status"].get("conditions") or [{}]
             return found[0].get("status", ""), found[0].get("message", "")
 
-        await it.server.until(lambda: said() == ("False", "all 2 GPUs are in service"))
-        it.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
-        await it.server.until(lambda: said()[0] == "True")
+        await scene.server.until(lambda: said() == ("False", "all 2 GPUs are in service"))
+        scene.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
+        await scene.server.until(lambda: said()[0] == "True")
         assert said()[1] == f"GPU {gpu(1)}: XID 79: fallen off the bus"
 
-        it.registry.apply(GpuRecovered(gpu(1).id, "quiet", at=9))
-        await it.server.until(lambda: said()[0] == "False")
+        scene.registry.apply(GpuRecovered(gpu(1).id, "quiet", at=9))
+        await scene.server.until(lambda: said()[0] == "False")
 
 
 async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Path) -> None:
@@ -139,17 +139,19 @@ async def test_amounts_fall_at_once_and_rise_when_the_kubelet_knows(tmp_path: Pa
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 20, SLICED: 8})
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
-        it.offer(SIDE_BY_SIDE)
-        share = next(iter(it.registry.snapshot.offers[SLICED].shares.values()))
+    async with cluster_at_work(
+        tmp_path, Feature.ALLOCATABLE, server=server, timing=timing
+    ) as scene:
+        scene.offer(SIDE_BY_SIDE)
+        share = next(iter(scene.registry.snapshot.offers[SLICED].shares.values()))
 
         def free() -> dict[str, str]:
             return dict(server.node(NODE)["status"]["allocatable"])
 
-        it.registry.apply(SharesClaimed((share,), at=1))
+        scene.registry.apply(SharesClaimed((share,), at=1))
         await server.until(lambda: free() == {METAGPU: "10", SLICED: "8"})
 
-        it.registry.apply(SharesReleased((share,), at=2))
+        scene.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: free() == {METAGPU: "20", SLICED: "8"})
 
 
@@ -160,16 +162,16 @@ async def test_an_amount_that_falls_is_written_before_all_else(tmp_path: Path) -
     server = SimApiServer()
     server.add_node(NODE)
 
-    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as scene:
+        scene.offer()
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
         await server.until(lambda: server.node(NODE)["status"].get("conditions"))
-        watched = it.connection.node
+        watched = scene.connection.node
         await becomes(lambda: (watched.object or {})["status"].get("conditions"))
         await anyio.wait_all_tasks_blocked()  # the Node's change has triggered all
         before = len(server.requests)
 
-        it.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
+        scene.registry.apply(GpuFaulted(gpu(1).id, "XID 79: fallen off the bus", at=5))
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
         patches = [each for each in server.requests[before:] if each.method == "PATCH"]
         assert "allocatable" in patches[0].body["status"]
@@ -188,16 +190,16 @@ async def test_a_daemon_that_withdraws_knows_whether_the_node_shows_shares(
     monkeypatch.setattr(NodePatcher, "patch", waits)
     server = SimApiServer()
     server.add_node(NODE)
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
-        it.offer()
-        it.registry.apply(PodsListed((), 0.0))
-        it.registry.apply(NodeWithdrawn(hands_over=True))
-        assert not it.cluster.shows_shares()
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as scene:
+        scene.offer()
+        scene.registry.apply(PodsListed((), 0.0))
+        scene.registry.apply(NodeWithdrawn(hands_over=True))
+        assert not scene.cluster.shows_shares()
         for _ in range(2):
             server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
-            await becomes(it.cluster.shows_shares)
+            await becomes(scene.cluster.shows_shares)
             go_on.set()
-            await becomes(lambda: not it.cluster.shows_shares())
+            await becomes(lambda: not scene.cluster.shows_shares())
             go_on = anyio.Event()
 
 
@@ -219,13 +221,15 @@ async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 20, SLICED: 8})
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
+    async with cluster_at_work(
+        tmp_path, Feature.ALLOCATABLE, server=server, timing=timing
+    ) as scene:
         await server.watched(NODES)
-        it.offer(SIDE_BY_SIDE)
-        share = next(iter(it.registry.snapshot.offers[SLICED].shares.values()))
-        it.registry.apply(SharesClaimed((share,), at=1))
+        scene.offer(SIDE_BY_SIDE)
+        share = next(iter(scene.registry.snapshot.offers[SLICED].shares.values()))
+        scene.registry.apply(SharesClaimed((share,), at=1))
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "10")
-        it.registry.apply(SharesReleased((share,), at=2))
+        scene.registry.apply(SharesReleased((share,), at=2))
         await server.until(lambda: server.node(NODE)["status"]["allocatable"][METAGPU] == "20")
 
 
@@ -286,16 +290,16 @@ async def test_a_grant_of_any_backend_lowers_all_others(tmp_path: Path, owner: s
     server = SimApiServer()
     server.add_node(NODE)
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
-        it.offer(FOUR_BACKENDS)
-        offers = it.registry.snapshot.offers
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as scene:
+        scene.offer(FOUR_BACKENDS)
+        offers = scene.registry.snapshot.offers
         assert {*offers} == {*FOUR_NAMES}
         amounts = {str(name): len(offer.shares) for name, offer in offers.items()}
         server.report(NODE, amounts, amounts)
         [first, *_] = offers[ResourceName(owner)].shares.values()
-        before = watched_state(it.registry.snapshot)
-        it.registry.apply(SharesClaimed((first,), at=1))
-        assert watched_state(it.registry.snapshot) != before  # this wakes the writer at once
+        before = watched_state(scene.registry.snapshot)
+        scene.registry.apply(SharesClaimed((first,), at=1))
+        assert watched_state(scene.registry.snapshot) != before  # this wakes the writer at once
 
         left = {name: str(n if name == owner else n // 2) for name, n in amounts.items()}
         await server.until(lambda: server.node(NODE)["status"]["allocatable"] == left)
@@ -307,24 +311,24 @@ async def test_shares_that_a_backend_holds_back_are_no_amount(tmp_path: Path) ->
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server) as scene:
+        scene.offer()
 
         def free() -> str:
             return str(server.node(NODE)["status"]["allocatable"][METAGPU])
 
-        [share, *_] = it.registry.snapshot.gpus[gpu(0).id].shares
+        [share, *_] = scene.registry.snapshot.gpus[gpu(0).id].shares
         paused = ProvisionedState(paused={share.id: "its control daemon fails"})
-        it.registry.apply(
+        scene.registry.apply(
             BackendAttached(gpu(0).id, "fraction", needs_setup=False, needs_cleanup=False, at=1)
         )
-        before = watched_state(it.registry.snapshot)
-        it.registry.apply(ProvisioningReported(gpu(0).id, "fraction", paused, at=1))
-        assert watched_state(it.registry.snapshot) != before
+        before = watched_state(scene.registry.snapshot)
+        scene.registry.apply(ProvisioningReported(gpu(0).id, "fraction", paused, at=1))
+        assert watched_state(scene.registry.snapshot) != before
         await server.until(lambda: free() == "19")
-        before = watched_state(it.registry.snapshot)
-        it.registry.apply(GpuCordoned(gpu(1).id, "new fan", at=2))
-        assert watched_state(it.registry.snapshot) != before
+        before = watched_state(scene.registry.snapshot)
+        scene.registry.apply(GpuCordoned(gpu(1).id, "new fan", at=2))
+        assert watched_state(scene.registry.snapshot) != before
         await server.until(lambda: free() == "9")
 
 
@@ -336,12 +340,12 @@ async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -
     server.report(NODE, {METAGPU: 20}, {METAGPU: 0})
 
     features = (Feature.ALLOCATABLE, Feature.LABELS)
-    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as scene:
+        scene.offer()
         await server.until(lambda: server.node(NODE)["status"]["allocatable"] == {METAGPU: "20"})
         server.report(NODE, {METAGPU: 20}, {METAGPU: 5})
-        it.offer(count=3)
-        await it.has_labels(nvidia_com__gpu_count="3")
+        scene.offer(count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
 
         assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "5"}
 
@@ -353,21 +357,23 @@ async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 10, SLICED: 4}, {METAGPU: 10, SLICED: 0})
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
-        it.offer(SIDE_BY_SIDE, count=1)
+    async with cluster_at_work(
+        tmp_path, Feature.ALLOCATABLE, server=server, timing=timing
+    ) as scene:
+        scene.offer(SIDE_BY_SIDE, count=1)
 
         def free() -> dict[str, str]:
             return dict(server.node(NODE)["status"]["allocatable"])
 
         def turn(of: OfferTurn) -> None:
-            it.registry.apply(TurnsChanged({gpu(0).id: of}))
+            scene.registry.apply(TurnsChanged({gpu(0).id: of}))
 
         turn(OfferTurn("fraction", since=0))
         await server.until(lambda: free() == {METAGPU: "10", SLICED: "0"})
         turn(OfferTurn("fraction", since=0, withdrawn=True, next="timeslice"))
         await server.until(lambda: free() == {METAGPU: "0", SLICED: "0"})
-        assert not availability_of(it.registry.snapshot.gpus[gpu(0).id]).unlisted & {
-            share.id for share in it.registry.snapshot.offers[METAGPU].shares.values()
+        assert not availability_of(scene.registry.snapshot.gpus[gpu(0).id]).unlisted & {
+            share.id for share in scene.registry.snapshot.offers[METAGPU].shares.values()
         }
 
         turn(OfferTurn("timeslice", since=1))
@@ -385,15 +391,17 @@ async def test_a_turn_raises_no_number_of_a_kubelet_without_the_list(
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20, SLICED: 8}, {METAGPU: 0, SLICED: 0})
 
-    async with cluster_at_work(tmp_path, Feature.ALLOCATABLE, server=server, timing=timing) as it:
-        it.offer(SIDE_BY_SIDE, count=2)
+    async with cluster_at_work(
+        tmp_path, Feature.ALLOCATABLE, server=server, timing=timing
+    ) as scene:
+        scene.offer(SIDE_BY_SIDE, count=2)
         if refused:
-            it.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet refuses it"))
+            scene.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet refuses it"))
         else:
-            it.call_stats.of_resource(METAGPU).listed = False
+            scene.call_stats.of_resource(METAGPU).listed = False
 
         turns = [OfferTurn("fraction", since=0), OfferTurn("timeslice", since=0)]
-        it.registry.apply(TurnsChanged({gpu(n).id: turn for n, turn in enumerate(turns)}))
+        scene.registry.apply(TurnsChanged({gpu(n).id: turn for n, turn in enumerate(turns)}))
         await server.until(lambda: allocatable(server)[SLICED] == "4")
         assert allocatable(server)[METAGPU] == "0"
 
@@ -405,16 +413,16 @@ async def test_a_deleted_pod_lowers_the_amount_before_its_end(tmp_path: Path) ->
     server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
     features = (Feature.ALLOCATABLE, Feature.PODS)
 
-    async with cluster_at_work(tmp_path, *features, server=server) as it:
-        it.offer()
-        shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
+    async with cluster_at_work(tmp_path, *features, server=server) as scene:
+        scene.offer()
+        shares = list(scene.registry.snapshot.offers[METAGPU].shares.values())
         holders = {
             share.id: Holder("team", name, "main")
             for name, held in {"a": shares[:2], "b": shares[2:6], "c": shares[10:14]}.items()
             for share in held
         }
         server.add_pod("team", "a", NODE, uid="a")
-        it.registry.apply(LeasesObserved(holders, at=1))
+        scene.registry.apply(LeasesObserved(holders, at=1))
 
         def free() -> str:
             return str(server.node(NODE)["status"]["allocatable"][METAGPU])
@@ -440,21 +448,21 @@ async def test_a_difference_that_stays_is_reported_until_it_ends(tmp_path: Path)
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20}, {METAGPU: 0})
 
-    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as it:
-        it.offer()
+    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as scene:
+        scene.offer()
         await server.until(lambda: [each["note"] for each in server.events()] == [TEXT])
-        assert list(it.cluster.report().node_differences) == [METAGPU]
+        assert list(scene.cluster.report().node_differences) == [METAGPU]
 
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
-        await becomes(lambda: not it.cluster.report().node_differences)
+        await becomes(lambda: not scene.cluster.report().node_differences)
         assert len(server.events()) == 1
 
 
 async def test_a_number_that_the_kubelet_may_follow_is_no_difference(tmp_path: Path) -> None:
     """A difference begins again whenever our own number changes."""
-    async with cluster_at_work(tmp_path, Feature.EVENTS) as it:
-        await becomes(lambda: it.cluster.report().connected)
-        comparison = it.connection.comparison
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        await becomes(lambda: scene.cluster.report().connected)
+        comparison = scene.connection.comparison
 
         def wait(listed: int, now: float) -> float:
             (found,) = comparison._track({METAGPU: listed}, {METAGPU: 0}, now).values()
@@ -471,12 +479,14 @@ async def test_a_resource_that_the_kubelet_lacks_is_reported_as_that(tmp_path: P
     server.add_node(NODE)
     server.report(NODE, {METAGPU: 20}, {METAGPU: 0})
 
-    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as it:
-        it.offer()
-        await becomes(lambda: it.cluster.report().node_differences)
-        it.registry.apply(RegistrationProblemFound(METAGPU, "the kubelet does not read its list"))
+    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server, timing=SOON) as scene:
+        scene.offer()
+        await becomes(lambda: scene.cluster.report().node_differences)
+        scene.registry.apply(
+            RegistrationProblemFound(METAGPU, "the kubelet does not read its list")
+        )
         server.label(NODE, {"team": "vision"})
-        await becomes(lambda: not it.cluster.report().node_differences)
+        await becomes(lambda: not scene.cluster.report().node_differences)
 
 
 async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(
@@ -488,15 +498,15 @@ async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(
     leaving = KnownPod("a", "team", "a", "Running", terminating=True)
     arriving = KnownPod("c", "team", "c", "Pending", requests={METAGPU: 16}, arriving=True)
 
-    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server) as it:
-        await becomes(lambda: it.cluster.connection)
-        it.registry.apply(PodsListed((leaving, arriving)))
-        it.offer()
-        shares = list(it.registry.snapshot.offers[METAGPU].shares.values())
+    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server) as scene:
+        await becomes(lambda: scene.cluster.connection)
+        scene.registry.apply(PodsListed((leaving, arriving)))
+        scene.offer()
+        shares = list(scene.registry.snapshot.offers[METAGPU].shares.values())
         held = {share.id: Holder("team", "a", "main") for share in shares[:2]}
         held |= {share.id: Holder("team", "b", "main") for share in (*shares[2:6], *shares[10:14])}
-        it.registry.apply(LeasesObserved(held, at=1))
-        comparison = it.connection.comparison
+        scene.registry.apply(LeasesObserved(held, at=1))
+        comparison = scene.connection.comparison
 
         async def differs(amount: int) -> bool:
             server.report(NODE, {METAGPU: 20}, {METAGPU: amount})
@@ -506,53 +516,53 @@ async def test_the_place_that_metagpu_keeps_for_an_arriving_pod_is_right_too(
         assert [await differs(amount) for amount in (16, 14, 20)] == [False, False, True]
 
 
-def annotate(it: Scene, **values: str | None) -> None:
+def annotate(scene: Scene, **values: str | None) -> None:
     """Write annotations of the Node, as a person does; `_` stands for `-`."""
     keys = {f"{CORDON_PREFIX}{key.removeprefix('n')}": value for key, value in values.items()}
     patch = {"metadata": {"annotations": keys}}
-    it.server.store.merge(("nodes", "", NODE), patch, status=False, manager="kubectl")
+    scene.server.store.merge(("nodes", "", NODE), patch, status=False, manager="kubectl")
 
 
-def reasons(it: Scene) -> list[str | None]:
+def reasons(scene: Scene) -> list[str | None]:
     """Return why each GPU is cordoned by the Node."""
-    states = it.registry.snapshot.gpus.values()
+    states = scene.registry.snapshot.gpus.values()
     found = [state.cordons.get(CordonSource.NODE) for state in states]
     return [None if pause is None else pause.reason for pause in found]
 
 
 async def test_annotations_cordon_gpus_and_their_removal_ends_that(tmp_path: Path) -> None:
     """A GPU is cordoned while its annotation is there; each source lifts its own cordon."""
-    async with cluster_at_work(tmp_path, Feature.CORDON, timing=QUICK) as it:
-        it.offer()
-        annotate(it, n1="replace  the fan", n7="no such GPU")
-        await becomes(lambda: reasons(it) == [None, "replace the fan"])
-        it.registry.apply(GpuCordoned(gpu(1).id, "mine", time.time()))
-        annotate(it, n1="", n0="both")
-        await becomes(lambda: reasons(it) == ["both", "no reason was given"])
-        annotate(it, n1=None, n0=None)
-        await becomes(lambda: reasons(it) == [None, None])
-        assert [state.cordon is not None for state in it.registry.snapshot.gpus.values()] == [
+    async with cluster_at_work(tmp_path, Feature.CORDON, timing=QUICK) as scene:
+        scene.offer()
+        annotate(scene, n1="replace  the fan", n7="no such GPU")
+        await becomes(lambda: reasons(scene) == [None, "replace the fan"])
+        scene.registry.apply(GpuCordoned(gpu(1).id, "mine", time.time()))
+        annotate(scene, n1="", n0="both")
+        await becomes(lambda: reasons(scene) == ["both", "no reason was given"])
+        annotate(scene, n1=None, n0=None)
+        await becomes(lambda: reasons(scene) == [None, None])
+        assert [state.cordon is not None for state in scene.registry.snapshot.gpus.values()] == [
             *(False, True)
         ]
-        it.registry.apply(GpuUncordoned(gpu(1).id, time.time()))
-        assert not any(state.cordon for state in it.registry.snapshot.gpus.values())
+        scene.registry.apply(GpuUncordoned(gpu(1).id, time.time()))
+        assert not any(state.cordon for state in scene.registry.snapshot.gpus.values())
 
 
 async def test_a_gpu_that_comes_later_is_cordoned_too(tmp_path: Path) -> None:
     """An annotation that is older than the GPU cordons it as soon as it is found."""
-    async with cluster_at_work(tmp_path, Feature.CORDON, timing=QUICK) as it:
-        annotate(it, n0="early")
-        it.offer()
-        await becomes(lambda: reasons(it) == ["early", None])
+    async with cluster_at_work(tmp_path, Feature.CORDON, timing=QUICK) as scene:
+        annotate(scene, n0="early")
+        scene.offer()
+        await becomes(lambda: reasons(scene) == ["early", None])
 
 
 async def test_without_the_feature_annotations_mean_nothing(tmp_path: Path) -> None:
     """A daemon without the feature follows no annotation."""
-    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as it:
-        annotate(it, n0="ignored")
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        assert reasons(it) == [None, None]
+    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as scene:
+        annotate(scene, n0="ignored")
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        assert reasons(scene) == [None, None]
 
 
 PAUSED: Final = "paused-for-driver-upgrade"
@@ -594,17 +604,17 @@ def test_paused_operands_are_an_upgrade_without_the_operators_label(value: str) 
     assert upgrade_state({"example.com/team": PAUSED}) == ""
 
 
-def free_shares(it: Scene) -> int:
+def free_shares(scene: Scene) -> int:
     """Return how many shares the kubelet could give."""
-    snapshot = it.registry.snapshot
+    snapshot = scene.registry.snapshot
     return sum(count_free(state, METAGPU) for state in snapshot.gpus.values())
 
 
-def node_events(it: Scene) -> list[tuple[str, str, str]]:
+def node_events(scene: Scene) -> list[tuple[str, str, str]]:
     """Return type, reason and note of each Event about a driver upgrade, in order."""
     return [
         (each["type"], each["reason"], each["note"])
-        for each in it.server.events()
+        for each in scene.server.events()
         if "DriverUpgrade" in each["reason"]
     ]
 
@@ -614,39 +624,39 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
     features = (Feature.EVENTS, Feature.POD_EVENTS)
     async with cluster_at_work(
         tmp_path, *features, drain_on_driver_upgrade=True, timing=QUICK
-    ) as it:
-        it.server.label(NODE, {STATE_LABEL: "upgrade-required"})
-        it.offer()
-        shares = it.registry.snapshot.offers[METAGPU].shares
+    ) as scene:
+        scene.server.label(NODE, {STATE_LABEL: "upgrade-required"})
+        scene.offer()
+        shares = scene.registry.snapshot.offers[METAGPU].shares
         held = next(iter(shares))
-        it.registry.apply(LeasesObserved({held: Holder("team", "alice", "main")}, at=1))
-        it.registry.apply(PodsListed((KnownPod("u1", "team", "alice"),)))
-        await it.cluster.wait_for_choice()
-        assert free_shares(it) == 19
+        scene.registry.apply(LeasesObserved({held: Holder("team", "alice", "main")}, at=1))
+        scene.registry.apply(PodsListed((KnownPod("u1", "team", "alice"),)))
+        await scene.cluster.wait_for_choice()
+        assert free_shares(scene) == 19
 
-        it.server.label(NODE, {STATE_LABEL: "pod-deletion-required"})
-        await becomes(lambda: free_shares(it) == 0)
-        state = it.registry.snapshot.gpus[gpu(0).id]
+        scene.server.label(NODE, {STATE_LABEL: "pod-deletion-required"})
+        await becomes(lambda: free_shares(scene) == 0)
+        state = scene.registry.snapshot.gpus[gpu(0).id]
         assert held not in availability_of(state).unlisted
-        assert it.registry.snapshot.gpus[gpu(1).id].cordon is not None
-        report = it.cluster.report().present_upgrade
+        assert scene.registry.snapshot.gpus[gpu(1).id].cordon is not None
+        report = scene.cluster.report().present_upgrade
         assert report is not None
         assert report.pods == [DriverPodReport("team/alice", seen_by_operator=False)]
-        cluster = {"cluster": plain_report(it.cluster.report())}
+        cluster = {"cluster": plain_report(scene.cluster.report())}
         assert check_driver_upgrade(read_report(cluster, StatusReport))[0] == "warning"
-        assert report.summary in cluster_problems(it.cluster.report())
+        assert report.summary in cluster_problems(scene.cluster.report())
 
-        it.server.label(NODE, {STATE_LABEL: "validation-required"})
-        await becomes(lambda: free_shares(it) == 19)
-        assert it.cluster.report().driver_upgrade is None
+        scene.server.label(NODE, {STATE_LABEL: "validation-required"})
+        await becomes(lambda: free_shares(scene) == 19)
+        assert scene.cluster.report().driver_upgrade is None
 
-        await it.server.until(lambda: len(node_events(it)) == 3)
+        await scene.server.until(lambda: len(node_events(scene)) == 3)
         advice = (
             "the GPU operator upgrades the driver of this node. The pod holds the driver through "
             "its GPU, and the upgrade waits for the pod's end, or fails: delete the pod, or drain "
             "the node"
         )
-        assert sorted(node_events(it)) == [
+        assert sorted(node_events(scene)) == [
             (
                 "Normal",
                 "DriverUpgradeEnded",
@@ -664,20 +674,20 @@ async def test_shares_are_withdrawn_and_the_pods_in_the_way_named(tmp_path: Path
 
 async def test_an_operators_cordon_outlasts_the_upgrade(tmp_path: Path) -> None:
     """The end of an upgrade ends its own cordon alone; without the option nothing follows it."""
-    async with cluster_at_work(tmp_path, drain_on_driver_upgrade=True, timing=QUICK) as it:
-        it.server.label(NODE, {STATE_LABEL: "drain-required"})
-        it.offer()
-        it.registry.apply(GpuCordoned(gpu(0).id, "fan", at=1))
-        await becomes(lambda: free_shares(it) == 0)
-        it.server.label(NODE, {STATE_LABEL: "upgrade-done"})
-        await becomes(lambda: free_shares(it) == 10)
-        assert it.registry.snapshot.gpus[gpu(0).id].cordons.keys() == {CordonSource.OPERATOR}
+    async with cluster_at_work(tmp_path, drain_on_driver_upgrade=True, timing=QUICK) as cluster:
+        cluster.server.label(NODE, {STATE_LABEL: "drain-required"})
+        cluster.offer()
+        cluster.registry.apply(GpuCordoned(gpu(0).id, "fan", at=1))
+        await becomes(lambda: free_shares(cluster) == 0)
+        cluster.server.label(NODE, {STATE_LABEL: "upgrade-done"})
+        await becomes(lambda: free_shares(cluster) == 10)
+        assert cluster.registry.snapshot.gpus[gpu(0).id].cordons.keys() == {CordonSource.OPERATOR}
 
-    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as it:
-        it.server.label(NODE, {STATE_LABEL: "drain-required"})
-        it.offer()
-        await it.has_labels(nvidia_com__gpu_count="2")
-        assert (free_shares(it), it.cluster.report().driver_upgrade) == (20, UNSET)
+    async with cluster_at_work(tmp_path, Feature.LABELS, timing=QUICK) as scene:
+        scene.server.label(NODE, {STATE_LABEL: "drain-required"})
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        assert (free_shares(scene), scene.cluster.report().driver_upgrade) == (20, UNSET)
 
 
 def test_a_sentence_names_a_few_pods() -> None:

@@ -77,7 +77,11 @@ async def test_pods_of_this_node_are_known_and_no_others(tmp_path: Path) -> None
             with anyio.fail_after(30):
                 ended = [await anext(aiter(events)) for _ in range(2)]
 
-    assert [str(it.pod) for it in ended if isinstance(it, PodEnded)] == ["other/bob", "team/alice"]
+    assert [
+        str(claim_refusal_ended.pod)
+        for claim_refusal_ended in ended
+        if isinstance(claim_refusal_ended, PodEnded)
+    ] == ["other/bob", "team/alice"]
 
 
 async def test_a_pod_deleted_during_an_outage_has_ended(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ async def test_one_complete_list_answers_all_requests_of_before(tmp_path: Path) 
     server = SimApiServer()
 
     def lists() -> int:
-        return sum(it.target == PODS for it in server.requests)
+        return sum(request.target == PODS for request in server.requests)
 
     async with followed(server, tmp_path) as registry:
         await server.watched(PODS)
@@ -227,9 +231,9 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     server = SimApiServer()
     server.denied.append(("GET", "/pods"))
 
-    async with cluster_at_work(tmp_path, Feature.PODS, server=server) as it:
+    async with cluster_at_work(tmp_path, Feature.PODS, server=server) as scene:
         with anyio.fail_after(30):
-            while not (why := it.cluster.report().features["pods"]):  # noqa: ASYNC110 - no event
+            while not (why := scene.cluster.report().features["pods"]):  # noqa: ASYNC110 - no event
                 await anyio.sleep(0.005)
         assert why == (
             'the API server does not allow it: User "sim" cannot get /api/v1/pods; '
@@ -290,7 +294,7 @@ def test_a_pods_requests_are_the_schedulers_sum(init: list[tuple[int, str]], amo
     item = {
         "metadata": {"uid": "a", "namespace": "team", "name": "alice"},
         "spec": {
-            "initContainers": [container(*it) for it in init],
+            "initContainers": [container(*pair) for pair in init],
             "containers": [container(1), container(2)],
         },
     }
@@ -329,7 +333,7 @@ def test_a_pod_ends_when_no_container_starts_again(
     item = {
         "metadata": {"uid": "a", "namespace": "team", "name": "alice"},
         "spec": {"restartPolicy": policy, "containers": [{"name": "main"}, {"name": "log"}]},
-        "status": {"phase": "Running", "containerStatuses": [{"state": it} for it in states]},
+        "status": {"phase": "Running", "containerStatuses": [{"state": state} for state in states]},
     }
     pods = PodIndex.from_pods([known_pod(item)])
     assert pods.terminating == ({("team", "alice")} if ends else frozenset())
@@ -370,7 +374,7 @@ def pod(owner: str, name: str = "p", *, phase: str = "Running") -> KnownPod:
 )
 def test_programs_are_known_by_their_daemon_sets(owner: str, program: str | None) -> None:
     """DaemonSets have the names of charts and manifests; others beside them do not count."""
-    found = [it.program for it in find_competing_pods([pod(owner)])]
+    found = [competing_pod.program for competing_pod in find_competing_pods([pod(owner)])]
     assert found == ([] if program is None else [program])
 
 
@@ -394,12 +398,12 @@ def test_a_plugin_competes_for_names_with_its_prefix() -> None:
     )
 
 
-async def reports(it: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
+async def reports(scene: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
     with anyio.fail_after(30):
-        while not seen(it.cluster.report()):  # noqa: ASYNC110 - a report has no event
+        while not seen(scene.cluster.report()):  # noqa: ASYNC110 - a report has no event
             await anyio.sleep(0.005)
-    return it.cluster.report()
+    return scene.cluster.report()
 
 
 async def test_competing_plugins_of_this_node_are_reported(tmp_path: Path) -> None:
@@ -410,17 +414,17 @@ async def test_competing_plugins_of_this_node_are_reported(tmp_path: Path) -> No
     server.add_pod("kube-system", "hami-there", "gpu-2", owner=daemon_set)
     server.add_pod("default", "job", NODE)
 
-    async with cluster_at_work(tmp_path, *USES, server=server) as it:
-        report = await reports(it, lambda now: now.competing_plugins)
-        assert [it.pod for it in report.competing_plugins] == ["kube-system/hami-here"]
+    async with cluster_at_work(tmp_path, *USES, server=server) as scene:
+        report = await reports(scene, lambda now: now.competing_plugins)
+        assert [plugin.pod for plugin in report.competing_plugins] == ["kube-system/hami-here"]
         assert server.events() == []  # its resources are not known yet
 
-        it.offer(WHOLE)
+        scene.offer(WHOLE)
         await server.until(server.events)
         [event] = server.events()
         assert (event["reason"], event["type"]) == ("CompetingDevicePlugin", "Warning")
         assert "; it may serve nvidia.com/gpu as we do, " in event["note"]
-        report = await reports(it, lambda now: now.competing_plugins[0].contested)
+        report = await reports(scene, lambda now: now.competing_plugins[0].contested)
         assert list(cluster_problems(report)) == [
             (
                 "HAMi's device plugin runs on this node: pod kube-system/hami-here; it may serve "
@@ -435,11 +439,11 @@ async def test_a_resource_that_is_taken_names_who_took_it(tmp_path: Path) -> Non
     owner = ("DaemonSet", "nvidia-device-plugin-daemonset")
     server.add_pod("gpu-operator", "nvidia-x", NODE, owner=owner)
 
-    async with cluster_at_work(tmp_path, *USES, server=server) as it:
-        it.offer(WHOLE)
+    async with cluster_at_work(tmp_path, *USES, server=server) as scene:
+        scene.offer(WHOLE)
         await server.until(server.events)
-        it.registry.apply(CompetingPluginFound(METAGPU, "a.sock"))
-        it.registry.apply(CompetingPluginFound(GPU, "nvidia-gpu.sock"))
+        scene.registry.apply(CompetingPluginFound(METAGPU, "a.sock"))
+        scene.registry.apply(CompetingPluginFound(GPU, "nvidia-gpu.sock"))
         await server.until(lambda: len(server.events()) == 3)
 
         assert [each["note"] for each in server.events()[1:]] == [
@@ -455,12 +459,12 @@ async def test_pod_after_pod_of_one_program_is_one_event(tmp_path: Path) -> None
     """A DaemonSet that replaces its pods all the time has one Event."""
     server = SimApiServer()
 
-    async with cluster_at_work(tmp_path, *USES, server=server) as it:
-        it.offer(WHOLE)
+    async with cluster_at_work(tmp_path, *USES, server=server) as scene:
+        scene.offer(WHOLE)
         for number in range(3):
             owner = ("DaemonSet", "my-hami-device-plugin")
             server.add_pod("a", f"hami-{number}", NODE, uid=f"uid-{number}", owner=owner)
-            await reports(it, lambda now, most=number: len(now.competing_plugins) > most)  # type: ignore[misc] # of a loop
+            await reports(scene, lambda now, most=number: len(now.competing_plugins) > most)  # type: ignore[misc] # of a loop
         server.add_pod("b", "x", NODE, owner=("DaemonSet", "nvidia-device-plugin"))
         await server.until(lambda: any("NVIDIA" in each["note"] for each in server.events()))
 
@@ -474,11 +478,11 @@ async def test_competing_plugins_come_and_go(tmp_path: Path) -> None:
     """The status names the present plugins, and no others."""
     server = SimApiServer()
 
-    async with cluster_at_work(tmp_path, *USES, server=server) as it:
+    async with cluster_at_work(tmp_path, *USES, server=server) as scene:
         server.add_pod("a", "b", NODE, owner=("DaemonSet", "metagpu-device-plugin"))
-        await reports(it, lambda now: now.competing_plugins)
+        await reports(scene, lambda now: now.competing_plugins)
         server.delete_pod("a", "b")
-        await reports(it, lambda now: not now.competing_plugins)
+        await reports(scene, lambda now: not now.competing_plugins)
 
 
 async def test_without_the_feature_no_plugin_is_reported(tmp_path: Path) -> None:
@@ -486,13 +490,13 @@ async def test_without_the_feature_no_plugin_is_reported(tmp_path: Path) -> None
     server = SimApiServer()
     server.add_pod("a", "b", NODE, owner=("DaemonSet", "metagpu-device-plugin"))
 
-    async with cluster_at_work(tmp_path, Feature.PODS, Feature.EVENTS, server=server) as it:
-        it.offer(WHOLE)
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.EVENTS, server=server) as scene:
+        scene.offer(WHOLE)
         with anyio.fail_after(30):
-            async for pods in it.registry.watch(lambda now: now.pods):
+            async for pods in scene.registry.watch(lambda now: now.pods):
                 if pods.by_uid:
                     break
         await anyio.wait_all_tasks_blocked()
 
-        assert it.cluster.report().competing_plugins == []
+        assert scene.cluster.report().competing_plugins == []
         assert server.events() == []

@@ -63,28 +63,34 @@ def reject(server: SimApiServer, name: str, error: RequestError = SPLIT, **pod: 
 def seen(server: SimApiServer) -> list[tuple[str, str, int]]:
     """Return kind, name and count of each Event's object."""
     return [
-        (it["regarding"]["kind"], it["regarding"]["name"], it.get("series", {}).get("count", 1))
-        for it in server.events()
+        (
+            event["regarding"]["kind"],
+            event["regarding"]["name"],
+            event.get("series", {}).get("count", 1),
+        )
+        for event in server.events()
     ]
 
 
 async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
     """A controller's refused pods are one Event each of the first pod, controller and Node."""
     timing = ClusterTiming(count_interval=0.0)
-    async with cluster_at_work(tmp_path, *FEATURES, timing=timing) as it:
-        await it.server.watched(PODS)
+    async with cluster_at_work(tmp_path, *FEATURES, timing=timing) as scene:
+        await scene.server.watched(PODS)
         for number in range(40):
-            it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
-            reject(it.server, f"train-{number}", owner=REPLICA_SET)
+            scene.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
+            reject(scene.server, f"train-{number}", owner=REPLICA_SET)
             counted = {("ReplicaSet", "train-7d9f", number + 1), ("Node", NODE, number + 1)}
-            await it.server.until(partial(lambda wanted: wanted <= set(seen(it.server)), counted))
+            await scene.server.until(
+                partial(lambda wanted: wanted <= set(seen(scene.server)), counted)
+            )
 
-        assert sorted(seen(it.server)) == [
+        assert sorted(seen(scene.server)) == [
             ("Node", NODE, 40),
             ("Pod", "train-0", 1),
             ("ReplicaSet", "train-7d9f", 40),
         ]
-        by_kind = {each["regarding"]["kind"]: each for each in it.server.events()}
+        by_kind = {each["regarding"]["kind"]: each for each in scene.server.events()}
         assert by_kind["Pod"]["note"] == str(SPLIT)
         assert by_kind["ReplicaSet"]["note"] == f"pod train-0 on node {NODE}: {SPLIT}"
         assert by_kind["ReplicaSet"]["regarding"] == {
@@ -94,23 +100,23 @@ async def test_a_storm_of_refusals_is_three_events(tmp_path: Path) -> None:
             "uid": "of-the-owner",
             "namespace": "team",
         }
-        assert {each["reason"] for each in it.server.events()} == {"GPURequestRefused"}
-        assert it.cluster.report().pod_events_dropped == 0
+        assert {each["reason"] for each in scene.server.events()} == {"GPURequestRefused"}
+        assert scene.cluster.report().pod_events_dropped == 0
 
 
 async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
     """Two controllers have an Event each, a bare pod its own, another plugin's pod none."""
-    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
-        await it.server.watched(PODS)
-        it.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
-        reject(it.server, "one", owner=REPLICA_SET)
-        reject(it.server, "two", owner=("Job", "batch"))
-        reject(it.server, "bare")
-        it.server.add_pod("team", "other", NODE, phase="Pending")
-        it.server.reject_pod("team", "other", "Pod was rejected: another plugin's reason")
-        await it.server.until(lambda: len(it.server.events()) == 5)
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as scene:
+        await scene.server.watched(PODS)
+        scene.registry.events.publish(AllocationRefused.of(METAGPU, SPLIT))
+        reject(scene.server, "one", owner=REPLICA_SET)
+        reject(scene.server, "two", owner=("Job", "batch"))
+        reject(scene.server, "bare")
+        scene.server.add_pod("team", "other", NODE, phase="Pending")
+        scene.server.reject_pod("team", "other", "Pod was rejected: another plugin's reason")
+        await scene.server.until(lambda: len(scene.server.events()) == 5)
 
-        assert {(kind, name) for kind, name, _ in seen(it.server)} == {
+        assert {(kind, name) for kind, name, _ in seen(scene.server)} == {
             *(("Pod", "one"), ("ReplicaSet", "train-7d9f")),
             *(("Pod", "two"), ("Job", "batch"), ("Pod", "bare")),
         }
@@ -118,17 +124,17 @@ async def test_each_controller_hears_of_its_own(tmp_path: Path) -> None:
 
 async def test_one_storm_leaves_room_for_other_events(tmp_path: Path) -> None:
     """Refusals of a controller's many causes use a part of its limits alone."""
-    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as it:
-        await it.server.watched(PODS)
+    async with cluster_at_work(tmp_path, Feature.PODS, Feature.POD_EVENTS) as scene:
+        await scene.server.watched(PODS)
         limit = int(event_recorder.PER_POD * event_recorder.MINOR)
         for number in range(3 * limit):
             refusal = AllocationRefused(METAGPU, f"Cause{number}", f"cause <{number}>")
-            it.registry.events.publish(refusal)
-            it.server.add_pod("team", f"p{number}", NODE, owner=REPLICA_SET)
-            it.server.reject_pod("team", f"p{number}", f"desc = {refusal.reason}, which is")
-        await becomes(lambda: it.cluster.report().pod_events_dropped == 5 * limit)
+            scene.registry.events.publish(refusal)
+            scene.server.add_pod("team", f"p{number}", NODE, owner=REPLICA_SET)
+            scene.server.reject_pod("team", f"p{number}", f"desc = {refusal.reason}, which is")
+        await becomes(lambda: scene.cluster.report().pod_events_dropped == 5 * limit)
 
-        assert len(it.server.events()) == limit
+        assert len(scene.server.events()) == limit
 
 
 def test_what_helps_is_in_the_note() -> None:
@@ -258,9 +264,9 @@ def naming(uid: str, namespace: str = "team", claim: str = "half", **more: Any) 
 
 async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path) -> None:
     """Each pod that names it gets one, with what would help; the kubelet's own came at once."""
-    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
-        publish = it.registry.events.publish
-        it.registry.apply(
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as scene:
+        publish = scene.registry.events.publish
+        scene.registry.apply(
             PodsListed(
                 (
                     *(naming("a"), naming("b"), naming("c", claim="other"), naming("d", "alice")),
@@ -268,15 +274,15 @@ async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path)
                 )
             )
         )
-        await becomes(lambda: it.cluster.report().connected)
+        await becomes(lambda: scene.cluster.report().connected)
         for _ in range(3):
             publish(OCCUPIED)
             await anyio.wait_all_tasks_blocked()
             skip(CLAIM_LASTS / 2)
-        await it.server.until(lambda: len(it.server.events()) == 2)
+        await scene.server.until(lambda: len(scene.server.events()) == 2)
 
-        assert sorted(seen(it.server)) == [("Pod", "pod-a", 1), ("Pod", "pod-b", 1)]
-        event = it.server.events()[0]
+        assert sorted(seen(scene.server)) == [("Pod", "pod-a", 1), ("Pod", "pod-b", 1)]
+        event = scene.server.events()[0]
         assert (event["reason"], event["type"]) == ("GPUClaimRefused", "Warning")
         assert event["note"] == (
             "the pod waits for ResourceClaim half: GPU 0: device gpu-0-fraction has 40 free "
@@ -286,10 +292,10 @@ async def test_a_claim_that_is_refused_for_a_minute_has_an_event(tmp_path: Path)
 
 async def test_a_claim_that_was_prepared_meanwhile_has_no_event(tmp_path: Path) -> None:
     """A minute counts from the first refusal since the claim was prepared or unprepared."""
-    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as it:
-        publish = it.registry.events.publish
-        it.registry.apply(PodsListed((naming("a"), naming("b", claim="other"))))
-        await becomes(lambda: it.cluster.report().connected)
+    async with cluster_at_work(tmp_path, Feature.POD_EVENTS) as scene:
+        publish = scene.registry.events.publish
+        scene.registry.apply(PodsListed((naming("a"), naming("b", claim="other"))))
+        await becomes(lambda: scene.cluster.report().connected)
         other = msgspec.structs.replace(OCCUPIED, claim=ResourceClaimRef("team", "other", "uid-2"))
         publish(OCCUPIED)
         publish(other)
@@ -298,8 +304,8 @@ async def test_a_claim_that_was_prepared_meanwhile_has_no_event(tmp_path: Path) 
         skip(CLAIM_LASTS)
         publish(OCCUPIED)
         publish(other)
-        await it.server.until(it.server.events)
-        assert seen(it.server) == [("Pod", "pod-b", 1)]
+        await scene.server.until(scene.server.events)
+        assert seen(scene.server) == [("Pod", "pod-b", 1)]
 
 
 def test_a_claim_that_nothing_is_heard_of_is_refused_for_the_first_time() -> None:
@@ -346,9 +352,9 @@ async def at_work(
     )
     async with cluster_at_work(
         tmp_path, *POD_FEATURES, feature, server=server, timing=timing
-    ) as it:
-        it.offer()
-        yield it
+    ) as scene:
+        scene.offer()
+        yield scene
 
 
 def add(server: SimApiServer, name: str, **pod: Any) -> None:  # noqa: ANN401 - any field
@@ -370,7 +376,7 @@ def deletions(server: SimApiServer) -> list[RecordedRequest]:
 def rules(name: str) -> list[dict[str, list[str]]]:
     """Return all rules of a file of `deploy/`."""
     documents = yaml.safe_load_all((DEPLOY / name).read_text())
-    return [rule for it in documents for rule in it.get("rules") or ()]
+    return [rule for document in documents for rule in document.get("rules") or ()]
 
 
 def is_deletion_of_pods(rule: dict[str, list[str]]) -> bool:
@@ -420,7 +426,7 @@ def test_the_right_to_delete_pods_is_apart() -> None:
 def test_the_limit_is_applied_apart_from_the_right() -> None:
     """A cluster that does not know the policy gets no right by the same command."""
     kinds = {
-        name: {it["kind"] for it in yaml.safe_load_all((DEPLOY / name).read_text())}
+        name: {document["kind"] for document in yaml.safe_load_all((DEPLOY / name).read_text())}
         for name in ("janitor-policy.yaml", "janitor.yaml")
     }
     assert kinds == {
@@ -466,11 +472,11 @@ async def test_a_dry_run_deletes_nothing(tmp_path: Path) -> None:
     server = SimApiServer()
     add(server, "train-1")
 
-    async with at_work(tmp_path, server, Feature.JANITOR_DRY_RUN) as it:
+    async with at_work(tmp_path, server, Feature.JANITOR_DRY_RUN) as scene:
         await server.until(server.events)
         add(server, "train-2")
         await server.until(lambda: "count" in str(server.events()))
-        assert it.cluster.report().features["janitor-dry-run"] == ""
+        assert scene.cluster.report().features["janitor-dry-run"] == ""
 
     assert pods(server) == ["train-1", "train-2"]
     assert [each.body["dryRun"] for each in deletions(server)] == [["All"], ["All"]]
@@ -483,9 +489,9 @@ async def test_a_pod_that_has_changed_is_not_deleted_by_what_was_read(tmp_path: 
     server = SimApiServer()
     add(server, "web-0", uid="old")
 
-    async with at_work(tmp_path, server, delay=1e6) as it:
-        await becomes(lambda: removable_pods(it.registry.snapshot))
-        janitor = it.connection.janitor
+    async with at_work(tmp_path, server, delay=1e6) as scene:
+        await becomes(lambda: removable_pods(scene.registry.snapshot))
+        janitor = scene.connection.janitor
         assert janitor is not None
         server.add_pod("team", "web-0", NODE, uid="new", owner=OWNER, requests={METAGPU: 5})
         [pod] = removable_pods(snapshot_of(replace(REJECTED, uid="old", name="web-0")))
@@ -501,9 +507,9 @@ async def test_pods_stay_for_a_while(tmp_path: Path) -> None:
     server = SimApiServer()
     add(server, "train-1")
 
-    async with at_work(tmp_path, server, delay=1e6) as it:
-        await becomes(lambda: removable_pods(it.registry.snapshot))
-        janitor = it.connection.janitor
+    async with at_work(tmp_path, server, delay=1e6) as scene:
+        await becomes(lambda: removable_pods(scene.registry.snapshot))
+        janitor = scene.connection.janitor
         assert janitor is not None
         wait = await janitor.reconcile()
         assert wait is not None
@@ -522,16 +528,16 @@ async def test_deletions_have_a_rate(tmp_path: Path) -> None:
     for number in range(refusals.BURST + 5):
         add(server, f"train-{number}")
 
-    async with at_work(tmp_path, server, delay=1e6) as it:
-        await becomes(lambda: len(removable_pods(it.registry.snapshot)) == refusals.BURST + 5)
-        janitor = it.connection.janitor
+    async with at_work(tmp_path, server, delay=1e6) as scene:
+        await becomes(lambda: len(removable_pods(scene.registry.snapshot)) == refusals.BURST + 5)
+        janitor = scene.connection.janitor
         assert janitor is not None
         assert await janitor.reconcile() is not None  # it has seen all of them
         now = janitor.clock() + 1e6
         janitor.clock = lambda: now
         janitor.reconciler.trigger()
         await server.until(lambda: len(pods(server)) == 5)
-        await becomes(lambda: len(removable_pods(it.registry.snapshot)) == 5)
+        await becomes(lambda: len(removable_pods(scene.registry.snapshot)) == 5)
         assert await janitor.reconcile() == pytest.approx(refusals.REFILL)
         assert len(pods(server)) == 5
 
@@ -542,10 +548,10 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     server.denied.append(("DELETE", "/pods"))
     add(server, "train-1")
 
-    async with at_work(tmp_path, server) as it:
-        await becomes(lambda: it.cluster.report().features["janitor"])
-        assert "does not allow it" in it.cluster.report().features["janitor"]
-        assert it.cluster.report().features["pod-events"] == ""
+    async with at_work(tmp_path, server) as scene:
+        await becomes(lambda: scene.cluster.report().features["janitor"])
+        assert "does not allow it" in scene.cluster.report().features["janitor"]
+        assert scene.cluster.report().features["pod-events"] == ""
 
     assert pods(server) == ["train-1"]
 
@@ -558,14 +564,14 @@ async def test_a_pod_whose_deletion_is_refused_holds_up_no_other(tmp_path: Path)
     for name in kept:
         add(server, name)
 
-    async with at_work(tmp_path, server) as it:
-        await becomes(lambda: it.cluster.report().features["janitor"])
-        janitor = it.connection.janitor
+    async with at_work(tmp_path, server) as scene:
+        await becomes(lambda: scene.cluster.report().features["janitor"])
+        janitor = scene.connection.janitor
         assert janitor is not None
         janitor._rate = TokenBucket(2, 1 / 0.01)
         add(server, "train-1")
         await server.until(lambda: pods(server) == kept)
-        await becomes(lambda: "/pods/kept-" in it.cluster.report().features["janitor"])
+        await becomes(lambda: "/pods/kept-" in scene.cluster.report().features["janitor"])
 
 
 async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> None:
@@ -574,9 +580,9 @@ async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> No
     for number in range(5):
         add(server, f"train-{number}")
 
-    async with at_work(tmp_path, server, delay=1e6, backoff=60.0) as it:
-        await becomes(lambda: len(removable_pods(it.registry.snapshot)) == 5)
-        janitor = it.connection.janitor
+    async with at_work(tmp_path, server, delay=1e6, backoff=60.0) as scene:
+        await becomes(lambda: len(removable_pods(scene.registry.snapshot)) == 5)
+        janitor = scene.connection.janitor
         assert janitor is not None
         await becomes(lambda: len(janitor._first_seen) == 5)
         # Whatever triggers the daemon's own run meanwhile: there is one at a time, and it fails.

@@ -121,7 +121,7 @@ def test_our_objects_stand_in_the_namespace_of_our_pod(tmp_path: Path) -> None:
     within = made(environment=POD, token=token)
     outside = made(kubeconfig=Path("k"), token=token)
 
-    assert [it.namespace for it in (beside, within, outside) if it] == [
+    assert [settings.namespace for settings in (beside, within, outside) if settings] == [
         "kube-system", "gpus", "kube-system",
     ]  # fmt: skip
 

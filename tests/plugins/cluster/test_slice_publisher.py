@@ -35,12 +35,17 @@ PATH = "/apis/resource.k8s.io/v1/resourceslices"
 
 def named_slices(server: SimApiServer, index: int) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and specs of a GPU's slices in the pool of the node, in order."""
-    found = [(key[2], it) for key, it in server.store.objects.items() if key[0] == COLLECTION]
+    found = [
+        (key[2], document) for key, document in server.store.objects.items() if key[0] == COLLECTION
+    ]
     return [
-        (name, it["spec"])
-        for name, it in sorted(found, key=lambda each: each[0])
-        if it["spec"]["pool"]["name"] == NODE
-        for part in (*it["spec"].get("sharedCounters", ()), *it["spec"].get("devices", ()))[:1]
+        (name, document["spec"])
+        for name, document in sorted(found, key=lambda each: each[0])
+        if document["spec"]["pool"]["name"] == NODE
+        for part in (
+            *document["spec"].get("sharedCounters", ()),
+            *document["spec"].get("devices", ()),
+        )[:1]
         if part["name"].startswith(UUIDS[index].lower())
     ]
 
@@ -52,7 +57,7 @@ def slices(server: SimApiServer, index: int) -> list[Mapping[str, Any]]:
 
 def devices(server: SimApiServer, index: int) -> list[str]:
     """Return the names of a GPU's devices in the pool of the node."""
-    return [it["name"] for spec in slices(server, index) for it in spec.get("devices", ())]
+    return [device["name"] for spec in slices(server, index) for device in spec.get("devices", ())]
 
 
 def names(server: SimApiServer) -> list[str]:
@@ -62,21 +67,21 @@ def names(server: SimApiServer) -> list[str]:
 
 def generations(server: SimApiServer, index: int) -> list[int]:
     """Return the generations of a GPU's slices."""
-    return [it["pool"]["generation"] for it in slices(server, index)]
+    return [piece["pool"]["generation"] for piece in slices(server, index)]
 
 
 def taints(server: SimApiServer, index: int) -> set[str]:
     """Return the keys of all taints of a GPU's devices."""
-    devices = [it for spec in slices(server, index) for it in spec.get("devices", ())]
-    return {taint["key"] for it in devices for taint in it.get("taints", ())}
+    devices = [device for spec in slices(server, index) for device in spec.get("devices", ())]
+    return {taint["key"] for device in devices for taint in device.get("taints", ())}
 
 
 def writes(server: SimApiServer) -> list[str]:
     """Return the writes of slices, in order."""
     return [
-        f"{it.method} {it.target.rpartition('/')[2]}"
-        for it in server.requests
-        if it.method != "GET" and COLLECTION in it.target
+        f"{request.method} {request.target.rpartition('/')[2]}"
+        for request in server.requests
+        if request.method != "GET" and COLLECTION in request.target
     ]
 
 
@@ -88,74 +93,76 @@ async def publishing(
     further: Sequence[Feature] = (),
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin until the block ends, from the moment its slices are there."""
-    async with cluster_at_work(tmp_path, Feature.LABELS, *further, server=server) as it:
-        it.offer(text)
-        await it.server.until(lambda: is_complete(it.server))
-        yield it
+    async with cluster_at_work(tmp_path, Feature.LABELS, *further, server=server) as scene:
+        scene.offer(text)
+        await scene.server.until(lambda: is_complete(scene.server))
+        yield scene
 
 
 def is_complete(server: SimApiServer) -> bool:
     """Return whether both pools have all their slices, of one generation."""
     pools = defaultdict[str, list[Mapping[str, Any]]](list)
-    for key, it in server.store.objects.items():
+    for key, document in server.store.objects.items():
         if key[0] == COLLECTION:
-            pools[it["spec"]["pool"]["name"]].append(it["spec"]["pool"])
+            pools[document["spec"]["pool"]["name"]].append(document["spec"]["pool"])
     wanted = {NODE, f"{NODE}/monitor"}
-    parts = [(len(found), [it["resourceSliceCount"] for it in found]) for found in pools.values()]
-    same = all(len({it["generation"] for it in found}) == 1 for found in pools.values())
+    parts = [
+        (len(found), [entry["resourceSliceCount"] for entry in found]) for found in pools.values()
+    ]
+    same = all(len({entry["generation"] for entry in found}) == 1 for found in pools.values())
     return pools.keys() == wanted and same and all(set(n) == {count} for count, n in parts)
 
 
 async def test_the_node_owns_the_slices_of_its_gpus(tmp_path: Path) -> None:
     """The Node owns counters and devices; what changes nothing in them writes nothing."""
-    async with publishing(tmp_path) as it:
-        counters, offered = slices(it.server, 0)
+    async with publishing(tmp_path) as scene:
+        counters, offered = slices(scene.server, 0)
         assert counters["sharedCounters"]
         assert len(offered["devices"]) == 4
         assert offered["devices"][0]["attributes"]["resource.kubernetes.io/pcieRoot"]
-        assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
+        assert generations(scene.server, 0) == generations(scene.server, 1) == [1, 1]
 
-        owner = it.server.store.objects[COLLECTION, "", names(it.server)[0]]["metadata"]
-        assert owner["ownerReferences"][0]["uid"] == it.server.node(NODE)["metadata"]["uid"]
+        owner = scene.server.store.objects[COLLECTION, "", names(scene.server)[0]]["metadata"]
+        assert owner["ownerReferences"][0]["uid"] == scene.server.node(NODE)["metadata"]["uid"]
         [(_, looking)] = [
-            (key, it["spec"])
-            for key, it in it.server.store.objects.items()
-            if key[0] == COLLECTION and it["spec"]["pool"]["name"] == f"{NODE}/monitor"
+            (key, document["spec"])
+            for key, document in scene.server.store.objects.items()
+            if key[0] == COLLECTION and document["spec"]["pool"]["name"] == f"{NODE}/monitor"
         ]
         assert len(looking["devices"]) == 2
-        assert len(writes(it.server)) == 5
-        it.registry.events.publish(LayoutApplied())
-        it.registry.apply(_claimed(it, NODE))
+        assert len(writes(scene.server)) == 5
+        scene.registry.events.publish(LayoutApplied())
+        scene.registry.apply(_claimed(scene, NODE))
         await anyio.sleep(0.15)
-        assert len(writes(it.server)) == 5
+        assert len(writes(scene.server)) == 5
 
 
-def _claimed(it: Scene, pool: str) -> SharesClaimed:
-    claim, shares = ResourceClaimRef("ns", "a", "u"), it.registry.snapshot.gpus[UUIDS[0]].shares
+def _claimed(scene: Scene, pool: str) -> SharesClaimed:
+    claim, shares = ResourceClaimRef("ns", "a", "u"), scene.registry.snapshot.gpus[UUIDS[0]].shares
     pools = {share.id: f"gpu.metagpu.io/{pool}" for share in shares}
     return SharesClaimed(shares[1:3], at=1, resource_claim=claim, pools=pools)
 
 
 async def test_a_change_of_one_gpu_writes_its_devices_alone(tmp_path: Path) -> None:
     """A fault taints every device of the GPU, in one write of one slice; churn is conflated."""
-    async with publishing(tmp_path) as it:
-        earlier = writes(it.server)
-        it.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
-        await it.server.until(lambda: taints(it.server, 1) == {"metagpu.io/unhealthy"})
-        assert generations(it.server, 1) == [1, 1]
-        assert (generations(it.server, 0), taints(it.server, 0)) == ([1, 1], set())
-        [write] = writes(it.server)[len(earlier) :]
-        assert write == f"PUT {named_slices(it.server, 1)[1][0]}"
+    async with publishing(tmp_path) as scene:
+        earlier = writes(scene.server)
+        scene.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
+        await scene.server.until(lambda: taints(scene.server, 1) == {"metagpu.io/unhealthy"})
+        assert generations(scene.server, 1) == [1, 1]
+        assert (generations(scene.server, 0), taints(scene.server, 0)) == ([1, 1], set())
+        [write] = writes(scene.server)[len(earlier) :]
+        assert write == f"PUT {named_slices(scene.server, 1)[1][0]}"
 
-        before, began = len(writes(it.server)), anyio.current_time()
+        before, began = len(writes(scene.server)), anyio.current_time()
         for number in range(200):
             change = (
                 GpuCordoned(UUIDS[1], f"{number}", 1) if number % 2 else GpuUncordoned(UUIDS[1], 1)
             )
-            it.registry.apply(change)
+            scene.registry.apply(change)
             await anyio.sleep(0.001)
-        await it.server.until(lambda: "metagpu.io/cordoned" in taints(it.server, 1))
-        assert len(writes(it.server)) - before <= _most(it.server, began) < 200
+        await scene.server.until(lambda: "metagpu.io/cordoned" in taints(scene.server, 1))
+        assert len(writes(scene.server)) - before <= _most(scene.server, began) < 200
 
 
 def _most(server: SimApiServer, began: float) -> float:
@@ -166,17 +173,17 @@ def _most(server: SimApiServer, began: float) -> float:
 
 async def test_gpus_that_change_all_the_time_share_two_writes_a_second(tmp_path: Path) -> None:
     """The node writes two slices a second, however many of its GPUs change."""
-    async with publishing(tmp_path) as it:
-        before, began = len(writes(it.server)), anyio.current_time()
+    async with publishing(tmp_path) as scene:
+        before, began = len(writes(scene.server)), anyio.current_time()
         for number in range(20):
             for uuid in UUIDS:
                 odd, even = GpuUncordoned(uuid, 1), GpuCordoned(uuid, "x", 1)
-                it.registry.apply(odd if number % 2 else even)
+                scene.registry.apply(odd if number % 2 else even)
             skip(1)
             wanted = set[str]() if number % 2 else {"metagpu.io/cordoned"}
             for index in (0, 1):
-                await becomes(partial(_has_taints, it.server, index, wanted))
-        assert len(writes(it.server)) - before <= _most(it.server, began)
+                await becomes(partial(_has_taints, scene.server, index, wanted))
+        assert len(writes(scene.server)) - before <= _most(scene.server, began)
 
 
 def _has_taints(server: SimApiServer, index: int, wanted: set[str]) -> bool:
@@ -185,35 +192,35 @@ def _has_taints(server: SimApiServer, index: int, wanted: set[str]) -> bool:
 
 async def test_a_gpu_that_changes_seldom_is_written_first(tmp_path: Path) -> None:
     """The fault of a GPU does not wait for those that change all the time."""
-    async with publishing(tmp_path) as it:
-        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
-        await it.server.until(lambda: taints(it.server, 0) == {"metagpu.io/cordoned"})
-        before = len(writes(it.server))
-        it.registry.apply(GpuUncordoned(UUIDS[0], 1))
-        it.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
-        await it.server.until(lambda: not taints(it.server, 0) and taints(it.server, 1))
-        first, second = writes(it.server)[before:]
-        assert first.endswith(named_slices(it.server, 1)[1][0])
-        assert second.endswith(named_slices(it.server, 0)[1][0])
+    async with publishing(tmp_path) as scene:
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await scene.server.until(lambda: taints(scene.server, 0) == {"metagpu.io/cordoned"})
+        before = len(writes(scene.server))
+        scene.registry.apply(GpuUncordoned(UUIDS[0], 1))
+        scene.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
+        await scene.server.until(lambda: not taints(scene.server, 0) and taints(scene.server, 1))
+        first, second = writes(scene.server)[before:]
+        assert first.endswith(named_slices(scene.server, 1)[1][0])
+        assert second.endswith(named_slices(scene.server, 0)[1][0])
 
 
 async def test_faults_of_all_gpus_keep_the_pool_complete(tmp_path: Path) -> None:
     """Each GPU is written by itself, in the generation that is there."""
-    async with publishing(tmp_path) as it:
-        before = len(writes(it.server))
+    async with publishing(tmp_path) as scene:
+        before = len(writes(scene.server))
         for uuid in UUIDS:
-            it.registry.apply(GpuFaulted(uuid, "XID 79", 1, Fault.XID))
-        await it.server.until(lambda: taints(it.server, 0) and taints(it.server, 1))
-        assert len(writes(it.server)) - before == 2
-        assert generations(it.server, 0) == generations(it.server, 1) == [1, 1]
+            scene.registry.apply(GpuFaulted(uuid, "XID 79", 1, Fault.XID))
+        await scene.server.until(lambda: taints(scene.server, 0) and taints(scene.server, 1))
+        assert len(writes(scene.server)) - before == 2
+        assert generations(scene.server, 0) == generations(scene.server, 1) == [1, 1]
 
 
 async def test_slices_that_come_are_of_a_new_generation(tmp_path: Path) -> None:
     """Readers of a pool see all of a change, or nothing: an incomplete pool is not read."""
-    async with publishing(tmp_path) as it:
-        it.server.store.delete((COLLECTION, "", names(it.server)[0]))
-        await it.server.until(lambda: generations(it.server, 0) == [2, 2])
-        await it.server.until(lambda: generations(it.server, 1) == [2, 2])
+    async with publishing(tmp_path) as scene:
+        scene.server.store.delete((COLLECTION, "", names(scene.server)[0]))
+        await scene.server.until(lambda: generations(scene.server, 0) == [2, 2])
+        await scene.server.until(lambda: generations(scene.server, 1) == [2, 2])
 
 
 async def test_slices_of_an_earlier_shape_go_before_the_new_ones_come(tmp_path: Path) -> None:
@@ -225,9 +232,9 @@ async def test_slices_of_an_earlier_shape_go_before_the_new_ones_come(tmp_path: 
     metadata = {"name": name, "labels": {"app.kubernetes.io/managed-by": "metagpu"}}
     spec = {"driver": "gpu.metagpu.io", "nodeName": NODE, "pool": pool, "devices": []}
     server.store.put((COLLECTION, "", name), {"metadata": metadata, "spec": spec})
-    async with publishing(tmp_path, server=server) as it:
+    async with publishing(tmp_path, server=server) as scene:
         assert writes(server)[0] == f"DELETE {name}"
-        it.registry.apply(_claimed(it, earlier))
+        scene.registry.apply(_claimed(scene, earlier))
         await server.until(lambda: taints(server, 0) == {"metagpu.io/held"})
 
 
@@ -244,41 +251,43 @@ async def test_slices_that_another_driver_of_the_name_left_go(tmp_path: Path) ->
 
 async def test_a_slice_that_exists_unknown_is_replaced(tmp_path: Path) -> None:
     """A creation that is refused, for the slice exists, says nothing of what it contains."""
-    async with publishing(tmp_path) as it:
-        assert it.cluster.connection
-        assert it.cluster.connection.slices
-        del it.cluster.connection.slices.own.objects[names(it.server)[0]]
-        it.registry.events.publish(LayoutApplied())
-        await it.server.until(lambda: generations(it.server, 0) > [1, 1])
-        await it.server.until(lambda: len(set(generations(it.server, 0))) == 1)
+    async with publishing(tmp_path) as scene:
+        assert scene.cluster.connection
+        assert scene.cluster.connection.slices
+        del scene.cluster.connection.slices.own.objects[names(scene.server)[0]]
+        scene.registry.events.publish(LayoutApplied())
+        await scene.server.until(lambda: generations(scene.server, 0) > [1, 1])
+        await scene.server.until(lambda: len(set(generations(scene.server, 0))) == 1)
 
 
 async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
     """The kubelet deletes all slices of its node when it starts, also after a registration."""
-    async with publishing(tmp_path) as it:
-        before = names(it.server)
+    async with publishing(tmp_path) as scene:
+        before = names(scene.server)
         for name in before:
-            it.server.store.delete((COLLECTION, "", name))
-        await it.server.until(lambda: names(it.server) == before, within=20)  # of 30 s at rest
+            scene.server.store.delete((COLLECTION, "", name))
+        await scene.server.until(
+            lambda: names(scene.server) == before, within=20
+        )  # of 30 s at rest
         # The deletions may arrive one by one: then slices that are gone are updated too, in vain.
-        assert writes(it.server).count("POST resourceslices") >= 2 * len(before)
+        assert writes(scene.server).count("POST resourceslices") >= 2 * len(before)
 
 
 async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
     """Somebody who edits a slice sees the effect for half a minute."""
-    async with publishing(tmp_path) as it:
-        name = named_slices(it.server, 0)[1][0]
-        edited = it.server.store.objects[COLLECTION, "", name]
+    async with publishing(tmp_path) as scene:
+        name = named_slices(scene.server, 0)[1][0]
+        edited = scene.server.store.objects[COLLECTION, "", name]
         devices = edited["spec"]["devices"][:1]
-        it.server.store.put(
+        scene.server.store.put(
             (COLLECTION, "", name), {**edited, "spec": {**edited["spec"], "devices": devices}}
         )
         await anyio.sleep(0.4)  # the reconciler waits for the end of half a minute
-        assert len(slices(it.server, 0)[1]["devices"]) == 1
+        assert len(slices(scene.server, 0)[1]["devices"]) == 1
 
         skip(31)
-        await becomes(lambda: len(slices(it.server, 0)[1]["devices"]) == 4)
-        assert generations(it.server, 0) == [1, 1]
+        await becomes(lambda: len(slices(scene.server, 0)[1]["devices"]) == 4)
+        assert generations(scene.server, 0) == [1, 1]
 
 
 async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
@@ -295,14 +304,16 @@ async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
 
         second.driver = "gpu.example.com"
         second.registry.events.publish(LayoutApplied())
-        await server.until(lambda: ["gpu.example.com" in it for it in names(server)] == [True] * 5)
+        await server.until(
+            lambda: ["gpu.example.com" in name for name in names(server)] == [True] * 5
+        )
 
 
 async def test_a_pool_of_another_api_takes_its_slices_back(tmp_path: Path) -> None:
     """After a reload to the device plugin API nothing is published."""
-    async with publishing(tmp_path) as it:
-        it.offer(pool())
-        await it.server.until(lambda: not names(it.server))
+    async with publishing(tmp_path) as scene:
+        scene.offer(pool())
+        await scene.server.until(lambda: not names(scene.server))
 
 
 async def test_an_uninstallation_deletes_the_slices(tmp_path: Path) -> None:
@@ -314,10 +325,12 @@ async def test_an_uninstallation_deletes_the_slices(tmp_path: Path) -> None:
     settings = ClusterSettings(NODE)
     async with client_of(server, tmp_path) as client:
         found = await find_at_api_server(client, settings, (), ())
-        left = [it for it in found if it.kind == "ResourceSlice"]
-        assert [it.where for it in left] == [it for it in names(server) if it != "nic"]
-        for it in left:
-            await it.remove()
+        left = [
+            published_slice for published_slice in found if published_slice.kind == "ResourceSlice"
+        ]
+        assert [other.where for other in left] == [name for name in names(server) if name != "nic"]
+        for leftover in left:
+            await leftover.remove()
     assert names(server) == ["nic"]
 
 
@@ -325,10 +338,10 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
     """Dropped fields are reported, and no fraction is published beside a whole GPU."""
     server = SimApiServer()
     server.resource_slices.dropped = {"sharedCounters", "consumesCounters", "requestPolicy"}
-    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as it:
+    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as scene:
         await server.until(lambda: devices(server, 0) == [UUIDS[0].lower()])
         await server.until(lambda: devices(server, 1) == [UUIDS[1].lower()])
-        problem = slices_of(it).problem
+        problem = slices_of(scene).problem
         assert problem.startswith(
             "the API server dropped sharedCounters, devices[].consumesCounters, "
             "devices[].capacity.shares.requestPolicy"
@@ -340,7 +353,7 @@ async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path
         )
         await server.until(lambda: is_complete(server))
         count = len(writes(server))
-        it.registry.events.publish(LayoutApplied())
+        scene.registry.events.publish(LayoutApplied())
         await anyio.sleep(0.2)
         assert len(writes(server)) == count
 
@@ -349,10 +362,10 @@ async def test_an_api_server_that_gets_the_features_gets_all_devices(tmp_path: P
     """A dry run asks every 10 minutes, and publishes nothing."""
     server = SimApiServer()
     server.resource_slices.dropped = {"sharedCounters", "taints"}
-    async with publishing(tmp_path, server=server) as it:
-        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+    async with publishing(tmp_path, server=server) as scene:
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
         await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [1, 1])
-        await becomes(lambda: "devices[].taints from" in _problem(it))
+        await becomes(lambda: "devices[].taints from" in _problem(scene))
         await server.until(lambda: is_complete(server))
         await anyio.sleep(0.1)
         before = writes(server)
@@ -362,33 +375,33 @@ async def test_an_api_server_that_gets_the_features_gets_all_devices(tmp_path: P
         assert writes(server)[len(before) :] == ["POST resourceslices"]
         assert [len(slices(server, n)) for n in (0, 1)] == [1, 1]
         # A clock that jumps ends the watches: that is the problem for a moment.
-        await becomes(lambda: "sharedCounters" in _problem(it))
+        await becomes(lambda: "sharedCounters" in _problem(scene))
 
         server.resource_slices.dropped = {"taints"}
         skip(601)
         await server.until(lambda: [len(slices(server, n)) for n in (0, 1)] == [2, 2])
-        await becomes(lambda: "dropped devices[].taints from" in _problem(it))
+        await becomes(lambda: "dropped devices[].taints from" in _problem(scene))
         server.resource_slices.dropped = set()
         skip(601)
         await server.until(lambda: taints(server, 0) == {"metagpu.io/cordoned"})
-        await becomes(lambda: not _problem(it))
+        await becomes(lambda: not _problem(scene))
 
 
 async def test_a_field_that_no_slice_has_now_is_still_dropped(tmp_path: Path) -> None:
     """A dry run has each field that was dropped: an uncordoned GPU shows nothing about taints."""
     server = SimApiServer()
     server.resource_slices.dropped = {"taints"}
-    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as it:
-        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
-        await becomes(lambda: "devices[].taints from" in _problem(it))
-        it.registry.apply(GpuUncordoned(UUIDS[0], 1))
+    async with publishing(tmp_path, server=server, further=(Feature.EVENTS,)) as scene:
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await becomes(lambda: "devices[].taints from" in _problem(scene))
+        scene.registry.apply(GpuUncordoned(UUIDS[0], 1))
         before = writes(server)
 
         skip(601)
         await becomes(lambda: len(writes(server)) >= len(before) + 2)
-        it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
+        scene.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
         await becomes(lambda: writes(server)[-1] == f"PUT {named_slices(server, 1)[1][0]}")
-        assert "devices[].taints from" in slices_of(it).dropped
+        assert "devices[].taints from" in slices_of(scene).dropped
         assert writes(server)[len(before) : -1] == ["POST resourceslices"] * 2
 
 
@@ -396,27 +409,27 @@ async def test_an_api_server_without_dry_runs_gets_slices(tmp_path: Path) -> Non
     """A webhook may refuse every dry run: that is no fault of the slices, which come first."""
     server = SimApiServer()
     server.resource_slices.dropped, server.resource_slices.dry_runs = {"taints"}, False
-    async with publishing(tmp_path, server=server) as it:
-        it.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
-        await becomes(lambda: "devices[].taints from" in _problem(it))
+    async with publishing(tmp_path, server=server) as scene:
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await becomes(lambda: "devices[].taints from" in _problem(scene))
         before = writes(server)
         skip(601)
-        it.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
+        scene.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
         await becomes(lambda: len(writes(server)) >= len(before) + 2)
         first, second = writes(server)[len(before) :]
         assert first.startswith("PUT ")
         assert second == "POST resourceslices"
         await anyio.wait_all_tasks_blocked()
-        assert "devices[].taints from" in slices_of(it).dropped
+        assert "devices[].taints from" in slices_of(scene).dropped
 
 
 async def test_a_gpu_that_is_refused_keeps_no_other_from_being_published(tmp_path: Path) -> None:
     """The pool of the other GPUs is complete, and the problem is reported."""
     server = SimApiServer()
     server.resource_slices.refused.add(f"{UUIDS[0].lower()}-mps")
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer(FOUR)
-        await becomes(lambda: "a test made it invalid" in _problem(it))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer(FOUR)
+        await becomes(lambda: "a test made it invalid" in _problem(scene))
         assert slices(server, 0) == []
         assert [spec["pool"]["resourceSliceCount"] for spec in slices(server, 1)] == [2, 2]
         assert len(set(generations(server, 1))) == 1
@@ -450,11 +463,11 @@ async def test_extended_resources_are_those_of_device_classes(tmp_path: Path) ->
     server = SimApiServer()
     _device_class(server, "older", "nvidia.com/gpu", "2026-01-01T00:00:00Z")
     _device_class(server, "nic", "example.com/nic", "2026-01-01T00:00:00Z", driver="nic.example")
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer(BOTH_APIS)
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer(BOTH_APIS)
 
         def report() -> tuple[Any, Any]:
-            return slices_of(it).extended_resources, slices_of(it).contested
+            return slices_of(scene).extended_resources, slices_of(scene).contested
 
         await becomes(lambda: report() == ({"nvidia.com/gpu": "older"}, {}))
         _device_class(server, "a-younger", "nvidia.com/gpu", "2026-01-02T00:00:00Z")
@@ -470,21 +483,21 @@ async def test_unread_device_classes_are_a_problem_of_their_own(tmp_path: Path) 
     """Without the right to read them, slices are published; the report has the reason."""
     server = SimApiServer()
     server.denied.append(("GET", "deviceclasses"))
-    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as it:
-        it.offer(FOUR)
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer(FOUR)
         await server.until(lambda: len(slices(server, 1)) == 2)
 
         def report() -> Any:  # noqa: ANN401 - any JSON
-            return slices_of(it).classes_problem
+            return slices_of(scene).classes_problem
 
         await becomes(lambda: "deviceclasses" in str(report()))
-        assert not _problem(it)
+        assert not _problem(scene)
 
 
-def slices_of(it: Scene) -> SlicesReport:
+def slices_of(scene: Scene) -> SlicesReport:
     """Return the report of the slices, once there is a connection."""
-    return it.cluster.report().resource_slices or complete({}, SlicesReport)
+    return scene.cluster.report().resource_slices or complete({}, SlicesReport)
 
 
-def _problem(it: Scene) -> str:
-    return slices_of(it).problem
+def _problem(scene: Scene) -> str:
+    return slices_of(scene).problem

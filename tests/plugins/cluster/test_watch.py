@@ -29,7 +29,7 @@ class Reader:
     changed: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
-        self.it = WatchedObject(self.client, NODES, NODE, self.count_change)
+        self.watched = WatchedObject(self.client, NODES, NODE, self.count_change)
 
     def count_change(self) -> None:
         """Count a change."""
@@ -39,12 +39,14 @@ class Reader:
 
     def says(self) -> str | None:
         """Return the label that the tests change, `None` without a Node."""
-        return self.it.object["metadata"]["labels"].get("it", "") if self.it.object else None
+        return (
+            self.watched.object["metadata"]["labels"].get("it", "") if self.watched.object else None
+        )
 
     async def until(self, value: str | None) -> None:
         """Wait until the label has a value."""
         with anyio.fail_after(30):
-            while not self.it.known or self.says() != value:
+            while not self.watched.known or self.says() != value:
                 await self.changed.wait()
 
 
@@ -53,7 +55,7 @@ async def reading(server: SimApiServer, tmp_path: Path) -> AsyncIterator[Reader]
     """Watch the Node of a server until the block ends."""
     async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
         reader = Reader(client)
-        group.start_soon(reader.it.run)
+        group.start_soon(reader.watched.run)
         yield reader
         group.cancel_scope.cancel()
 
@@ -149,11 +151,11 @@ async def test_server_that_goes_away_leaves_what_was_known(tmp_path: Path) -> No
             server.end_watches()
             await server.until(lambda: len(server.failures) < 3)
             assert reader.says() == "1"
-            assert "answers 500" in reader.it.problem
+            assert "answers 500" in reader.watched.problem
 
             server.label(NODE, {"it": "2"})
             await reader.until("2")
-            assert reader.it.problem == ""
+            assert reader.watched.problem == ""
 
     assert [line["event"] for line in lines] == [
         "watch failed; the last known state stays",

@@ -68,13 +68,13 @@ class KubeletCalls:
                     self.driver: {
                         "Devices": [
                             {
-                                "PoolName": it.pool_name,
-                                "DeviceName": it.device_name,
-                                "ShareID": it.share_id,
-                                "RequestNames": it.request_names,
-                                "CDIDeviceIDs": it.cdi_device_ids,
+                                "PoolName": device.pool_name,
+                                "DeviceName": device.device_name,
+                                "ShareID": device.share_id,
+                                "RequestNames": device.request_names,
+                                "CDIDeviceIDs": device.cdi_device_ids,
                             }
-                            for it in devices
+                            for device in devices
                         ]
                     }
                 },
@@ -113,7 +113,7 @@ class KubeletCalls:
         request = v1.NodeUnprepareResourcesRequest(claims=_claims(refs))
         answer = await self._call("NodeUnprepareResources", bytes(request))
         found = v1.NodeUnprepareResourcesResponse.parse(answer).claims
-        return {uid: it.error for uid, it in found.items()}
+        return {uid: response.error for uid, response in found.items()}
 
     async def _call(self, method: str, request: bytes) -> bytes:
         endpoint = self.root / "plugins" / self.driver / "dra.sock"
@@ -230,7 +230,7 @@ class DraNode(KubeletCalls):
     def result(self, gpu: Gpu, kind: str, request: str = "gpu", **more: Any) -> dict[str, Any]:  # noqa: ANN401
         """Build a result of an allocation: the device of a type on a GPU."""
         state = self.registry.snapshot.gpus[gpu.id]
-        device = next(it for it in devices_of(state) if it.type == kind)
+        device = next(other for other in devices_of(state) if other.type == kind)
         found = {"request": request, "driver": DRIVER, "pool": pool_name(NODE)}
         return {**found, "device": device.name, **more}
 
@@ -271,7 +271,10 @@ class DraNode(KubeletCalls):
         """Read the edits of a claim's CDI names."""
         text = (self.root / "cdi" / f"metagpu.io-claim-{ref.uid}.json").read_text()
         spec = check_spec(text)
-        return {f"{spec['kind']}={it['name']}": it["containerEdits"] for it in spec["devices"]}
+        return {
+            f"{spec['kind']}={device['name']}": device["containerEdits"]
+            for device in spec["devices"]
+        }
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -290,10 +293,10 @@ async def turns(count: int = 50) -> None:
 
 
 def _claims(refs: tuple[ResourceClaimRef, ...]) -> list[v1.Claim]:
-    return [v1.Claim(namespace=it.namespace, name=it.name, uid=it.uid) for it in refs]
+    return [v1.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in refs]
 
 
 def variable(edits: Mapping[str, Any], name: str) -> str:
     """Return a variable of a container's edits."""
     env: list[str] = edits["env"]
-    return dict(it.split("=", 1) for it in env)[name]
+    return dict(text.split("=", 1) for text in env)[name]

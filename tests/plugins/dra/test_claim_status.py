@@ -177,7 +177,7 @@ async def test_a_mig_device_is_not_reported_lost_before_its_backend_has_looked(
     gpus = [mig_gpu()]
     node.offer(gpus, MIG)
     own = gpus[0].id
-    share = next(it.id for it in node.layout.shares)
+    share = next(other.id for other in node.layout.shares)
     node.registry.apply(BackendAttached(own, "mig", needs_setup=True, needs_cleanup=True, at=1))
     async with server.running():
         server.prepare("mig", "mig", share.partition("::")[2])

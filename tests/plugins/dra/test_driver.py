@@ -82,11 +82,11 @@ async def test_another_driver_of_the_name_keeps_its_sockets(
     async with anyio.create_task_group() as group:
         async with other.running():
             await other.notify(registered=True)
-            before = [it.stat().st_ino for it in sockets]
+            before = [socket.stat().st_ino for socket in sockets]
             group.start_soon(node.dra.run)
             await until(lambda: endpoint in str(node.dra.report().problem))
             assert f"process {os.getpid()} " in str(node.dra.report().problem)
-            assert [it.stat().st_ino for it in sockets] == before
+            assert [socket.stat().st_ino for socket in sockets] == before
             assert other.dra.report().problem is None
         await node.wait_registration()
         group.cancel_scope.cancel()
@@ -99,7 +99,10 @@ async def test_of_two_daemons_that_start_at_once_one_serves(node: DraNode, tmp_p
     async def settled() -> bool:
         with suppress(OSError, StreamTerminatedError):
             await node.notify(registered=True)
-        served, other = sorted((it.report() for it in drivers), key=lambda it: not it.registered)
+        served, other = sorted(
+            (dra_driver.report() for dra_driver in drivers),
+            key=lambda report: not report.registered,
+        )
         return (served.registered, other.registered) == (True, False) and (
             f"process {os.getpid()} serves" in str(other.problem)
         )
@@ -190,7 +193,7 @@ async def test_requests_of_one_claim_have_slots_and_limits_of_their_own(node: Dr
         assert variable(edits[second.cdi_device_ids[-1]], MEMORY) == f"{gpu(0).id}=12288"
         expected = f"{gpu(0).id}=4096,{gpu(1).id}=4096"
         requests = node.dra.preparer.requests_of(two.uid)
-        assert [list(requests.values()).count(it) for it in ("a", "b")] == [40, 30]
+        assert [list(requests.values()).count(name) for name in ("a", "b")] == [40, 30]
         assert node.dra.preparer.requests_of(both.uid) == {}
         for device in answers[both.uid].devices:
             assert device.request_names == ["c"]
@@ -205,16 +208,16 @@ async def test_requests_that_come_together_have_one_value_of_each_variable(node:
     async with node.running():
         answers = await node.prepare(claim, one)
         *own, together = answers[claim.uid].devices
-        names = [name for it in (*own, together) for name in it.cdi_device_ids]
+        names = [name for device in (*own, together) for name in device.cdi_device_ids]
         edits = node.edits(claim)
-        memory = [variable(edits[it.cdi_device_ids[-1]], MEMORY) for it in own]
+        memory = [variable(edits[device.cdi_device_ids[-1]], MEMORY) for device in own]
         assert memory == [
             *(f"{gpu(0).id}={mib}" for mib in (16384, 12288)),
             f"{gpu(1).id}=40960",
         ]
         # The kubelet gives a container the names in this order, and the last value counts.
         environment = dict(
-            it.split("=", 1) for name in names for it in edits.get(name, {}).get("env", ())
+            value.split("=", 1) for name in names for value in edits.get(name, {}).get("env", ())
         )
         assert environment[MEMORY] == f"{gpu(0).id}=28672,{gpu(1).id}=40960"
         assert environment["METAGPU_MAX_MEM"] == "28672"
@@ -231,7 +234,7 @@ async def test_requests_that_come_together_have_one_value_of_each_variable(node:
 
 async def test_extended_resources_of_one_container_come_together(node: DraNode) -> None:
     """The scheduler makes one claim for a pod, with requests named by container."""
-    requests = [f"container-{it}" for it in ("0-request-0", "0-request-1", "1-request-0")]
+    requests = [f"container-{name}" for name in ("0-request-0", "0-request-1", "1-request-0")]
     first, second, other = requests
     claim = node.allocate(
         "pod-extended-resources-x7k2p",
@@ -241,10 +244,10 @@ async def test_extended_resources_of_one_container_come_together(node: DraNode) 
     )
     async with node.running():
         devices = (await node.prepare(claim))[claim.uid].devices
-        assert [it.request_names for it in devices] == [[it] for it in requests]
+        assert [device.request_names for device in devices] == [[request] for request in requests]
         edits = node.edits(claim)
         slice_, whole = f"{gpu(0).id}=10240", f"{gpu(1).id}=40960"
-        assert [variable(edits[it.cdi_device_ids[-1]], MEMORY) for it in devices] == [
+        assert [variable(edits[device.cdi_device_ids[-1]], MEMORY) for device in devices] == [
             *(f"{slice_},{whole}",) * 2,
             slice_,
         ]
@@ -483,7 +486,7 @@ async def test_a_claim_that_could_not_be_read_is_prepared_once_it_can(node: DraN
     async with node.running():
         node.unanswered = 3
         answers = await node.prepare(claim, gone, odd)
-        assert all("the API server is away" in it.error for it in answers.values())
+        assert all("the API server is away" in answer.error for answer in answers.values())
         del node.claims[gone.namespace, gone.name]
         node.unanswered = 1
         polling.skip(100)
@@ -501,7 +504,8 @@ async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
 ) -> None:
     """The kubelet refused them without a call; what is prepared, gone or of others is left."""
     ready, late, made, limits = (
-        node.allocate(it, node.fraction(gpu(0), 10)) for it in ("ready", "late", "made", "limits")
+        node.allocate(name, node.fraction(gpu(0), 10))
+        for name in ("ready", "late", "made", "limits")
     )
     foreign = node.allocate("foreign", {**node.fraction(gpu(0), 10), "driver": "gpu.example.com"})
     of_template = {"resourceClaimStatuses": [{"name": "0", "resourceClaimName": made.name}]}
@@ -517,7 +521,7 @@ async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
         await node.notify(registered=True)
         await until(lambda: len(node.annotated) == 3)
         await anyio.wait_all_tasks_blocked()
-        assert node.annotated == [f"default/{it}: metagpu.io/prepare-again" for it in "acd"]
+        assert node.annotated == [f"default/{name}: metagpu.io/prepare-again" for name in "acd"]
 
 
 async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> None:
@@ -539,19 +543,19 @@ async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> 
         await node.notify(registered=True)
         await until(lambda: len(node.annotated) == 2)
         await anyio.wait_all_tasks_blocked()
-    assert node.annotated == [f"default/{it}: metagpu.io/prepare-again" for it in "ab"]
+    assert node.annotated == [f"default/{key}: metagpu.io/prepare-again" for key in "ab"]
     assert node.unanswered == 0
 
 
 def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:
     """Return a pod that waits on the node for its claims."""
-    named = [{"name": str(number), **it} for number, it in enumerate(claims)]
+    named = [{"name": str(number), **document} for number, document in enumerate(claims)]
     return {"metadata": {"namespace": "default", "name": name}, "spec": {"resourceClaims": named}}
 
 
 async def test_a_claim_may_end_while_the_pods_of_others_are_annotated(node: DraNode) -> None:
     """The API server may take seconds; the kubelet goes on meanwhile."""
-    first, second = (node.allocate(it, node.fraction(gpu(1), 1)) for it in ("first", "second"))
+    first, second = (node.allocate(name, node.fraction(gpu(1), 1)) for name in ("first", "second"))
     annotate = node.annotate_pod
 
     async def slowly(namespace: str, pod: str, key: str, value: str) -> None:
@@ -591,8 +595,8 @@ async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> N
         async with UnixChannel(endpoint) as channel:
             stub = v1alpha1.DraResourceHealthStub(channel)
             request = v1alpha1.NodeWatchResourcesRequest()
-            async for it in stub.node_watch_resources(request):
-                seen.append(it)  # noqa: PERF401 - each is waited for
+            async for resource in stub.node_watch_resources(request):
+                seen.append(resource)  # noqa: PERF401 - each is waited for
 
     async with anyio.create_task_group() as group, node.running():
         info = await node.get_info()
@@ -602,12 +606,12 @@ async def test_the_kubelet_is_sent_the_health_of_each_device(node: DraNode) -> N
         node.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=1))
         await until(lambda: len(seen) == 2)
     first, second = seen
-    assert {it.health for it in first.devices} == {v1alpha1.HealthStatus.HEALTHY}
-    ill = [it for it in second.devices if it.health == v1alpha1.HealthStatus.UNHEALTHY]
-    devices = [it.device for it in ill if it.device]
-    assert {it.pool_name for it in devices} == {"node-1"}
-    assert all(it.device_name.startswith(gpu(0).id.lower()) for it in devices)
-    assert {it.message for it in ill} == {"XID 79"}
+    assert {device.health for device in first.devices} == {v1alpha1.HealthStatus.HEALTHY}
+    ill = [device for device in second.devices if device.health == v1alpha1.HealthStatus.UNHEALTHY]
+    devices = [health.device for health in ill if health.device]
+    assert {device.pool_name for device in devices} == {"node-1"}
+    assert all(device.device_name.startswith(gpu(0).id.lower()) for device in devices)
+    assert {health.message for health in ill} == {"XID 79"}
     assert len(ill) == len(second.devices) / 2 == 3
 
 
@@ -622,9 +626,9 @@ async def test_a_device_with_too_few_free_shares_says_how_many(node: DraNode) ->
             answers = await node.prepare(second, slices)
             events = aiter(refused)
             heard = [await anext(events), await anext(events)]
-        assert {str(it.reason) for it in heard if isinstance(it, ResourceClaimRefused)} == {
-            it.error for it in answers.values()
-        }
+        assert {
+            str(ended.reason) for ended in heard if isinstance(ended, ResourceClaimRefused)
+        } == {answer.error for answer in answers.values()}
         assert "40 free shares of 50" in answers[second.uid].error
         assert "in use by fraction" in answers[slices.uid].error
 
@@ -649,7 +653,7 @@ async def test_a_hundred_claims_get_distinct_shares_at_once(node: DraNode) -> No
     claims = [node.allocate(f"c{n}", node.fraction(gpu(0), 1)) for n in range(100)]
     async with node.running():
         answers = await node.prepare(*claims)
-        assert {it.error for it in answers.values()} == {""}
+        assert {answer.error for answer in answers.values()} == {""}
         assert len({share for ref in claims for share in node.leased(ref)}) == 100
         await node.unprepare(*claims)
         assert not node.registry.snapshot.gpus[gpu(0).id].leases
@@ -663,7 +667,7 @@ async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
         answer = (await node.prepare(claim))[claim.uid]
         assert (answer.error, answer.devices[0].pool_name) == ("", pool)
         leases = node.registry.snapshot.gpus[gpu(0).id].leases
-        assert {it.pool for it in leases.values()} == {f"{DRIVER}/{pool}"}
+        assert {lease.pool for lease in leases.values()} == {f"{DRIVER}/{pool}"}
     node.write_checkpoint({claim: answer.devices})
 
     node.registry = Registry()
@@ -672,7 +676,7 @@ async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
     async with node.running():
         leases = node.registry.snapshot.gpus[gpu(0).id].leases
         assert len(leases) == 50
-        assert {it.pool for it in leases.values()} == {f"{DRIVER}/{pool}"}
+        assert {lease.pool for lease in leases.values()} == {f"{DRIVER}/{pool}"}
 
 
 async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNode) -> None:
@@ -796,7 +800,8 @@ async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) 
     async with node.running():
         answer = (await node.prepare(claim))[claim.uid]
         shares = [
-            node.registry.snapshot.gpus[gpu(0).id].leases[it].share for it in node.leased(claim)
+            node.registry.snapshot.gpus[gpu(0).id].leases[share_id].share
+            for share_id in node.leased(claim)
         ]
     node.write_checkpoint({claim: answer.devices})
     node.registry = Registry()
@@ -806,7 +811,11 @@ async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) 
     with capture_logs() as logs:
         async with node.running():
             assert node.leased(claim) == [shares[1].id]
-    [log] = [it for it in logs if it["event"] == "share of a resource claim held by others too"]
+    [log] = [
+        mapping
+        for mapping in logs
+        if mapping["event"] == "share of a resource claim held by others too"
+    ]
     assert (log["claim"], log["share"]) == ("default/a", shares[0].id)
 
 
@@ -826,14 +835,15 @@ async def test_silence_ends_no_lease_of_a_claim(node: DraNode) -> None:
     ):
         node.registry.apply(fact)
         leases = node.registry.snapshot.gpus[gpu(0).id].leases.values()
-        assert {(it.holder, it.sharers, it.unconfirmed, it.resource_claim) for it in leases} == {
-            (holder, (other,), False, claim)
-        }
+        assert {
+            (lease.holder, lease.sharers, lease.unconfirmed, lease.resource_claim)
+            for lease in leases
+        } == {(holder, (other,), False, claim)}
     later = {(claim.uid, share): (other,) for share in of_claim.share_ids}
     node.registry.apply(LeasesObserved({}, now + 2000, of_claims=later))
-    assert {(it.holder, it.sharers) for it in leases} == {(holder, (other,))}
+    assert {(lease.holder, lease.sharers) for lease in leases} == {(holder, (other,))}
     leases = node.registry.snapshot.gpus[gpu(0).id].leases.values()
-    assert {(it.holder, it.sharers) for it in leases} == {(other, ())}
+    assert {(lease.holder, lease.sharers) for lease in leases} == {(other, ())}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def node(tmp_path: Path) -> DraNode:
 def settings(node: DraNode) -> set[str]:
     """Return the settings of all leases."""
     states = node.registry.snapshot.gpus.values()
-    return {it.settings for state in states for it in state.leases.values()}
+    return {lease.settings for state in states for lease in state.leases.values()}
 
 
 async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) -> None:
@@ -72,7 +72,7 @@ async def test_two_requests_share_their_gpus_as_the_claim_says(node: DraNode) ->
     async with node.running():
         answer = (await node.prepare(claim))[claim.uid]
         assert not answer.error
-        by_slices, by_mps, _ = (it.cdi_device_ids[-1] for it in answer.devices)
+        by_slices, by_mps, _ = (device.cdi_device_ids[-1] for device in answer.devices)
         assert by_slices.endswith(f".{gpu(0).id}.timeslice:long.t0-t3")
         assert by_mps.endswith(f".{gpu(1).id}.mps:50-10240.p00-p99")
         edits, leased = node.edits(claim), set(node.leased(claim))
@@ -100,9 +100,9 @@ async def test_limits_of_a_newer_daemon_take_no_other_claim_with_them(node: DraN
         answers = await node.prepare(new, known)
         edits = node.edits(known)
         [device] = answers[new.uid].devices
-        names = [it.replace(".mps.", ".mps:50-x-9.") for it in device.cdi_device_ids]
+        names = [name.replace(".mps.", ".mps:50-x-9.") for name in device.cdi_device_ids]
         device.cdi_device_ids = names
-    node.write_checkpoint({it: answers[it.uid].devices for it in (new, known)})
+    node.write_checkpoint({ref: answers[ref.uid].devices for ref in (new, known)})
     for file in (node.root / "cdi").iterdir():
         file.unlink()
     node.registry = Registry()
@@ -112,7 +112,7 @@ async def test_limits_of_a_newer_daemon_take_no_other_claim_with_them(node: DraN
         async with node.running():
             assert len(node.leased(new)) == len(node.leased(known)) == 100
             assert node.edits(known) == edits
-    [failed] = [it for it in logs if it["event"].endswith("not written again")]
+    [failed] = [log for log in logs if log["event"].endswith("not written again")]
     assert failed["claim"] == "default/new"
     assert "50-x-9" in failed["error"]
 
@@ -142,7 +142,7 @@ async def test_a_claim_with_more_containers_than_clients_is_reported(node: DraNo
     async with node.running():
         await node.prepare(claim)
         for count, crowded in ((2, []), (3, [sentence])):
-            held = {(claim.uid, it): tuple(pods[:count]) for it in node.leased(claim)}
+            held = {(claim.uid, share_id): tuple(pods[:count]) for share_id in node.leased(claim)}
             node.registry.apply(LeasesObserved({}, anyio.current_time() + count, of_claims=held))
             assert node.dra.report().crowded == crowded
 
@@ -155,7 +155,9 @@ async def test_what_the_gpus_pool_cannot_do_is_refused_with_the_field(node: DraN
     short = node.allocate("short", whole, config=[config(by_time("Short"))])
     default = node.allocate("default", whole, config=[config(by_time("Default"))])
     async with node.running():
-        errors = {uid: it.error for uid, it in (await node.prepare(by_mps, short)).items()}
+        errors = {
+            uid: response.error for uid, response in (await node.prepare(by_mps, short)).items()
+        }
         assert "sharing.strategy: MPS: the pool of GPU 0" in errors[by_mps.uid]
         assert "has no backend mps" in errors[by_mps.uid]
         assert "interval: Short: the backend timeslice of" in errors[short.uid]

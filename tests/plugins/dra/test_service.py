@@ -19,13 +19,13 @@ def generated(answer: PrepareAnswer) -> v1.NodePrepareResourceResponse:
         return v1.NodePrepareResourceResponse(error=answer)
     devices = [
         v1.Device(
-            request_names=list(it.requests),
-            pool_name=it.pool,
-            device_name=it.device,
-            cdi_device_ids=list(it.cdi_names),
-            share_id=it.share_id,
+            request_names=list(device.requests),
+            pool_name=device.pool,
+            device_name=device.device,
+            cdi_device_ids=list(device.cdi_names),
+            share_id=device.share_id,
         )
-        for it in answer
+        for device in answer
     ]
     return v1.NodePrepareResourceResponse(devices=devices)
 
@@ -35,7 +35,7 @@ def test_answers_are_encoded_as_by_the_generated_messages(
     answers: dict[str, PrepareAnswer],
 ) -> None:
     """Every answer is decoded as what was answered, by the generated messages."""
-    expected = {uid: generated(it) for uid, it in answers.items()}
+    expected = {uid: generated(group) for uid, group in answers.items()}
     decoded = v1.NodePrepareResourcesResponse.parse(encode_prepare_response(answers))
 
     assert decoded == v1.NodePrepareResourcesResponse(claims=expected)

@@ -29,10 +29,10 @@ class Maker:
 @asynccontextmanager
 async def shared(maker: Maker, age: float) -> AsyncIterator[SingleFlight[int]]:
     """Run the single flight until the block ends."""
-    it = SingleFlight("numbers", maker.make, age)
+    flight = SingleFlight("numbers", maker.make, age)
     async with anyio.create_task_group() as group:
-        group.start_soon(it.run)
-        yield it
+        group.start_soon(flight.run)
+        yield flight
         group.cancel_scope.cancel()
 
 
@@ -40,17 +40,17 @@ async def test_concurrent_requests_share_one_value() -> None:
     """A hundred concurrent requests, and one soon after, share one value."""
     maker, got = Maker(), list[int | None]()
 
-    async with shared(maker, age=3600) as it:
+    async with shared(maker, age=3600) as flight:
         async with anyio.create_task_group() as group:
 
             async def ask() -> None:
-                got.append(await it.get())
+                got.append(await flight.get())
 
             for _ in range(100):
                 group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
             maker.gate.set()
-        assert await it.get() == 1
+        assert await flight.get() == 1
 
     assert got == [1] * 100
 
@@ -60,8 +60,8 @@ async def test_an_old_value_is_computed_again() -> None:
     maker = Maker()
     maker.gate.set()
 
-    async with shared(maker, age=0) as it:
-        assert [await it.get() for _ in range(3)] == [1, 2, 3]
+    async with shared(maker, age=0) as flight:
+        assert [await flight.get() for _ in range(3)] == [1, 2, 3]
         await anyio.wait_all_tasks_blocked()
 
     assert maker.made == 3
@@ -71,19 +71,19 @@ async def test_a_value_that_is_no_longer_true_is_not_shared_with_later_requests(
     """Requests from a change on get a value that was begun after it; earlier ones do not wait."""
     maker, got = Maker(), list[tuple[str, int | None]]()
 
-    async with shared(maker, age=3600) as it, anyio.create_task_group() as group:
+    async with shared(maker, age=3600) as flight, anyio.create_task_group() as group:
 
         async def ask(name: str) -> None:
-            got.append((name, await it.get()))
+            got.append((name, await flight.get()))
 
         group.start_soon(ask, "before")
         await anyio.wait_all_tasks_blocked()  # the first computation is under way
-        it.invalidate()
+        flight.invalidate()
         group.start_soon(ask, "after")
         await anyio.wait_all_tasks_blocked()
         maker.gate.set()
         await anyio.wait_all_tasks_blocked()
-        assert await it.get() == 2
+        assert await flight.get() == 2
 
     assert got == [("before", 1), ("after", 2)]
 
@@ -92,12 +92,12 @@ async def test_a_request_may_be_cancelled() -> None:
     """A computation goes on for the next request when its first request is cancelled."""
     maker = Maker()
 
-    async with shared(maker, age=3600) as it:
+    async with shared(maker, age=3600) as flight:
         with anyio.move_on_after(0):
-            await it.get()
+            await flight.get()
         await anyio.wait_all_tasks_blocked()
         maker.gate.set()
-        assert await it.get() == 1
+        assert await flight.get() == 1
 
     assert maker.made == 1
 
@@ -106,13 +106,13 @@ async def test_a_timeout_returns_the_last_value() -> None:
     """A timeout returns nothing at first, later the last value; a hung call runs once."""
     maker = Maker()
 
-    async with shared(maker, age=0) as it:
-        assert await it.get(max_wait=0.01) is None
+    async with shared(maker, age=0) as flight:
+        assert await flight.get(max_wait=0.01) is None
         maker.gate.set()
         await anyio.wait_all_tasks_blocked()
         maker.gate = anyio.Event()
 
-        assert [await it.get(max_wait=0.01) for _ in range(3)] == [1, 1, 1]
+        assert [await flight.get(max_wait=0.01) for _ in range(3)] == [1, 1, 1]
         await anyio.wait_all_tasks_blocked()
 
     assert maker.made == 2
@@ -131,9 +131,9 @@ async def test_a_failure_is_logged_and_the_next_try_may_succeed() -> None:
 
     with capture_module_logs(module) as logs:
         async with anyio.create_task_group() as group:
-            it = SingleFlight("numbers", make, age=0)
-            group.start_soon(it.run)
-            assert [await it.get() for _ in range(3)] == [1, None, 3]
+            flight = SingleFlight("numbers", make, age=0)
+            group.start_soon(flight.run)
+            assert [await flight.get() for _ in range(3)] == [1, None, 3]
             group.cancel_scope.cancel()
 
     assert [(entry["event"], entry["value"]) for entry in logs] == [

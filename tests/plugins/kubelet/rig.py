@@ -159,16 +159,16 @@ async def node(
         group.cancel_scope.cancel()
 
 
-def drop_list(it: Node, resource: str = METAGPU) -> None:
+def drop_list(live_node: Node, resource: str = METAGPU) -> None:
     """Close the kubelet's connection to our endpoint, as it does after a broken list."""
-    assert it.kubelet._process is not None
-    it.kubelet._process.registration._clients[resource, ""].close()
+    assert live_node.kubelet._process is not None
+    live_node.kubelet._process.registration._clients[resource, ""].close()
 
 
 @asynccontextmanager
-async def endpoint_of(it: Node) -> AsyncIterator[v1beta1.DevicePluginStub]:
+async def endpoint_of(live_node: Node) -> AsyncIterator[v1beta1.DevicePluginStub]:
     """Connect to our only endpoint as the kubelet does, beside the kubelet."""
-    [socket] = it.sockets()
+    [socket] = live_node.sockets()
 
     async with Channel(path=str(socket)) as channel:
         yield v1beta1.DevicePluginStub(channel)

@@ -39,10 +39,10 @@ from tests.plugins.kubelet.rig import (
 
 async def test_pod_gets_its_gpu(tmp_path: Path) -> None:
     """A pod of one share gets one GPU, and both PodResources services name it (case 28)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         running = pod("train", 1)
-        options = await it.kubelet.admit(running)
+        options = await live_node.kubelet.admit(running)
 
         assert options["main"].envs[VISIBLE] == gpu(0).id
         assert options["main"].envs["METAGPU_MAX_MEM"] == "4096"
@@ -71,32 +71,32 @@ async def test_two_resources_in_one_container(tmp_path: Path) -> None:
     config = "deviceListStrategy: volume-mounts\n" + FOUR_RESOURCES
     one, two = RESOURCES[:2]
 
-    async with node(tmp_path, *gpus, config=config) as it, it.kubelet.running():
-        await it.until(100, 100, one)
-        await it.until(100, 100, two)
+    async with node(tmp_path, *gpus, config=config) as live_node, live_node.kubelet.running():
+        await live_node.until(100, 100, one)
+        await live_node.until(100, 100, two)
         both = SimPod("both", containers=(SimContainer("main", {one: 2, two: 1}),))
-        options = await it.kubelet.admit(both)
+        options = await live_node.kubelet.admit(both)
 
         assert {mount.container_path for mount in options["main"].mounts} == {
             f"/var/run/nvidia-container-devices/{gpu(n).id}" for n in (0, 1)
         }
 
         with pytest.raises(AdmissionError, match=r"Requested: 99, Available: 98"):
-            await it.kubelet.admit(pod("greedy", 99, one))
-        await it.kubelet.admit(pod("rest", 98, one))
-        await it.kubelet.admit(pod("other", 99, two))
+            await live_node.kubelet.admit(pod("greedy", 99, one))
+        await live_node.kubelet.admit(pod("rest", 98, one))
+        await live_node.kubelet.admit(pod("other", 99, two))
 
 
 async def test_held_pod_comes_back_with_no_capacity_left(tmp_path: Path) -> None:
     """A pod that holds everything is admitted again after a restart (case 39)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         everything = pod("all", 20)
-        await it.kubelet.admit(everything)
-        await it.kubelet.start_container(everything, "main")
-        await it.kubelet.restart()
+        await live_node.kubelet.admit(everything)
+        await live_node.kubelet.start_container(everything, "main")
+        await live_node.kubelet.restart()
 
-        assert await it.kubelet.readmit() == {}
+        assert await live_node.kubelet.readmit() == {}
 
 
 async def test_slow_reader_gets_whole_lists_only(tmp_path: Path) -> None:
@@ -106,10 +106,13 @@ async def test_slow_reader_gets_whole_lists_only(tmp_path: Path) -> None:
 
     many = CONFIG.replace("10", "9000")
 
-    async with node(tmp_path, gpu(0), config=many, timing=timing) as it, it.kubelet.running():
-        await it.until(9000, 9000)
+    async with (
+        node(tmp_path, gpu(0), config=many, timing=timing) as live_node,
+        live_node.kubelet.running(),
+    ):
+        await live_node.until(9000, 9000)
 
-        async with endpoint_of(it) as stub, endpoint_of(it) as other:
+        async with endpoint_of(live_node) as stub, endpoint_of(live_node) as other:
             async for answer in stub.list_and_watch(v1beta1.Empty()):
                 lists.append(len(answer.devices))
                 if len(lists) == 1:
@@ -151,10 +154,10 @@ async def test_reader_that_stalls_delays_one_refusal() -> None:
 
 async def test_one_response_for_each_container(tmp_path: Path) -> None:
     """Several container requests in one call get as many answers, in order (case 41)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             answers = await allocate(stub, ids((1, 0)), ids((0, 0), (0, 1)), ids((1, 1)))
 
         assert [answer.envs[VISIBLE] for answer in answers] == [
@@ -170,10 +173,10 @@ async def test_order_of_ids_does_not_matter(tmp_path: Path) -> None:
         (1, 3), (0, 0), (0, 1), *((1, n) for n in (9, 0, 4)), *((0, n) for n in range(2, 10))
     )
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             [one] = await allocate(stub, wanted)
             [other] = await allocate(stub, list(reversed(wanted)))
 
@@ -189,12 +192,12 @@ async def test_same_share_twice_for_one_pod(tmp_path: Path) -> None:
         init_containers=(SimContainer("fetch", {METAGPU: 3}),),
     )
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        options = await it.kubelet.admit(handing)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        options = await live_node.kubelet.admit(handing)
 
         assert options["main"].envs[VISIBLE] == options["fetch"].envs[VISIBLE]
-        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+        assert len(live_node.registry.snapshot.gpus[gpu(0).id].leases) == 3
 
 
 async def test_stopping_answers_waiting_callers(
@@ -219,15 +222,15 @@ async def test_stopping_answers_waiting_callers(
             failed.append(error)
 
     async with simulated_kubelet(tmp_path).running() as kubelet, anyio.create_task_group() as group:
-        async with node(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
+        async with node(tmp_path, kubelet=kubelet) as live_node:
+            await live_node.until(20, 20)
             group.start_soon(admit)
             await asked.wait()
         with anyio.fail_after(30):
             while not failed:
                 await anyio.lowlevel.checkpoint()
 
-    assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+    assert live_node.registry.snapshot.gpus[gpu(0).id].leases == {}
 
 
 async def test_a_pending_allocation_is_answered_before_the_list_ends(
@@ -238,22 +241,22 @@ async def test_a_pending_allocation_is_answered_before_the_list_ends(
     asked, go_on = anyio.Event(), anyio.Event()
     grant = FractionBackend.grant
 
-    async def slow(it: FractionBackend, shares: Sequence[Share], now: Snapshot) -> Grant:
+    async def slow(backend: FractionBackend, shares: Sequence[Share], now: Snapshot) -> Grant:
         asked.set()
         await go_on.wait()
-        return await grant(it, shares, now)
+        return await grant(backend, shares, now)
 
     monkeypatch.setattr(FractionBackend, "grant", slow)
     async with (
-        node(tmp_path, timing=timing) as it,
-        it.kubelet.running(),
+        node(tmp_path, timing=timing) as live_node,
+        live_node.kubelet.running(),
         anyio.create_task_group() as group,
     ):
-        await it.until(20, 20)
-        group.start_soon(it.kubelet.admit, pod("train", 1))
+        await live_node.until(20, 20)
+        group.start_soon(live_node.kubelet.admit, pod("train", 1))
         await asked.wait()
-        [socket] = it.sockets()
-        it.registry.apply(SharesOffered((), ()))
+        [socket] = live_node.sockets()
+        live_node.registry.apply(SharesOffered((), ()))
         with anyio.fail_after(30):
             while socket.exists():  # noqa: ASYNC110 - a file has no event
                 await anyio.sleep(0.01)
@@ -267,6 +270,6 @@ async def test_frames_are_not_described(tmp_path: Path, monkeypatch: pytest.Monk
         raise AssertionError
 
     monkeypatch.setattr(DataFrame, "_body_repr", described)
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("train", 4))
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(pod("train", 4))

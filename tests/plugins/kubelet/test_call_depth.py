@@ -35,7 +35,7 @@ class Profile:
         """Take one event of `sys.setprofile`."""
         if event == "call" and _is_ours(frame.f_code):
             self.entered.add((frame.f_code.co_filename, frame.f_code.co_qualname))
-            self.depth = max(self.depth, sum(_is_ours(it.f_code) for it in _callers(frame)))
+            self.depth = max(self.depth, sum(_is_ours(caller.f_code) for caller in _callers(frame)))
 
 
 def _is_ours(code: CodeType) -> bool:
@@ -57,8 +57,8 @@ async def test_a_grant_of_thirty_shares_enters_few_functions(tmp_path: Path) -> 
     node.find(*(gpu(index) for index in range(8)))
     node.offer("version: metagpu/v1\npools: [{name: all, backends: [{backend: fraction}]}]\n")
     [resource] = node.layout.backends
-    service = DevicePluginService(resource, node.registry, lambda it: node.layout.backends[it])
-    ids = [it.id for it in node.layout.shares[:30]]
+    service = DevicePluginService(resource, node.registry, lambda name: node.layout.backends[name])
+    ids = [share.id for share in node.layout.shares[:30]]
     request = bytes(
         v1beta1.AllocateRequest([v1beta1.ContainerAllocateRequest(devices_ids=list(ids))])
     )

@@ -27,11 +27,11 @@ async def test_a_kubelets_checkpoint_is_read(tmp_path: Path) -> None:
     pod = SimPod(
         "alice", containers=(SimContainer("main", {METAGPU: 13}), side, SimContainer("none"))
     )
-    async with agent_at_work(tmp_path) as it:
-        await it.until(20, 20)
-        await it.kubelet.admit(pod)
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        await scene.kubelet.admit(pod)
         promised = await to_thread.run_sync(read_promised_memory, tmp_path / "device-plugins")
-        first, second = (state.gpu.id for state in it.agent.registry.snapshot.gpus.values())
+        first, second = (state.gpu.id for state in scene.agent.registry.snapshot.gpus.values())
 
     assert promised == {
         (pod.uid, "main", first): 12288 * MIB,
@@ -87,12 +87,12 @@ def test_a_checkpoint_that_cannot_be_read_is_logged(tmp_path: Path, text: str) -
 
 async def test_mig_devices_of_containers_are_read(tmp_path: Path) -> None:
     """The checkpoint has MIG devices and their shares by container, ours alone."""
-    async with mig_at_work(tmp_path) as it:
-        await it.until(3, 3, "nvidia.com/mig-2g.10gb")
+    async with mig_at_work(tmp_path) as scene:
+        await scene.until(3, 3, "nvidia.com/mig-2g.10gb")
         train = mig_pod("train")
-        options = (await it.kubelet.admit(train))["main"]
+        options = (await scene.kubelet.admit(train))["main"]
         given = await to_thread.run_sync(read_allocated_devices, tmp_path / "device-plugins")
-        [share] = it.state(0).leases
+        [share] = scene.state(0).leases
 
     device = options.envs["NVIDIA_VISIBLE_DEVICES"]
     assert given == (AllocatedDevices(train.uid, "main", frozenset({share}), frozenset({device})),)

@@ -23,7 +23,7 @@ POD = {
 }
 EXTENDED = {
     "metadata": {"namespace": "team", "name": "p", "uid": "p-1"},
-    "spec": {"containers": [{"name": it} for it in ("one", "two", "all")]},
+    "spec": {"containers": [{"name": name} for name in ("one", "two", "all")]},
     "status": {
         "extendedResourceClaimStatus": {
             "resourceClaimName": CLAIM,
@@ -39,7 +39,7 @@ EXTENDED = {
 
 
 def _holders(*containers: str) -> tuple[Holder, ...]:
-    return tuple(Holder("team", "p", it) for it in containers)
+    return tuple(Holder("team", "p", container) for container in containers)
 
 
 def _requests(_: str) -> dict[ShareId, str]:
@@ -50,7 +50,7 @@ def test_each_container_has_the_requests_that_it_names() -> None:
     """Also of a claim for extended resources; without the pod all containers stay."""
     claimed = SharesClaimed((BIG, SMALL), 1, resource_claim=ResourceClaimRef("team", CLAIM, UID))
     everyone = _holders("one", "two", "all")
-    listed = {(UID, it.id): everyone for it in (BIG, SMALL)}
+    listed = {(UID, share.id): everyone for share in (BIG, SMALL)}
     expected = {
         (UID, BIG.id): _holders("one", "all"),
         (UID, SMALL.id): _holders("two", "all"),

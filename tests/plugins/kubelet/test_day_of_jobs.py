@@ -98,11 +98,15 @@ class MetagpuNode:
 
     def amounts(self) -> Mapping[str, int]:
         """Return the Node's allocatable amounts, as metagpu writes them."""
-        return {str(name): it for name, it in allocatable_of(self.registry.snapshot).items()}
+        return {
+            str(name): number for name, number in allocatable_of(self.registry.snapshot).items()
+        }
 
     def listed(self) -> Mapping[str, int]:
         """Return what the kubelet counts of the lists."""
-        return {str(name): it for name, it in healthy_shares_of(self.registry.snapshot).items()}
+        return {
+            str(name): number for name, number in healthy_shares_of(self.registry.snapshot).items()
+        }
 
     def admit(self, pod: Pod) -> bool:
         """Admit a pod, or count its refusal."""
@@ -159,7 +163,9 @@ class MetagpuNode:
     def use(self) -> float:
         """Return the held part of the GPUs."""
         parts = (
-            1.0 if it.resource == WHOLE else 0.01 for all_ in self.held.values() for it in all_
+            1.0 if share.resource == WHOLE else 0.01
+            for all_ in self.held.values()
+            for share in all_
         )
         return sum(parts) / GPUS
 
@@ -167,7 +173,9 @@ class MetagpuNode:
         service = DevicePluginService(
             resource, self.registry, lambda name: self.layout.backends[name], lambda: self.now
         )
-        container = v1beta1.ContainerAllocateRequest(devices_ids=[str(it) for it in ids])
+        container = v1beta1.ContainerAllocateRequest(
+            devices_ids=[str(share_id) for share_id in ids]
+        )
         request = v1beta1.AllocateRequest(container_requests=[container])
         try:
             self.loop.run(service._allocate(bytes(request)))
@@ -212,7 +220,7 @@ def test_all_indexes_of_a_days_jobs_complete() -> None:
     assert node.held == {}
     page = FIGURES.search(PAGE.read_text(encoding="utf-8"))
     assert page is not None
-    assert [int(it) for it in page.groups()] == [len(pods), len(wanted), node.refused.total()]
+    assert [int(group) for group in page.groups()] == [len(pods), len(wanted), node.refused.total()]
 
 
 def day_of_jobs(chance: random.Random) -> list[Index]:
@@ -223,10 +231,18 @@ def day_of_jobs(chance: random.Random) -> list[Index]:
         whole = indexes == 1 and chance.random() < 0.5
         resource, size = (str(WHOLE), 1) if whole else (str(PARTS), 100 // indexes)
         pods += [
-            Index(resource, size, arrives, chance.expovariate(1 / STAY_S), False, job=job, index=it)  # noqa: FBT003 - the model's
-            for it in range(indexes)
+            Index(
+                resource,
+                size,
+                arrives,
+                chance.expovariate(1 / STAY_S),
+                False,  # noqa: FBT003 - the model's
+                job=job,
+                index=number,
+            )
+            for number in range(indexes)
         ]
-    return sorted(pods, key=lambda it: it.arrives)
+    return sorted(pods, key=lambda index: index.arrives)
 
 
 def _holder(pod: Pod) -> Holder:

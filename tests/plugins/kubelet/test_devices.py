@@ -42,97 +42,102 @@ class Clock:
 
 async def test_one_gpu_fails_and_recovers(tmp_path: Path) -> None:
     """One share: 1/1, then 0 of 1, then 1/1 (case 12)."""
-    async with node(tmp_path, gpu(0), config=ONE_SHARE) as it, it.kubelet.running():
-        await it.until(1, 1)
-        it.fault(0)
-        await it.until(1, 0)
-        it.recover(0)
-        await it.until(1, 1)
+    async with node(tmp_path, gpu(0), config=ONE_SHARE) as live_node, live_node.kubelet.running():
+        await live_node.until(1, 1)
+        live_node.fault(0)
+        await live_node.until(1, 0)
+        live_node.recover(0)
+        await live_node.until(1, 1)
 
 
 async def test_four_gpus_fail_and_recover(tmp_path: Path) -> None:
     """Four shares: 4/4, 3, 4, 2, 3, 4 of 4 (case 13)."""
     gpus = [gpu(n) for n in range(4)]
 
-    async with node(tmp_path, *gpus, config=ONE_SHARE) as it, it.kubelet.running():
-        await it.until(4, 4)
-        it.fault(0)
-        await it.until(4, 3)
-        it.recover(0)
-        await it.until(4, 4)
-        it.fault(1)
-        it.fault(2)
-        await it.until(4, 2)
-        it.recover(1)
-        await it.until(4, 3)
-        it.recover(2)
-        await it.until(4, 4)
+    async with node(tmp_path, *gpus, config=ONE_SHARE) as live_node, live_node.kubelet.running():
+        await live_node.until(4, 4)
+        live_node.fault(0)
+        await live_node.until(4, 3)
+        live_node.recover(0)
+        await live_node.until(4, 4)
+        live_node.fault(1)
+        live_node.fault(2)
+        await live_node.until(4, 2)
+        live_node.recover(1)
+        await live_node.until(4, 3)
+        live_node.recover(2)
+        await live_node.until(4, 4)
 
 
 async def test_fault_takes_every_share_of_its_gpu_and_no_other(tmp_path: Path) -> None:
     """A fatal XID takes all shares of the GPU, held ones too; a running pod stays (case 14)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         running = pod("train", 5)
-        await it.kubelet.admit(running)
-        held = it.kubelet.devices(running)
+        await live_node.kubelet.admit(running)
+        held = live_node.kubelet.devices(running)
 
-        it.fault(0)
-        await it.until(20, 10)
+        live_node.fault(0)
+        await live_node.until(20, 10)
 
-        assert it.kubelet.devices(running) == held
+        assert live_node.kubelet.devices(running) == held
 
-        await it.kubelet.delete(running)
+        await live_node.kubelet.delete(running)
 
-        assert it.counts() == (20, 10)
+        assert live_node.counts() == (20, 10)
 
 
 async def test_health_by_id(tmp_path: Path) -> None:
     """The list names every share, the broken GPU's as Unhealthy, none twice (cases 15, 27)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.fault(1)
-        await it.until(20, 10)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.fault(1)
+        await live_node.until(20, 10)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             async for answer in stub.list_and_watch(v1beta1.Empty()):
                 devices = {device.id: device.health for device in answer.devices}
                 break
 
         assert len(answer.devices) == len(devices) == 20
         assert {i for i, health in devices.items() if health == "Unhealthy"} == {
-            share.id for share in it.registry.snapshot.gpus[gpu(1).id].shares
+            share.id for share in live_node.registry.snapshot.gpus[gpu(1).id].shares
         }
 
 
 async def test_vanished_gpu_stays_listed(tmp_path: Path) -> None:
     """A GPU that NVML lists no more keeps its ids, as a pod may hold them (case 15)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.find(gpu(0))
-        it.offer()
-        it.fault(1, "NVML does not list it any more")
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.find(gpu(0))
+        live_node.offer()
+        live_node.fault(1, "NVML does not list it any more")
 
-        await it.until(20, 10)
+        await live_node.until(20, 10)
 
 
 async def test_resources_have_numbers_of_their_own(tmp_path: Path) -> None:
     """A fault changes the counts of its GPU's resource; other lists send nothing (case 16)."""
     gpus = [gpu(n) for n in range(4)]
 
-    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
-        await it.kubelet.wait_for(lambda: all(it.kubelet.lists[r] == 1 for r in RESOURCES))
-        it.fault(2)
-        await it.until(100, 0, RESOURCES[2])
+    async with (
+        node(tmp_path, *gpus, config=FOUR_RESOURCES) as live_node,
+        live_node.kubelet.running(),
+    ):
+        await live_node.kubelet.wait_for(
+            lambda: all(live_node.kubelet.lists[r] == 1 for r in RESOURCES)
+        )
+        live_node.fault(2)
+        await live_node.until(100, 0, RESOURCES[2])
         await anyio.wait_all_tasks_blocked()
 
-        assert [it.counts(resource) for resource in RESOURCES] == [
+        assert [live_node.counts(resource) for resource in RESOURCES] == [
             (100, 100),
             (100, 100),
             (100, 0),
             (100, 100),
         ]
-        assert [it.kubelet.lists[resource] for resource in RESOURCES] == [1, 1, 2, 1]
+        assert [live_node.kubelet.lists[resource] for resource in RESOURCES] == [1, 1, 2, 1]
 
 
 async def test_list_that_fails_at_once_is_registered_again(
@@ -149,10 +154,10 @@ async def test_list_that_fails_at_once_is_registered_again(
 
     monkeypatch.setattr(DevicePluginService, "_send_lists", first_fails)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        assert it.kubelet.registrations[METAGPU] == 2
+        assert live_node.kubelet.registrations[METAGPU] == 2
 
 
 async def test_stopped_daemon_counts_nothing(tmp_path: Path) -> None:
@@ -160,38 +165,40 @@ async def test_stopped_daemon_counts_nothing(tmp_path: Path) -> None:
     clock = Clock()
 
     async with simulated_kubelet(tmp_path, clock=clock).running() as kubelet:
-        async with node(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
-        await it.until(20, 0)
+        async with node(tmp_path, kubelet=kubelet) as live_node:
+            await live_node.until(20, 20)
+        await live_node.until(20, 0)
         clock.now += 299
         await kubelet.tick()
 
-        assert it.counts() == (20, 0)
+        assert live_node.counts() == (20, 0)
 
         clock.now += 2
         await kubelet.tick()
 
-        assert it.counts() == (0, 0)
+        assert live_node.counts() == (0, 0)
 
-        async with node(tmp_path, kubelet=kubelet) as it:
-            await it.until(20, 20)
+        async with node(tmp_path, kubelet=kubelet) as live_node:
+            await live_node.until(20, 20)
 
 
 async def test_gpu_may_come_later(tmp_path: Path) -> None:
     """No GPU is 0/0; a later GPU is offered on the same registration (case 26)."""
-    async with node(tmp_path, gpu(0), config=CONFIG.replace("all", "none", 1)) as it:
-        it.layout = build_layout(parse(CONFIG, "test", installed_backends()), (), Injection())
-        it.registry.apply(it.layout.offer_fact)
+    async with node(tmp_path, gpu(0), config=CONFIG.replace("all", "none", 1)) as live_node:
+        live_node.layout = build_layout(
+            parse(CONFIG, "test", installed_backends()), (), Injection()
+        )
+        live_node.registry.apply(live_node.layout.offer_fact)
 
-        async with it.kubelet.running():
-            await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 1)
+        async with live_node.kubelet.running():
+            await live_node.kubelet.wait_for(lambda: live_node.kubelet.lists[METAGPU] == 1)
 
-            assert it.counts() == (0, 0)
+            assert live_node.counts() == (0, 0)
 
-            it.offer()
-            await it.until(10, 10)
+            live_node.offer()
+            await live_node.until(10, 10)
 
-            assert it.kubelet.registrations[METAGPU] == 1
+            assert live_node.kubelet.registrations[METAGPU] == 1
 
 
 async def test_large_node_is_one_message(tmp_path: Path) -> None:
@@ -199,12 +206,12 @@ async def test_large_node_is_one_message(tmp_path: Path) -> None:
     gpus = [gpu(n, numa_node=n // 8) for n in range(16)]
     config = CONFIG.replace("10", "1000")
 
-    async with node(tmp_path, *gpus, config=config) as it, it.kubelet.running():
-        await it.until(16000, 16000)
-        it.fault(3)
-        await it.until(16000, 15000)
+    async with node(tmp_path, *gpus, config=config) as live_node, live_node.kubelet.running():
+        await live_node.until(16000, 16000)
+        live_node.fault(3)
+        await live_node.until(16000, 15000)
 
-        assert it.kubelet.lists[METAGPU] == 2
+        assert live_node.kubelet.lists[METAGPU] == 2
 
 
 def test_list_over_the_limit_is_refused_at_load() -> None:
@@ -217,17 +224,17 @@ def test_list_over_the_limit_is_refused_at_load() -> None:
 
 async def test_abandoned_list_swallows_nothing(tmp_path: Path) -> None:
     """A list that another caller opened and left costs the kubelet no update."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        async with endpoint_of(it) as stub:
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        async with endpoint_of(live_node) as stub:
             async for _ in stub.list_and_watch(v1beta1.Empty()):
                 break
 
         for _ in range(3):
-            it.fault(0)
-            await it.until(20, 10)
-            it.recover(0)
-            await it.until(20, 20)
+            live_node.fault(0)
+            await live_node.until(20, 10)
+            live_node.recover(0)
+            await live_node.until(20, 20)
 
 
 async def test_every_open_list_gets_a_fault(tmp_path: Path) -> None:
@@ -241,19 +248,19 @@ async def test_every_open_list_gets_a_fault(tmp_path: Path) -> None:
             if unhealthy:
                 return
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         async with (
-            endpoint_of(it) as one,
-            endpoint_of(it) as two,
+            endpoint_of(live_node) as one,
+            endpoint_of(live_node) as two,
             anyio.create_task_group() as group,
         ):
             group.start_soon(listen, one)
             group.start_soon(listen, two)
             while received != [0, 0]:
                 await anyio.lowlevel.checkpoint()
-            it.fault(0)
-        await it.until(20, 10)
+            live_node.fault(0)
+        await live_node.until(20, 10)
 
     assert received == [0, 0, 10, 10]
 
@@ -262,10 +269,10 @@ async def test_burst_is_one_message(tmp_path: Path) -> None:
     """Faults of one turn of the event loop reach the kubelet as one list."""
     gpus = [gpu(n) for n in range(8)]
 
-    async with node(tmp_path, *gpus) as it, it.kubelet.running():
-        await it.until(80, 80)
+    async with node(tmp_path, *gpus) as live_node, live_node.kubelet.running():
+        await live_node.until(80, 80)
         for index in range(8):
-            it.fault(index)
-        await it.until(80, 0)
+            live_node.fault(index)
+        await live_node.until(80, 0)
 
-        assert it.kubelet.lists[METAGPU] == 2
+        assert live_node.kubelet.lists[METAGPU] == 2

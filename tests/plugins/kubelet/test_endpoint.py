@@ -92,17 +92,17 @@ async def test_name_that_makes_no_file_has_no_socket(tmp_path: Path) -> None:
 
 async def test_resource_of_metagpu_is_served_when_it_has_gone(tmp_path: Path) -> None:
     """We register a resource of cnvrg's plugin only after that plugin has gone."""
-    async with node(tmp_path, gpu(0)) as it, it.kubelet.running():
-        await it.until(10, 10)
-        it.registry.apply(SharesOffered((), ()))
-        await it.until(0, 0)
-        socket = it.directory / "Y252cmcuaW8vbWV0YWdwdQ=="
+    async with node(tmp_path, gpu(0)) as live_node, live_node.kubelet.running():
+        await live_node.until(10, 10)
+        live_node.registry.apply(SharesOffered((), ()))
+        await live_node.until(0, 0)
+        socket = live_node.directory / "Y252cmcuaW8vbWV0YWdwdQ=="
         async with listening(socket):
-            it.offer()
-            await _knows(it, {METAGPU: str(socket)})
-            assert not it.kubelet.allocatable().get(METAGPU)
+            live_node.offer()
+            await _knows(live_node, {METAGPU: str(socket)})
+            assert not live_node.kubelet.allocatable().get(METAGPU)
 
-        await it.until(10, 10)
+        await live_node.until(10, 10)
 
 
 async def test_socket_that_was_left_behind_is_no_competing_plugin(tmp_path: Path) -> None:
@@ -118,19 +118,19 @@ async def test_socket_that_was_left_behind_is_no_competing_plugin(tmp_path: Path
 
 async def test_resource_of_a_competing_plugin_is_served_when_it_has_gone(tmp_path: Path) -> None:
     """Only the resource that both have waits, with the reason known, until the other ends."""
-    async with node(tmp_path, gpu(0)) as it, it.kubelet.running():
-        await it.until(10, 10)
-        async with listening(it.directory / "nvidia-gpu.shared.sock"):
-            it.offer(BOTH)
-            await _knows(it, {SHARED: str(it.directory / "nvidia-gpu.shared.sock")})
-            assert SHARED not in it.kubelet.capacity()
+    async with node(tmp_path, gpu(0)) as live_node, live_node.kubelet.running():
+        await live_node.until(10, 10)
+        async with listening(live_node.directory / "nvidia-gpu.shared.sock"):
+            live_node.offer(BOTH)
+            await _knows(live_node, {SHARED: str(live_node.directory / "nvidia-gpu.shared.sock")})
+            assert SHARED not in live_node.kubelet.capacity()
 
-        await it.until(4, 4, SHARED)
-        assert it.registry.snapshot.competing_plugins == {}
+        await live_node.until(4, 4, SHARED)
+        assert live_node.registry.snapshot.competing_plugins == {}
 
 
-async def _knows(it: Node, rivals: dict[str, str]) -> None:
+async def _knows(live_node: Node, rivals: dict[str, str]) -> None:
     with anyio.fail_after(30):
-        async for known in it.registry.watch(lambda now: now.competing_plugins):
+        async for known in live_node.registry.watch(lambda now: now.competing_plugins):
             if known == rivals:
                 return

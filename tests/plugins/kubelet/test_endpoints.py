@@ -34,11 +34,11 @@ QUICK = replace(
 OTHER = ["other-1", "other-2", "other-3"]
 
 
-async def problem_of(it: Node, *, expected: bool) -> str:
+async def problem_of(live_node: Node, *, expected: bool) -> str:
     """Wait until the resource has a problem, or none; return it."""
     resource = ResourceName(METAGPU)
     with anyio.fail_after(30):
-        async for problems in it.registry.watch(lambda now: now.registration_problems):
+        async for problems in live_node.registry.watch(lambda now: now.registration_problems):
             if (resource in problems) == expected:
                 return problems.get(resource, "")
     raise AssertionError
@@ -46,22 +46,22 @@ async def problem_of(it: Node, *, expected: bool) -> str:
 
 async def test_second_plugin_of_the_name_that_ends(tmp_path: Path) -> None:
     """After another plugin has registered our name and ended, our shares are back by themselves."""
-    async with node(tmp_path, timing=QUICK) as it, it.kubelet.running():
-        await it.until(20, 20)
-        async with other_plugin(it.directory, METAGPU, OTHER):
-            await it.until(3, 3)
-        await it.until(20, 20)
+    async with node(tmp_path, timing=QUICK) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        async with other_plugin(live_node.directory, METAGPU, OTHER):
+            await live_node.until(3, 3)
+        await live_node.until(20, 20)
 
-        assert it.kubelet.open_streams[METAGPU] == 1
-        assert await problem_of(it, expected=False) == ""
+        assert live_node.kubelet.open_streams[METAGPU] == 1
+        assert await problem_of(live_node, expected=False) == ""
 
 
 async def test_difference_is_reported(tmp_path: Path) -> None:
     """A kubelet that counts other shares than our list has is reported with both numbers."""
-    async with node(tmp_path, timing=QUICK) as it, it.kubelet.running():
-        await it.until(20, 20)
-        async with other_plugin(it.directory, METAGPU, OTHER):
-            problem = await problem_of(it, expected=True)
+    async with node(tmp_path, timing=QUICK) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        async with other_plugin(live_node.directory, METAGPU, OTHER):
+            problem = await problem_of(live_node, expected=True)
 
         assert problem.startswith(
             "the kubelet counts 3 shares as allocatable, and metagpu lists 20; another plugin"
@@ -133,13 +133,13 @@ async def test_refused_resource_is_reported(
     timing = replace(QUICK, refusal_delay=0.01, longest_delay=0.01)
     monkeypatch.setattr(messages, "VERSION", "v1alpha")
 
-    async with node(tmp_path, timing=timing) as it, it.kubelet.running():
-        problem = await problem_of(it, expected=True)
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
+        problem = await problem_of(live_node, expected=True)
         assert 'requested API version "v1alpha" is not supported' in problem
 
         monkeypatch.undo()
-        await it.until(20, 20)
-        await problem_of(it, expected=False)
+        await live_node.until(20, 20)
+        await problem_of(live_node, expected=False)
 
 
 async def test_attempt_that_hangs_is_begun_again(
@@ -157,8 +157,8 @@ async def test_attempt_that_hangs_is_begun_again(
     monkeypatch.setattr(endpoint, "find_competing_socket", hang_first)
     timing = replace(QUICK, longest_attempt=0.1)
 
-    async with node(tmp_path, timing=timing) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         assert hangs.is_set()
 
 
@@ -179,8 +179,8 @@ async def test_absent_kubelet_is_waited_for(
     monkeypatch.setattr(endpoint.Endpoint, "register_again", lambda _, why: again.append(why))
     timing = replace(QUICK, longest_attempt=0.0)
 
-    async with node(tmp_path, timing=timing) as it:
-        problem = await problem_of(it, expected=True)
+    async with node(tmp_path, timing=timing) as live_node:
+        problem = await problem_of(live_node, expected=True)
         await becomes(lambda: looks > 10)
 
     assert problem.endswith("metagpu waits for a kubelet that takes registrations")

@@ -110,7 +110,7 @@ class Offers(RuleBasedStateMachine):
         pods = sorted({holder.pod for _, holder in self.held.values()})
         gone = data.draw(st.sampled_from(pods))
         if announced:
-            self.registry.apply(PodsListed(tuple(_known(it, ending=it == gone) for it in pods)))
+            self.registry.apply(PodsListed(tuple(_known(pod, ending=pod == gone) for pod in pods)))
         self.held = {i: held for i, held in self.held.items() if held[1].pod != gone}
         self.observe()
 
@@ -130,7 +130,7 @@ class Offers(RuleBasedStateMachine):
     def suspend(self, data: st.DataObject, *, ready: bool) -> None:
         """Suspend or resume a backend on a GPU."""
         of, at = data.draw(self.which()), self.tick()
-        name = data.draw(st.sampled_from(sorted({it.backend for it in self.layout.shares})))
+        name = data.draw(st.sampled_from(sorted({share.backend for share in self.layout.shares})))
         fact: Fact = BackendResumed(of, name, at) if ready else BackendSuspended(of, name, "", at)
         self.registry.apply(fact)
 
@@ -156,7 +156,7 @@ class Offers(RuleBasedStateMachine):
         """Check that one share more would break the promise, and what the largest request is."""
         for resource in self.layout.backends:
             state = self.registry.snapshot
-            grantable = [it for it in self.free(resource) if it.id not in self.refused]
+            grantable = [share for share in self.free(resource) if share.id not in self.refused]
             fits = [
                 0,
                 *(n for n in range(1, len(grantable) + 1) if self.fits(resource, grantable, n)),
@@ -180,7 +180,9 @@ class Offers(RuleBasedStateMachine):
         """
         pods = {holder.pod for _, holder in self.held.values()}
         each = [{pod} for pod in pods]
-        for ending, ended in [(it, it) for it in [*each, pods]] + [(pods, it) for it in each]:
+        for ending, ended in [(group, group) for group in [*each, pods]] + [
+            (pods, group) for group in each
+        ]:
             known = tuple(_known(pod, ending=pod in ending) for pod in pods)
             self.registry.apply(PodsListed(known))
             snapshot = self.registry.snapshot
@@ -192,7 +194,7 @@ class Offers(RuleBasedStateMachine):
                 stays = [s for s, holder in self.held.values() if holder.pod not in ended]
                 used = sum(share.resource == resource for share in stays)
                 kept = {share.id for share in stays}
-                available = [it for it in self.healthy(resource) if it.id not in kept]
+                available = [share for share in self.healthy(resource) if share.id not in kept]
                 sizes = map(len, snapshot.offers[resource].by_gpu.values())
                 largest = max(sizes, default=0)
                 promised = amounts[resource] - used
@@ -257,8 +259,8 @@ class Offers(RuleBasedStateMachine):
     def refused(self) -> set[ShareId]:
         """Return the shares that would be refused one by one."""
         states = self.registry.snapshot.gpus.values()
-        sick = {share.id for it in states if not it.verdict.healthy for share in it.shares}
-        return sick.union(*(availability_of(it).refused for it in states))
+        sick = {share.id for state in states if not state.verdict.healthy for share in state.shares}
+        return sick.union(*(availability_of(state).refused for state in states))
 
     def fits(self, resource: ResourceName, among: Sequence[Share], size: int) -> bool:
         """Return whether the backend places a request among some shares."""
@@ -286,7 +288,7 @@ class Offers(RuleBasedStateMachine):
         assert set(ids) <= set(available)
 
         shares = registry.snapshot.offers[resource].shares
-        chosen = [shares[ShareId(it)] for it in ids]
+        chosen = [shares[ShareId(share_id)] for share_id in ids]
         return chosen if self.granted(registry, resource, chosen) else None
 
     def start_pod(self, resource: ResourceName, size: int) -> bool:
@@ -303,7 +305,9 @@ class Offers(RuleBasedStateMachine):
         service = DevicePluginService(
             resource, registry, lambda name: self.layout.backends[name], self.tick
         )
-        container = v1beta1.ContainerAllocateRequest(devices_ids=[str(it.id) for it in shares])
+        container = v1beta1.ContainerAllocateRequest(
+            devices_ids=[str(share.id) for share in shares]
+        )
         request = v1beta1.AllocateRequest(container_requests=[container])
         try:
             self.loop.run(service._allocate(bytes(request)))
@@ -359,8 +363,8 @@ def test_the_shares_of_a_pod_that_was_about_to_end_are_offered_at_its_end() -> N
     registry.apply(layout_of(*gpus).offer_fact)
     [(resource, offer)] = registry.snapshot.offers.items()
     first, second = offer.by_gpu.values()
-    holders = {it.id: Holder("team", "first", "main") for it in first[1:]}
-    others = {it.id: Holder("team", "second", "main") for it in second[:1]}
+    holders = {share.id: Holder("team", "first", "main") for share in first[1:]}
+    others = {share.id: Holder("team", "second", "main") for share in second[:1]}
     registry.apply(LeasesObserved(holders | others, at=1))
     for ending in (False, True):
         pods = _known("first", ending=ending), _known("second", ending=False)
@@ -397,19 +401,19 @@ def test_the_shares_of_an_init_container_stay_healthy_while_its_pod_runs() -> No
     [(first, shares), (_, others)] = node.registry.snapshot.offers[resource].by_gpu.items()
     node.registry.apply(SharesClaimed((*shares, *others[:1]), node.tick()))
     alice, bob = Holder("team", "alice", "main"), Holder("team", "bob", "main")
-    holders = {it.id: alice for it in shares[:2]} | {it.id: bob for it in others[:1]}
-    allocated = dict.fromkeys((it.id for it in (*shares, *others[:1])), resource)
+    holders = {share.id: alice for share in shares[:2]} | {share.id: bob for share in others[:1]}
+    allocated = dict.fromkeys((share.id for share in (*shares, *others[:1])), resource)
 
     def listed(ended: Sequence[Share] = ()) -> set[ShareId]:
-        gone, at = frozenset(it.id for it in ended), node.tick() + 200
+        gone, at = frozenset(share.id for share in ended), node.tick() + 200
         node.registry.apply(LeasesObserved(holders, at, allocated=allocated, ended=gone))
-        return {it.id for it in shares} & {it.id for it in node.offered(resource)}
+        return {share.id for share in shares} & {share.id for share in node.offered(resource)}
 
-    assert listed() == {it.id for it in shares}
+    assert listed() == {share.id for share in shares}
     state = node.registry.snapshot.gpus[first]
-    assert state.leases.keys() == {it.id for it in shares[:2]}
+    assert state.leases.keys() == {share.id for share in shares[:2]}
     assert count_free(state, resource) == 0
-    assert listed(ended=shares[2:]) == {it.id for it in shares[:2]}
+    assert listed(ended=shares[2:]) == {share.id for share in shares[:2]}
     assert count_free(node.registry.snapshot.gpus[first], resource) == 2
     node.teardown()
 
@@ -426,7 +430,7 @@ def test_the_shares_of_an_init_container_stay_healthy_in_the_turn_of_others() ->
     node.registry.apply(TurnsChanged({gpu_id: OfferTurn("whole", node.tick())}))
 
     assert node.registry.snapshot.gpus[gpu_id].leases == {}
-    assert [it.id for it in node.offered(resource)] == [shares[0].id]
+    assert [share.id for share in node.offered(resource)] == [shares[0].id]
     node.teardown()
 
 

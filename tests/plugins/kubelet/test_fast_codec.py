@@ -77,7 +77,10 @@ def test_ids_of_several_lengths(ids: list[str], required: list[str]) -> None:
 def test_ids_of_more_than_a_hundred_shares() -> None:
     """Ids that differ in length by a digit are decoded together, not one after the other."""
     ids = [f"GPU-{UUID(int=0)}::m{number:02d}" for number in range(150)]
-    message = b"".join(b"\n" + bytes([len(it)]) + it.encode() for it in ids) + b"\x18\x04"
+    message = (
+        b"".join(b"\n" + bytes([len(share_id)]) + share_id.encode() for share_id in ids)
+        + b"\x18\x04"
+    )
 
     assert hot._decode_short(message.decode("latin-1")) == (ids, len(message) - 2)
 
@@ -245,7 +248,7 @@ def test_ids_that_are_no_text_are_unknown_ids() -> None:
 
 
 TOPOLOGIES = st.none() | st.builds(
-    lambda ids: v1.TopologyInfo(nodes=[v1.NumaNode(id=it) for it in ids]),
+    lambda ids: v1.TopologyInfo(nodes=[v1.NumaNode(id=value) for value in ids]),
     st.lists(st.integers(0, 2**31), max_size=2),
 )
 CONTAINERS = st.builds(
@@ -297,16 +300,16 @@ def listed(pods: list[v1.PodResources]) -> list[hot.ListedPod]:
             pod.name,
             tuple(
                 hot.ListedContainer(
-                    it.name,
-                    [(each.resource_name, each.device_ids) for each in it.devices],
+                    container.name,
+                    [(each.resource_name, each.device_ids) for each in container.devices],
                     [
                         device.name
-                        for resource in it.dynamic_resources
+                        for resource in container.dynamic_resources
                         for claimed in resource.claim_resources
                         for device in claimed.cdi_devices
                     ],
                 )
-                for it in pod.containers
+                for container in pod.containers
             ),
         )
         for pod in pods
@@ -340,7 +343,7 @@ def test_a_cut_pod_list_is_a_value_error_or_has_fewer_pods(pods: list[v1.PodReso
 def test_a_device_with_any_topology_is_decoded() -> None:
     """The kubelet's usual device has one id; another length or topology changes nothing."""
     for nodes in ([], [0], [1], [127], [128], [0, 1]):
-        topology = v1.TopologyInfo(nodes=[v1.NumaNode(id=it) for it in nodes])
+        topology = v1.TopologyInfo(nodes=[v1.NumaNode(id=node) for node in nodes])
         for length in (1, 13, 127, 128):
             device = v1.ContainerDevices(
                 resource_name="cnvrg.io/metagpu", device_ids=["m" * length], topology=topology
@@ -419,7 +422,7 @@ def test_allocatable_resources(entries: list[tuple[str, list[str], bool]]) -> No
     found = hot.decode_allocatable_response(bytes(answer))
 
     assert found == {
-        name: frozenset(it for other, ids, _ in entries if other == name for it in ids)
+        name: frozenset(share_id for other, ids, _ in entries if other == name for share_id in ids)
         for name, _, _ in entries
     }
 

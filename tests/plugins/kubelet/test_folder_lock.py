@@ -17,7 +17,7 @@ async def test_one_metagpu_serves_a_kubelet(tmp_path: Path) -> None:
             async with FolderLock(tmp_path, 1).held():
                 raise AssertionError
     async with FolderLock(tmp_path, 1).held():
-        assert [it async for it in anyio.Path(tmp_path).iterdir()] == []
+        assert [file async for file in anyio.Path(tmp_path).iterdir()] == []
 
 
 async def test_folder_that_comes_later_is_locked(tmp_path: Path) -> None:

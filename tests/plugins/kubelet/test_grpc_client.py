@@ -34,20 +34,23 @@ async def test_kubelet_dies_in_a_registration_and_the_resource_is_removed(
     monkeypatch.setattr(RegistrationService, "register", never_answers_the_first)
 
     gpus = [gpu(n) for n in range(4)]
-    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+    async with (
+        node(tmp_path, *gpus, config=FOUR_RESOURCES) as live_node,
+        live_node.kubelet.running(),
+    ):
         await waits.wait()
-        await it.kubelet.restart()
+        await live_node.kubelet.restart()
         for resource in RESOURCES:
-            await it.until(100, 100, resource)
+            await live_node.until(100, 100, resource)
 
-        it.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
+        live_node.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
         for resource in ("example.com/other", *kept):
-            await it.until(100, 100, resource)
-        await it.kubelet.wait_for(lambda: it.kubelet.open_streams[gone] == 0)
-        await it.kubelet.restart()
+            await live_node.until(100, 100, resource)
+        await live_node.kubelet.wait_for(lambda: live_node.kubelet.open_streams[gone] == 0)
+        await live_node.kubelet.restart()
 
         for resource in ("example.com/other", *kept):
-            await it.until(100, 100, resource)
+            await live_node.until(100, 100, resource)
 
 
 async def test_cancelled_caller_ends_its_call() -> None:

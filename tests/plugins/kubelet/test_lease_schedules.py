@@ -99,7 +99,7 @@ class Pod:
     @property
     def shares(self) -> list[Share]:
         """The shares that its containers use."""
-        return [SHARES[it] for _, ids in self.containers.values() for it in ids]
+        return [SHARES[share_id] for _, ids in self.containers.values() for share_id in ids]
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Admission(NamedTuple):
     turns: int
 
 
-MIG_RESOURCES: Final = [it for it in LAYOUT.backends if "mig" in it]
+MIG_RESOURCES: Final = [backend for backend in LAYOUT.backends if "mig" in backend]
 
 
 def admissions_of(resources: Collection[ResourceName]) -> st.SearchStrategy[Admission]:
@@ -373,7 +373,7 @@ class Schedules(RuleBasedStateMachine):
         self.readmit()
         self.board.delay = 0
         self.kubelet.pending = ""  # a pod without devices was admitted
-        used = {it.id for pod in self.pods.values() for it in pod.shares}
+        used = {share.id for pod in self.pods.values() for share in pod.shares}
         for _ in range(100):
             self.look("", 2)
             devices, there = self.used_devices(), self.board.devices
@@ -404,7 +404,9 @@ class Schedules(RuleBasedStateMachine):
         devices, there = self.used_devices(), self.board.devices
         assert len(devices) == len(set(devices))
         shares = [share.id for pod in self.pods.values() for share in pod.shares]
-        assert sorted(there[it] for it in devices) == sorted(map(slot_of, filter(is_mig, shares)))
+        assert sorted(there[device] for device in devices) == sorted(
+            map(slot_of, filter(is_mig, shares))
+        )
 
     # --- the node --------------------------------------------------------------------------------
 
@@ -416,13 +418,15 @@ class Schedules(RuleBasedStateMachine):
     def used_devices(self) -> list[str]:
         """Return the MIG devices that running pods and the one in admission have got."""
         pods = (*self.pods.values(), self.pods_in_admission)
-        return [it for pod in pods if pod is not None for it in pod.devices]
+        return [device for pod in pods if pod is not None for device in pod.devices]
 
     @property
     def leases(self) -> dict[ShareId, object]:
         """The daemon's leases."""
         return {
-            i: it for gpu in self.registry.snapshot.gpus.values() for i, it in gpu.leases.items()
+            i: lease
+            for gpu in self.registry.snapshot.gpus.values()
+            for i, lease in gpu.leases.items()
         }
 
     @property
@@ -433,7 +437,7 @@ class Schedules(RuleBasedStateMachine):
         checkpoint.
         """
         states = self.registry.snapshot.gpus.values()
-        return any(it.holder is None for gpu in states for it in gpu.leases.values())
+        return any(lease.holder is None for gpu in states for lease in gpu.leases.values())
 
     @property
     def knows_all(self) -> bool:
@@ -476,7 +480,7 @@ class Schedules(RuleBasedStateMachine):
         self.answer = UNREADABLE.get(how)
         self.runner.run(self._look())
         pod = self.pods_in_admission
-        assert pod is None or {it.id for it in pod.shares} <= self.leases.keys()
+        assert pod is None or {share.id for share in pod.shares} <= self.leases.keys()
 
     async def _look(self) -> None:
         await _until_all_wait()
@@ -550,7 +554,7 @@ class Schedules(RuleBasedStateMachine):
         except RequestError:
             return None
         names = answer.container_responses[0].envs.get(VISIBLE_DEVICES, "").split(",")
-        return chosen, [it for it in names if it.startswith("MIG-")]
+        return chosen, [name for name in names if name.startswith("MIG-")]
 
     # --- what the daemon reads -------------------------------------------------------------------
 

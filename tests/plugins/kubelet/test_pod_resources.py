@@ -49,37 +49,37 @@ QUICK = KubeletTiming(poll_period=0.01, contended_period=0.01, settle=0.01)
 
 @asynccontextmanager
 async def following(
-    it: Node, tmp_path: Path, timing: KubeletTiming = QUICK
+    live_node: Node, tmp_path: Path, timing: KubeletTiming = QUICK
 ) -> AsyncIterator[LeaseFollower]:
     """Follow the leases while the block lasts."""
     async with anyio.create_task_group() as group:
         socket, directory = tmp_path / "pod-resources.sock", tmp_path / "device-plugins"
         follower = LeaseFollower(
-            it.registry, socket, directory=directory, node="node-1", timing=timing
+            live_node.registry, socket, directory=directory, node="node-1", timing=timing
         )
         group.start_soon(follower.run)
         yield follower
         group.cancel_scope.cancel()
 
 
-async def held(it: Node, count: int) -> None:
+async def held(live_node: Node, count: int) -> None:
     """Wait until so many shares have a holder."""
     with anyio.fail_after(30):
-        async for snapshot in it.registry.watch(lambda now: now):
+        async for snapshot in live_node.registry.watch(lambda now: now):
             leases = [i for state in snapshot.gpus.values() for i in state.leases.values()]
             if len(leases) == count and all(lease.holder for lease in leases):
                 return
 
 
-async def start(it: Node, follower: LeaseFollower | None = None) -> SimPod:
+async def start(live_node: Node, follower: LeaseFollower | None = None) -> SimPod:
     """Start a pod with three shares; return it once they have their holder."""
     if follower is not None:
         with anyio.fail_after(30):  # before it has read the leases, nothing is granted
             await follower.known.wait()
-    await it.until(20, 20)
+    await live_node.until(20, 20)
     train = pod("train", 3)
-    await it.kubelet.admit(train)
-    await held(it, 3)
+    await live_node.kubelet.admit(train)
+    await held(live_node, 3)
     return train
 
 
@@ -91,9 +91,9 @@ async def test_every_share_has_its_holder(tmp_path: Path) -> None:
         containers=(SimContainer("a", {METAGPU: 1}), SimContainer("b", {METAGPU: 2})),
     )
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(two)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(two)
         seen = await read_leases(tmp_path / "pod-resources.sock", 1.0)
 
     assert set(seen.resources.values()) == {METAGPU}
@@ -106,13 +106,17 @@ async def test_every_share_has_its_holder(tmp_path: Path) -> None:
 
 async def test_grant_wakes_the_reader(tmp_path: Path) -> None:
     """A grant triggers a query soon, before the next periodic one."""
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
-        await it.until(20, 20)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path, SLOW),
+    ):
+        await live_node.until(20, 20)
         await anyio.wait_all_tasks_blocked()
-        await it.kubelet.admit(pod("train", 3))
-        await held(it, 3)
+        await live_node.kubelet.admit(pod("train", 3))
+        await held(live_node, 3)
 
-        assert it.registry.snapshot.gpus[gpu(0).id].owner == "fraction"
+        assert live_node.registry.snapshot.gpus[gpu(0).id].owner == "fraction"
 
 
 def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
@@ -134,8 +138,8 @@ def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
                                     v1.ClaimResource(
                                         driver_name="gpu.metagpu.io",
                                         cdi_devices=[
-                                            v1.CdiDevice(name=it)
-                                            for it in ("metagpu.io/gpu=GPU-0", name, "a.io/b=c")
+                                            v1.CdiDevice(name=text)
+                                            for text in ("metagpu.io/gpu=GPU-0", name, "a.io/b=c")
                                         ],
                                     )
                                 ]
@@ -156,10 +160,14 @@ def test_containers_of_resource_claims_are_read_with_their_shares() -> None:
 
 async def test_released_when_the_pod_is_gone(tmp_path: Path) -> None:
     """A share is free again once the kubelet no longer lists it."""
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
-        train = await start(it)
-        await it.kubelet.delete(train)
-        await held(it, 0)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path),
+    ):
+        train = await start(live_node)
+        await live_node.kubelet.delete(train)
+        await held(live_node, 0)
 
 
 async def test_released_soon_where_others_want_the_gpu(tmp_path: Path) -> None:
@@ -167,26 +175,30 @@ async def test_released_soon_where_others_want_the_gpu(tmp_path: Path) -> None:
     timing = KubeletTiming(poll_period=1e9, contended_period=0.01, settle=0.01)
 
     async with (
-        node(tmp_path, config=SHARED_POOL) as it,
-        it.kubelet.running(),
-        following(it, tmp_path, timing),
+        node(tmp_path, config=SHARED_POOL) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path, timing),
     ):
-        train = await start(it)
+        train = await start(live_node)
         await anyio.wait_all_tasks_blocked()
-        await it.kubelet.delete(train)
-        await held(it, 0)
+        await live_node.kubelet.delete(train)
+        await held(live_node, 0)
 
 
 async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod's end at the API server triggers a query, if the pod held a share."""
     looks: list[Fact] = []
 
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path, SLOW):
-        train = await start(it)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path, SLOW),
+    ):
+        train = await start(live_node)
         known = KnownPod("t", "default", "train", "Running")
         others = KnownPod("o", "default", "other", "Running")
-        it.registry.apply(PodsListed((known, others)))
-        apply = it.registry.apply
+        live_node.registry.apply(PodsListed((known, others)))
+        apply = live_node.registry.apply
 
         def look(fact: Fact) -> bool:
             looks.append(fact)
@@ -197,52 +209,52 @@ async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.M
             await anyio.wait_all_tasks_blocked()
             return len(looks)
 
-        monkeypatch.setattr(it.registry, "apply", look)
+        monkeypatch.setattr(live_node.registry, "apply", look)
         before = -1
         while before < (before := await query_count()):
             pass  # the pod's own grant may trigger one more query
         apply(PodsListed((known,)))
         assert await query_count() == before
 
-        await it.kubelet.delete(train)
+        await live_node.kubelet.delete(train)
         apply(PodsListed((replace(known, phase="Succeeded"),)))
-        await held(it, 0)
+        await held(live_node, 0)
 
 
 async def test_a_pods_end_is_asked_for_at_once(tmp_path: Path) -> None:
     """At an end nothing settles: the scheduler tries waiting pods in this very moment."""
     never = replace(SLOW, settle=1e9)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         train = pod("train", 3)
-        await it.kubelet.admit(train)
-        async with following(it, tmp_path, never):
-            await held(it, 3)
+        await live_node.kubelet.admit(train)
+        async with following(live_node, tmp_path, never):
+            await held(live_node, 3)
             known = KnownPod("t", "default", "train", "Running")
-            it.registry.apply(PodsListed((known,)))
-            await it.kubelet.delete(train)
-            it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
-            await held(it, 0)
+            live_node.registry.apply(PodsListed((known,)))
+            await live_node.kubelet.delete(train)
+            live_node.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
+            await held(live_node, 0)
 
 
 async def test_an_ended_pod_that_is_still_listed_is_asked_for_again(tmp_path: Path) -> None:
     """The API server may report an end that the kubelet does not know yet: soon it does."""
     never = replace(SLOW, settle=1e9)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         train = pod("train", 3)
-        await it.kubelet.admit(train)
-        async with following(it, tmp_path, never):
-            await held(it, 3)
+        await live_node.kubelet.admit(train)
+        async with following(live_node, tmp_path, never):
+            await held(live_node, 3)
             known = KnownPod("t", "default", "train", "Running")
-            it.registry.apply(PodsListed((known,)))
-            it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
+            live_node.registry.apply(PodsListed((known,)))
+            live_node.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
             await anyio.sleep(0.1)
-            await held(it, 3)
-            await it.kubelet.delete(train)
-            await held(it, 0)
+            await held(live_node, 3)
+            await live_node.kubelet.delete(train)
+            await held(live_node, 0)
 
 
 async def test_throttled_reader_keeps_its_leases(
@@ -259,18 +271,22 @@ async def test_throttled_reader_keeps_its_leases(
         take(source)
 
     monkeypatch.setattr(PodResourcesSource, "check_rate", throttle)
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
-        train = await start(it)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path),
+    ):
+        train = await start(live_node)
 
         refusing = True
-        await it.kubelet.delete(train)
+        await live_node.kubelet.delete(train)
         with anyio.fail_after(30):
             while refused < 3:
                 await anyio.lowlevel.checkpoint()
-        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+        assert len(live_node.registry.snapshot.gpus[gpu(0).id].leases) == 3
 
         refusing = False
-        await held(it, 0)
+        await held(live_node, 0)
 
 
 async def test_absent_kubelet_changes_nothing(
@@ -279,21 +295,21 @@ async def test_absent_kubelet_changes_nothing(
     """While the kubelet is down the leases stay; afterwards they are read again."""
     looks: list[Fact] = []
 
-    async with node(tmp_path) as it, following(it, tmp_path) as follower:
-        async with it.kubelet.running():
-            await start(it, follower)
+    async with node(tmp_path) as live_node, following(live_node, tmp_path) as follower:
+        async with live_node.kubelet.running():
+            await start(live_node, follower)
 
-        apply = it.registry.apply
+        apply = live_node.registry.apply
 
         def look(fact: Fact) -> bool:
             looks.append(fact)
             return apply(fact)
 
-        monkeypatch.setattr(it.registry, "apply", look)
+        monkeypatch.setattr(live_node.registry, "apply", look)
         await anyio.sleep(0.05)
 
         assert not any(isinstance(fact, LeasesObserved) for fact in looks)
-        assert len(it.registry.snapshot.gpus[gpu(0).id].leases) == 3
+        assert len(live_node.registry.snapshot.gpus[gpu(0).id].leases) == 3
 
 
 @pytest.mark.parametrize(
@@ -317,10 +333,13 @@ async def test_a_kubelet_that_never_answers_is_asked_ever_more_rarely(
 
     monkeypatch.setattr(pod_resources, "read_leases", refuse)
     monkeypatch.setattr(pod_resources, "find_files", look)
-    async with node(tmp_path) as it, following(it, tmp_path, replace(SLOW, settle=0.001)):
+    async with (
+        node(tmp_path) as live_node,
+        following(live_node, tmp_path, replace(SLOW, settle=0.001)),
+    ):
         known = KnownPod("t", "default", "train", "Running")
         if changed == "pods":
-            it.registry.apply(PodsListed((known,)))
+            live_node.registry.apply(PodsListed((known,)))
 
         async def watch() -> None:
             until = looked + 6
@@ -334,7 +353,7 @@ async def test_a_kubelet_that_never_answers_is_asked_ever_more_rarely(
         assert asked == before
 
         if changed.startswith("pods"):
-            it.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
+            live_node.registry.apply(PodsListed((replace(known, phase="Succeeded"),)))
         else:
             await anyio.Path(tmp_path / changed).parent.mkdir(exist_ok=True)
             await anyio.Path(tmp_path / changed).write_text("{}")
@@ -387,15 +406,15 @@ class Answering:
 
 @asynccontextmanager
 async def restarted(
-    it: Node,
+    live_node: Node,
     tmp_path: Path,
     *pods: str,
     timing: KubeletTiming = QUICK,
 ) -> AsyncIterator[Answering]:
     """Grant a pod three shares, then replace the kubelet by another one."""
-    async with following(it, tmp_path, timing) as follower:
-        async with it.kubelet.running():
-            await start(it, follower)
+    async with following(live_node, tmp_path, timing) as follower:
+        async with live_node.kubelet.running():
+            await start(live_node, follower)
         new = Answering(tmp_path / "pod-resources.sock", pods)
         async with new.running():
             yield new
@@ -407,18 +426,21 @@ async def test_a_new_kubelet_that_knows_no_pods_yet_ends_nothing(
 ) -> None:
     """Leases last while a new kubelet's checkpoint names pods that it does not list."""
     timing = replace(QUICK, readiness=0.0)
-    async with node(tmp_path) as it, restarted(it, tmp_path, *pods, timing=timing) as new:
+    async with (
+        node(tmp_path) as live_node,
+        restarted(live_node, tmp_path, *pods, timing=timing) as new,
+    ):
         await new.asked()
-        await held(it, 3)
+        await held(live_node, 3)
 
 
 async def test_a_new_kubelet_is_believed_once_it_knows_its_pods(tmp_path: Path) -> None:
     """A new kubelet that lists the API server's pods, and had time for all, ends other leases."""
-    async with node(tmp_path) as it, restarted(it, tmp_path, "web-7f9c") as new:
+    async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "web-7f9c") as new:
         await new.asked()
-        await held(it, 3)
+        await held(live_node, 3)
         skip(QUICK.readiness)
-        await held(it, 0)
+        await held(live_node, 0)
 
 
 EMPTY = json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1})
@@ -426,12 +448,12 @@ EMPTY = json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "
 
 async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path) -> None:
     """A kubelet that lost its checkpoint, and waits for the API server, ends no lease."""
-    async with node(tmp_path) as it, restarted(it, tmp_path, "etcd-node-1") as new:
+    async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "etcd-node-1") as new:
         await anyio.Path(tmp_path / CHECKPOINT).write_text(EMPTY)
         await new.asked()
         skip(1000)
         await new.asked()
-        await held(it, 3)
+        await held(live_node, 3)
 
 
 @pytest.mark.parametrize("socket", ["kept", "removed"])
@@ -439,26 +461,26 @@ async def test_a_kubelet_that_lost_its_checkpoint_is_heard_once_its_socket_is_th
     tmp_path: Path, socket: str
 ) -> None:
     """The list before that has the pods, without the shares that they hold."""
-    async with node(tmp_path) as it, restarted(it, tmp_path, "train") as new:
+    async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "train") as new:
         file = tmp_path / "device-plugins" / KUBELET_SOCKET
         new.namespace = "default"
         await anyio.Path(tmp_path / CHECKPOINT).unlink(missing_ok=True)
         if socket == "removed":
             await anyio.Path(file).unlink()
         await new.asked()
-        await held(it, 3)
+        await held(live_node, 3)
 
         await anyio.Path(file).unlink(missing_ok=True)
         await anyio.Path(file).touch()
         await new.asked()
-        await held(it, 3)
-        (lease, *_) = it.registry.snapshot.gpus[gpu(0).id].leases.values()
+        await held(live_node, 3)
+        (lease, *_) = live_node.registry.snapshot.gpus[gpu(0).id].leases.values()
         assert lease.unconfirmed
 
 
 async def test_without_a_checkpoint_only_unbroken_answers_count(tmp_path: Path) -> None:
     """The time of a new kubelet starts again after each answer that fails."""
-    async with node(tmp_path) as it, restarted(it, tmp_path, "web-7f9c") as new:
+    async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "web-7f9c") as new:
         await anyio.Path(tmp_path / CHECKPOINT).write_text("damaged")
         await new.asked()
         new.fails = GRPCError(Status.UNAVAILABLE, "not now")
@@ -466,19 +488,23 @@ async def test_without_a_checkpoint_only_unbroken_answers_count(tmp_path: Path) 
         skip(1000)
         new.fails = None
         await new.asked()
-        await held(it, 3)
+        await held(live_node, 3)
         skip(QUICK.readiness)
-        await held(it, 0)
+        await held(live_node, 0)
 
 
 async def test_an_unexpected_answer_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unexpected answer is logged once, with its traceback, and the kubelet is asked again."""
-    async with node(tmp_path) as it, it.kubelet.running(), following(it, tmp_path):
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("train", 3))
-        await held(it, 3)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path),
+    ):
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(pod("train", 3))
+        await held(live_node, 3)
 
         asked = 0
 
@@ -494,7 +520,7 @@ async def test_an_unexpected_answer_changes_nothing(
             with anyio.fail_after(30):
                 while asked <= 3:
                     await anyio.lowlevel.checkpoint()
-            await held(it, 3)
+            await held(live_node, 3)
         [entry] = logs
         assert entry["error"] == "garbage"
         assert isinstance(entry["exc_info"], ValueError)
@@ -504,18 +530,21 @@ async def test_a_daemon_that_starts_beside_a_new_kubelet_takes_nothing_for_free(
     tmp_path: Path,
 ) -> None:
     """Without an API server, pods of a new kubelet's checkpoint keep their shares."""
-    async with node(tmp_path) as it:
-        async with it.kubelet.running():
-            await it.until(20, 20)
-            await it.kubelet.admit(pod("train", 3))
+    async with node(tmp_path) as live_node:
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
+            await live_node.kubelet.admit(pod("train", 3))
         new = Answering(tmp_path / "pod-resources.sock")
-        async with new.running(), following(it, tmp_path):
+        async with new.running(), following(live_node, tmp_path):
             await new.asked()
-            assert it.registry.snapshot.gpus[gpu(0).id].kubelet.mig_devices_of_other_plugins is None
+            assert (
+                live_node.registry.snapshot.gpus[gpu(0).id].kubelet.mig_devices_of_other_plugins
+                is None
+            )
             empty = {"Data": {"PodDeviceEntries": None}, "Checksum": 1}
             await anyio.Path(tmp_path / CHECKPOINT).write_text(json.dumps(empty))
             with anyio.fail_after(30):
-                async for update in it.registry.watch(
+                async for update in live_node.registry.watch(
                     lambda now: now.gpus[gpu(0).id].kubelet.mig_devices_of_other_plugins
                 ):
                     if update is not None:

@@ -40,11 +40,11 @@ from tests.rigs.waiting import skip
 
 async def test_kubelet_follows_our_choice(tmp_path: Path) -> None:
     """The kubelet gives the preferred shares: one GPU, the fullest first (case 45)."""
-    async with node(tmp_path, config=OFFER_ALL) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path, config=OFFER_ALL) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         visible = []
         for name, shares in (("a", 4), ("b", 7), ("c", 3), ("d", 3)):
-            options = await it.kubelet.admit(pod(name, shares))
+            options = await live_node.kubelet.admit(pod(name, shares))
             visible.append(options["main"].envs[VISIBLE])
 
         # 4 | 7 opens the second GPU | 3 fills it up | 3 goes beside the 4
@@ -57,8 +57,8 @@ async def test_large_request_keeps_to_its_numa_node(tmp_path: Path, shares: int)
     gpus = [gpu(n, numa_node=n // 2) for n in range(4)]
     kubelet = simulated_kubelet(tmp_path, numa_nodes=(0, 1), topology_policy="single-numa-node")
 
-    async with node(tmp_path, *gpus, kubelet=kubelet) as it, kubelet.running():
-        await it.until(40, 40)
+    async with node(tmp_path, *gpus, kubelet=kubelet) as live_node, kubelet.running():
+        await live_node.until(40, 40)
         options = await kubelet.admit(pod("train", shares))
         visible = options["main"].envs[VISIBLE].split(",")
 
@@ -68,10 +68,13 @@ async def test_large_request_keeps_to_its_numa_node(tmp_path: Path, shares: int)
 
 async def test_no_numa_node_is_no_topology(tmp_path: Path) -> None:
     """Shares of a GPU without a NUMA node carry no topology, and are allocatable (cases 47, 48)."""
-    async with node(tmp_path, gpu(0), gpu(1, numa_node=0)) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with (
+        node(tmp_path, gpu(0), gpu(1, numa_node=0)) as live_node,
+        live_node.kubelet.running(),
+    ):
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             async for answer in stub.list_and_watch(v1beta1.Empty()):
                 nodes = {
                     device.id.partition("::")[0]: device.topology and device.topology.nodes
@@ -88,11 +91,11 @@ async def test_preference_is_exact(tmp_path: Path, size: int) -> None:
     everything = ids(*((g, n) for g in (0, 1) for n in range(10)))
     must = ids((1, 5), (1, 2))[:size]
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.fault(0)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.fault(0)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             [chosen] = await preferred(stub, everything, must, size)
             [strange] = await preferred(stub, ["a", "b", "c"], [], 2)
 
@@ -111,14 +114,14 @@ async def test_preference_survives_a_broken_backend(
 
     monkeypatch.setattr(FractionBackend, "prefer", broken)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             [chosen] = await preferred(stub, ids((0, 3), (0, 1)), ids((0, 1)), 2)
 
         assert chosen == ids((0, 1), (0, 3))
-        await it.kubelet.admit(pod("train", 1))
+        await live_node.kubelet.admit(pod("train", 1))
 
 
 async def preferred(
@@ -175,14 +178,14 @@ def known(name: str, size: int, annotations: Mapping[str, str]) -> KnownPod:
 class Pods:
     """The pods of a node as the API server lists them, and those that the kubelet admits."""
 
-    def __init__(self, it: Node, missed: Subscription[Event]) -> None:
-        self.node = it
+    def __init__(self, live_node: Node, missed: Subscription[Event]) -> None:
+        self.node = live_node
         self._missed = missed
         self._known: dict[str, KnownPod] = {}
 
     def list(self, pods: Iterable[KnownPod]) -> None:
         """Report these pods beside the earlier ones."""
-        self._known |= {it.uid: it for it in pods}
+        self._known |= {known_pod.uid: known_pod for known_pod in pods}
         self.node.registry.apply(PodsListed(tuple(self._known.values())))
 
     def end(self, name: str) -> None:
@@ -195,13 +198,13 @@ class Pods:
         admitted = pod(name, size)
         await self.node.kubelet.admit(admitted)
         ids = self.node.kubelet.devices(admitted)["main"][METAGPU]
-        indices = {it.id: it.index for it in GPUS}
+        indices = {other.id: other.index for other in GPUS}
         return dict(Counter(indices[GpuId(share.partition("::")[0])] for share in ids))
 
     async def run(self, name: str, size: int, **annotations: str) -> dict[int, int]:
         """List a pod with annotations, given by their short names, and admit it."""
         keys = {"uuid": UUID, "parts": PARTS, "policy": POLICY}
-        self.list([known(name, size, {keys[it]: text for it, text in annotations.items()})])
+        self.list([known(name, size, {keys[each]: text for each, text in annotations.items()})])
         return await self.admit(name, size)
 
     async def missed(self) -> PreferenceMissed:
@@ -215,11 +218,11 @@ class Pods:
 @asynccontextmanager
 async def pods_of(tmp_path: Path, config: str = FRACTIONS) -> AsyncIterator[Pods]:
     """Serve a node of four GPUs whose pods the API server lists."""
-    async with node(tmp_path, *GPUS, config=config) as it, it.kubelet.running():
+    async with node(tmp_path, *GPUS, config=config) as live_node, live_node.kubelet.running():
         amount = 4 if config == WHOLE else 40
-        await it.until(amount, amount)
-        with it.registry.events.subscribe(PreferenceMissed) as missed:
-            pods = Pods(it, missed)
+        await live_node.until(amount, amount)
+        with live_node.registry.events.subscribe(PreferenceMissed) as missed:
+            pods = Pods(live_node, missed)
             pods.list(())
             yield pods
 
@@ -311,8 +314,8 @@ async def test_a_request_waits_for_a_pod_that_the_kubelet_knows_sooner() -> None
     matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time, KubeletTiming(pod_wait=1e9))
     hasty = PreferenceMatcher(RESOURCE, registry, lambda: 0.0, KubeletTiming(pod_wait=0.0))
     registry.apply(PodsListed((known("earlier", 1, {UUID: "GPU-1"}),)))
-    for it in (matcher, hasty):
-        await it.wait_known([1])
+    for preference_matcher in (matcher, hasty):
+        await preference_matcher.wait_known([1])
     registry.apply(PodsListed(()))
     done = anyio.Event()
 
@@ -399,7 +402,10 @@ async def test_containers_of_a_pod_are_asked_for_in_their_order() -> None:
     registry.apply(PodsListed((replace(known("p", 2, annotations), containers=containers),)))
     matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time)
     found = [matcher.match(2, registry.snapshot) for _ in range(2)]
-    assert [it and (it.name, it.preference.parts) for it in found] == [("a", 1), ("b", 2)]
+    assert [container and (container.name, container.preference.parts) for container in found] == [
+        ("a", 1),
+        ("b", 2),
+    ]
 
 
 @pytest.mark.parametrize("policy", ["", "binpack"])
@@ -418,7 +424,7 @@ async def test_an_init_container_leaves_room_for_the_main_one(
         pods.list([replace(listed, handing_on=frozenset({"prepare"}))])
         await pods.node.kubelet.admit(admitted)
         held = pods.node.kubelet.devices(admitted)["main"][METAGPU]
-        assert {it.partition("::")[0] for it in held} == {gpu(1).id}
+        assert {name.partition("::")[0] for name in held} == {gpu(1).id}
 
 
 async def test_the_room_is_that_of_one_gpu_if_the_whole_pod_needs_more(tmp_path: Path) -> None:
@@ -432,7 +438,9 @@ async def test_the_room_is_that_of_one_gpu_if_the_whole_pod_needs_more(tmp_path:
         pods.list([replace(listed, handing_on=frozenset({"prepare"}))])
         await pods.node.kubelet.admit(admitted)
         devices = pods.node.kubelet.devices(admitted)
-        held = [{it.partition("::")[0] for it in devices[name][METAGPU]} for name in ("a", "b")]
+        held = [
+            {device.partition("::")[0] for device in devices[name][METAGPU]} for name in ("a", "b")
+        ]
         assert held == [{gpu(1).id}, {gpu(2).id}]
 
 
@@ -482,12 +490,15 @@ async def test_a_recreated_pod_is_asked_for_while_its_predecessor_holds_shares(
 async def test_nobody_waits_where_no_pod_names_a_gpu(tmp_path: Path) -> None:
     """Without annotations in the cluster, a pod that is unknown is admitted at once."""
     endless = KubeletTiming(pod_wait=math.inf)
-    async with node(tmp_path, *GPUS, config=FRACTIONS, timing=endless) as it, it.kubelet.running():
-        await it.until(40, 40)
+    async with (
+        node(tmp_path, *GPUS, config=FRACTIONS, timing=endless) as live_node,
+        live_node.kubelet.running(),
+    ):
+        await live_node.until(40, 40)
         with anyio.fail_after(30):
-            await it.kubelet.admit(pod("without-an-api-server", 1))
-            it.registry.apply(PodsListed((known("other", 5, {}),)))
-            await it.kubelet.admit(pod("unknown", 1))
+            await live_node.kubelet.admit(pod("without-an-api-server", 1))
+            live_node.registry.apply(PodsListed((known("other", 5, {}),)))
+            await live_node.kubelet.admit(pod("unknown", 1))
 
 
 async def test_a_fault_of_a_preference_fails_no_pod(

@@ -56,18 +56,18 @@ async def test_prepare_is_called_with_the_pods_shares(
     """A backend that prepares is called at each start with exactly the pod's ids (case 36)."""
     made = preparing(monkeypatch)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         running = pod("train", 2)
-        await it.kubelet.admit(running)
-        await it.kubelet.start_container(running, "main")
-        await it.kubelet.start_container(running, "main")
+        await live_node.kubelet.admit(running)
+        await live_node.kubelet.start_container(running, "main")
+        await live_node.kubelet.start_container(running, "main")
 
         nothing = pod("nothing", 0)
-        await it.kubelet.admit(nothing)
-        await it.kubelet.start_container(nothing, "main")
+        await live_node.kubelet.admit(nothing)
+        await live_node.kubelet.start_container(nothing, "main")
 
-        held = sorted(it.kubelet.devices(running)["main"][METAGPU])
+        held = sorted(live_node.kubelet.devices(running)["main"][METAGPU])
         assert [sorted(call) for call in made[-1].prepared] == [held, held]
 
 
@@ -78,8 +78,8 @@ async def test_prepare_that_fails_is_tried_again(
     made = preparing(monkeypatch)
     kubelet = simulated_kubelet(tmp_path)
 
-    async with node(tmp_path, kubelet=kubelet) as it, kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path, kubelet=kubelet) as live_node, kubelet.running():
+        await live_node.until(20, 20)
         running = pod("train", 2)
         await kubelet.admit(running)
 

@@ -29,17 +29,17 @@ from tests.plugins.kubelet.rig import (
 async def test_what_a_resource_claim_holds_is_not_granted(tmp_path: Path) -> None:
     """After a reload to the device plugin API the shares of ResourceClaims are out of the list."""
     text = CONFIG + "    api: dra\n"
-    async with node(tmp_path, gpu(0), config=text) as it, it.kubelet.running():
-        shares = it.layout.shares[:4]
+    async with node(tmp_path, gpu(0), config=text) as live_node, live_node.kubelet.running():
+        shares = live_node.layout.shares[:4]
         claim = ResourceClaimRef("ns", "half", "uid")
-        it.registry.apply(SharesClaimed(shares, at=1, resource_claim=claim))
-        it.offer()
-        await it.until(10, 6)
-        async with endpoint_of(it) as stub:
+        live_node.registry.apply(SharesClaimed(shares, at=1, resource_claim=claim))
+        live_node.offer()
+        await live_node.until(10, 6)
+        async with endpoint_of(live_node) as stub:
             with pytest.raises(grpclib.GRPCError, match="the ResourceClaim ns/half holds it"):
                 await allocate(stub, [shares[0].id])
-        it.registry.apply(SharesReleased(shares, at=2))
-        await it.until(10, 10)
+        live_node.registry.apply(SharesReleased(shares, at=2))
+        await live_node.until(10, 10)
 
 
 async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
@@ -47,23 +47,23 @@ async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
     now = [1000.0]
     kubelet = simulated_kubelet(tmp_path, clock=lambda: now[0])
 
-    async with kubelet.running(), node(tmp_path, kubelet=kubelet) as it:
-        await it.until(20, 20)
+    async with kubelet.running(), node(tmp_path, kubelet=kubelet) as live_node:
+        await live_node.until(20, 20)
         held, kept = pod("held", 3), pod("kept", 10)
         await kubelet.admit(held)
         await kubelet.admit(kept)
         await kubelet.start_container(kept, "main")
-        it.fault(0)
-        await it.until(20, 10)
+        live_node.fault(0)
+        await live_node.until(20, 10)
         await kubelet.restart()
-        await it.until(20, 10)
+        await live_node.until(20, 10)
         lost = await kubelet.readmit()
 
         assert list(lost) == [held.uid]
         assert "previously allocated devices are no longer healthy" in lost[held.uid].message
 
-        it.fault(1)
-        await it.until(20, 0)
+        live_node.fault(1)
+        await live_node.until(20, 0)
 
         with pytest.raises(AdmissionError, match="no healthy devices present"):
             await kubelet.admit(pod("late", 1))
@@ -78,29 +78,29 @@ async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
 
 async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
     """An unknown id is refused with a text, after the list is sent (case 40)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             with pytest.raises(grpclib.GRPCError) as refused:
                 await allocate(stub, ["GPU-gone::m01"])
 
         assert (
-            it.record.of_resource(ResourceName(METAGPU)).lists == 2
+            live_node.record.of_resource(ResourceName(METAGPU)).lists == 2
         )  # sent before the refusal came
         assert refused.value.status is Status.NOT_FOUND
         assert "no share has the id 'GPU-gone::m01'" in str(refused.value.message)
-        await it.kubelet.wait_for(lambda: it.kubelet.lists[METAGPU] == 2)
+        await live_node.kubelet.wait_for(lambda: live_node.kubelet.lists[METAGPU] == 2)
 
 
 async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
     """A share of a faulty GPU is refused with the fault's reason (case 40)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.fault(0, "XID 79: GPU has fallen off the bus")
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.fault(0, "XID 79: GPU has fallen off the bus")
 
-        with it.registry.events.subscribe(AllocationRefused) as refusals:
-            async with endpoint_of(it) as stub:
+        with live_node.registry.events.subscribe(AllocationRefused) as refusals:
+            async with endpoint_of(live_node) as stub:
                 with pytest.raises(grpclib.GRPCError, match="fallen off the bus") as refused:
                     await allocate(stub, ids((0, 1)))
             [event] = [await anext(aiter(refusals))]
@@ -108,35 +108,35 @@ async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
         assert isinstance(event, AllocationRefused)
         assert (event.cause, event.reason) == ("GpuUnhealthy", refused.value.message)
         assert refused.value.status is Status.FAILED_PRECONDITION
-        assert it.counts() == (20, 10)
+        assert live_node.counts() == (20, 10)
 
 
 async def test_refused_pod_gets_the_free_shares_of_each_gpu(tmp_path: Path) -> None:
     """A fraction that fits on no GPU fails with the free shares of each GPU."""
-    async with node(tmp_path, config=OFFER_ALL) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("one", 6))
-        await it.kubelet.admit(pod("two", 6))
+    async with node(tmp_path, config=OFFER_ALL) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(pod("one", 6))
+        await live_node.kubelet.admit(pod("two", 6))
 
         with pytest.raises(AdmissionError) as refused:
-            await it.kubelet.admit(pod("three", 8))
+            await live_node.kubelet.admit(pod("three", 8))
 
         assert refused.value.reason == "UnexpectedAdmissionError"
         assert "8 shares do not fit" in refused.value.message
         assert "free now: GPU 0: 4, GPU 1: 4" in refused.value.message
 
-        await it.kubelet.admit(pod("small", 4))
+        await live_node.kubelet.admit(pod("small", 4))
 
 
 async def test_split_may_be_accepted(tmp_path: Path) -> None:
     """A configuration that accepts splits gives such a pod both GPUs."""
     config = CONFIG + "        split: accept\n"
 
-    async with node(tmp_path, config=config) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("one", 6))
-        await it.kubelet.admit(pod("two", 6))
-        options = await it.kubelet.admit(pod("three", 8))
+    async with node(tmp_path, config=config) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(pod("one", 6))
+        await live_node.kubelet.admit(pod("two", 6))
+        options = await live_node.kubelet.admit(pod("three", 8))
 
         assert options["main"].envs[VISIBLE] == f"{gpu(0).id},{gpu(1).id}"
         assert options["main"].envs["METAGPU_MAX_MEM"] == str(8 * 4096)
@@ -144,14 +144,14 @@ async def test_split_may_be_accepted(tmp_path: Path) -> None:
 
 async def test_refused_container_gives_the_others_back(tmp_path: Path) -> None:
     """After the refusal of one container of a call, no container of the call holds anything."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        async with endpoint_of(it) as stub:
+        async with endpoint_of(live_node) as stub:
             with pytest.raises(grpclib.GRPCError):
                 await allocate(stub, ids((0, 0)), ["GPU-gone::m01"])
 
-        assert it.registry.snapshot.gpus[gpu(0).id].leases == {}
+        assert live_node.registry.snapshot.gpus[gpu(0).id].leases == {}
 
 
 async def test_foreign_error_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ async def test_foreign_error_names_itself(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FractionBackend, "check", broken)
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
         with pytest.raises(AdmissionError, match="ZeroDivisionError: a bug"):
-            await it.kubelet.admit(pod("train", 2))
+            await live_node.kubelet.admit(pod("train", 2))

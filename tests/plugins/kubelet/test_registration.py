@@ -57,50 +57,50 @@ class History:
         await self._kubelet.wait_for(look, within=float("inf"))
 
 
-async def registered(it: Node, times: int) -> None:
+async def registered(live_node: Node, times: int) -> None:
     """Wait until the kubelet has so many registrations and all shares."""
-    await it.kubelet.wait_for(
+    await live_node.kubelet.wait_for(
         lambda: (
-            it.kubelet.registrations[METAGPU] == it.kubelet.lists[METAGPU] == times
-            and it.counts() == (20, 20)
+            live_node.kubelet.registrations[METAGPU] == live_node.kubelet.lists[METAGPU] == times
+            and live_node.counts() == (20, 20)
         )
     )
 
 
 async def test_registers_and_lists_once(tmp_path: Path) -> None:
     """A served socket is registered once, with one list on one stream (case 1)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        assert it.kubelet.registrations[METAGPU] == 1
-        assert it.kubelet.open_streams[METAGPU] == 1
-        assert it.kubelet.lists[METAGPU] == 1
+        assert live_node.kubelet.registrations[METAGPU] == 1
+        assert live_node.kubelet.open_streams[METAGPU] == 1
+        assert live_node.kubelet.lists[METAGPU] == 1
 
 
 async def test_refusal_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kubelet that refuses our version is asked once, and not again (case 2)."""
     monkeypatch.setattr(messages, "VERSION", "v1alpha")
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.kubelet.wait_for(lambda: bool(it.kubelet.refusals))
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.kubelet.wait_for(lambda: bool(live_node.kubelet.refusals))
         await anyio.wait_all_tasks_blocked()
 
-        [refusal] = it.kubelet.refusals
+        [refusal] = live_node.kubelet.refusals
         assert refusal.startswith('requested API version "v1alpha" is not supported by kubelet.')
-        assert it.counts() == (0, 0)
+        assert live_node.counts() == (0, 0)
 
 
 async def test_nothing_to_wipe_before_the_kubelet_answers(tmp_path: Path) -> None:
     """Our socket is created after the kubelet listens, so that its start wipes none (case 4)."""
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         await anyio.wait_all_tasks_blocked()
 
-        assert it.sockets() == []
+        assert live_node.sockets() == []
 
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
-            assert it.kubelet.refusals == []
+            assert live_node.kubelet.refusals == []
 
 
 async def test_failing_options_are_tried_again(
@@ -118,34 +118,38 @@ async def test_failing_options_are_tried_again(
 
     monkeypatch.setattr(DevicePluginService, "_options", first_fails)
 
-    async with node(tmp_path, timing=timing) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
-        [refusal] = it.kubelet.refusals
+        [refusal] = live_node.kubelet.refusals
         assert refusal.startswith("failed to get device plugin options")
         assert "not yet" in refusal
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert live_node.kubelet.registrations[METAGPU] == 1
 
 
 async def test_new_daemon_replaces_the_old(tmp_path: Path) -> None:
     """After a restart of the daemon its devices are the only ones: no orphans (case 6)."""
     async with SimKubelet(tmp_path / "device-plugins").running() as kubelet:
         for gpus, expected in (((gpu(0), gpu(1)), 20), ((gpu(0), gpu(1)), 20), ((gpu(1),), 10)):
-            async with node(tmp_path, *gpus, make_directory=False, kubelet=kubelet) as it:
-                await it.until(expected, expected)
+            async with node(tmp_path, *gpus, make_directory=False, kubelet=kubelet) as live_node:
+                await live_node.until(expected, expected)
 
 
 async def test_old_stream_ends_before_the_next_registration(tmp_path: Path) -> None:
     """The kubelet never has two streams of ours, however a registration is lost (case 8)."""
-    async with node(tmp_path) as it, it.kubelet.running(), anyio.create_task_group() as group:
-        history = History(it.kubelet)
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        anyio.create_task_group() as group,
+    ):
+        history = History(live_node.kubelet)
         group.start_soon(history.record)
-        await it.until(20, 20)
+        await live_node.until(20, 20)
 
         for registrations in (2, 3, 4):
-            [socket] = it.sockets()
+            [socket] = live_node.sockets()
             socket.unlink()
-            await registered(it, registrations)
+            await registered(live_node, registrations)
         await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
 
@@ -155,27 +159,27 @@ async def test_old_stream_ends_before_the_next_registration(tmp_path: Path) -> N
 
 async def test_reload_of_the_same_sends_nothing(tmp_path: Path) -> None:
     """Two reloads that change nothing leave one stream, with no message (case 9)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.offer()
-        it.offer()
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.offer()
+        live_node.offer()
         await anyio.wait_all_tasks_blocked()
 
-        assert it.kubelet.open_streams[METAGPU] == 1
-        assert it.kubelet.lists[METAGPU] == 1
-        assert it.kubelet.registrations[METAGPU] == 1
+        assert live_node.kubelet.open_streams[METAGPU] == 1
+        assert live_node.kubelet.lists[METAGPU] == 1
+        assert live_node.kubelet.registrations[METAGPU] == 1
 
 
 async def test_closed_list_is_registered_again(tmp_path: Path) -> None:
     """After the kubelet closes a list we register again (cases 10, 17)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        drop_list(it)
-        await it.until(20, 0)
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        drop_list(live_node)
+        await live_node.until(20, 0)
+        await live_node.until(20, 20)
 
-        assert it.kubelet.registrations[METAGPU] == 2
-        assert it.kubelet.open_streams[METAGPU] == 1
+        assert live_node.kubelet.registrations[METAGPU] == 2
+        assert live_node.kubelet.open_streams[METAGPU] == 1
 
 
 async def test_many_resources_register_together(
@@ -192,67 +196,70 @@ async def test_many_resources_register_together(
 
     config = f"version: metagpu/v1\npools:\n{pools}"
 
-    async with node(tmp_path, *gpus, config=config) as it, it.kubelet.running():
-        await it.kubelet.wait_for(
-            lambda: sum(it.kubelet.allocatable().values()) == 200,
+    async with node(tmp_path, *gpus, config=config) as live_node, live_node.kubelet.running():
+        await live_node.kubelet.wait_for(
+            lambda: sum(live_node.kubelet.allocatable().values()) == 200,
         )
 
-        assert set(it.kubelet.registrations.values()) == {1}
+        assert set(live_node.kubelet.registrations.values()) == {1}
 
 
 async def test_kubelet_restart_wipes_and_we_return(tmp_path: Path) -> None:
     """After a kubelet's restart, which wipes our sockets, all resources are back (case 60)."""
     gpus = [gpu(n) for n in range(4)]
 
-    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
+    async with (
+        node(tmp_path, *gpus, config=FOUR_RESOURCES) as live_node,
+        live_node.kubelet.running(),
+    ):
         for resource in RESOURCES:
-            await it.until(100, 100, resource)
-        before = it.sockets()
+            await live_node.until(100, 100, resource)
+        before = live_node.sockets()
 
-        await it.kubelet.restart()
+        await live_node.kubelet.restart()
         for resource in RESOURCES:
-            await it.until(100, 100, resource)
+            await live_node.until(100, 100, resource)
 
-        assert not set(before) & set(it.sockets())
-        assert [it.kubelet.registrations[resource] for resource in RESOURCES] == [2, 2, 2, 2]
+        assert not set(before) & set(live_node.sockets())
+        assert [live_node.kubelet.registrations[resource] for resource in RESOURCES] == [2, 2, 2, 2]
 
 
 async def test_restarts_one_after_another(tmp_path: Path) -> None:
     """Twenty restarts in a row each end with one stream and all shares."""
-    async with node(tmp_path) as it, it.kubelet.running():
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
         for _ in range(20):
-            await it.kubelet.restart()
-            await it.until(20, 20)
+            await live_node.kubelet.restart()
+            await live_node.until(20, 20)
 
-        assert it.kubelet.open_streams[METAGPU] == 1
-        assert it.kubelet.refusals == []
+        assert live_node.kubelet.open_streams[METAGPU] == 1
+        assert live_node.kubelet.refusals == []
 
 
 async def test_inode_is_not_trusted(tmp_path: Path) -> None:
     """A new kubelet socket is noticed even when its file has the old inode (case 60)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        socket = it.kubelet.socket
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        socket = live_node.kubelet.socket
         born = socket.stat().st_mtime_ns
         os.utime(socket, ns=(born + 1, born + 1))
-        (it.directory / "anything.sock").touch()
+        (live_node.directory / "anything.sock").touch()
 
-        await it.kubelet.wait_for(lambda: it.kubelet.registrations[METAGPU] == 2)
-        await it.until(20, 20)
+        await live_node.kubelet.wait_for(lambda: live_node.kubelet.registrations[METAGPU] == 2)
+        await live_node.until(20, 20)
 
 
 async def test_dead_socket_is_waited_for(tmp_path: Path) -> None:
     """A kubelet that left its socket behind is waited for without a refusal (case 61)."""
-    async with node(tmp_path) as it:
-        async with it.kubelet.running():
-            await it.until(20, 20)
+    async with node(tmp_path) as live_node:
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
-        assert it.kubelet.socket.exists()
+        assert live_node.kubelet.socket.exists()
 
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
-            assert it.kubelet.refusals == []
+            assert live_node.kubelet.refusals == []
 
 
 async def test_absent_kubelet_is_logged_once(tmp_path: Path) -> None:
@@ -260,15 +267,15 @@ async def test_absent_kubelet_is_logged_once(tmp_path: Path) -> None:
     timing = KubeletTiming(absence=0.0, connect_delay=0.001, longest_connect_delay=0.001)
 
     with capture_module_logs(endpoint) as logged:
-        async with node(tmp_path, timing=timing) as it:
+        async with node(tmp_path, timing=timing) as live_node:
             while not logged:
                 await checkpoint()
-            async with it.kubelet.running():
-                await it.until(20, 20)
+            async with live_node.kubelet.running():
+                await live_node.until(20, 20)
             while logged[-1]["event"] != "no kubelet takes registrations":
                 await checkpoint()
-            async with it.kubelet.running():
-                await it.until(20, 20)
+            async with live_node.kubelet.running():
+                await live_node.until(20, 20)
 
     about = [entry for entry in logged if "resource" not in entry]
     assert [(entry["event"], entry.get("error")) for entry in about] == [
@@ -277,7 +284,7 @@ async def test_absent_kubelet_is_logged_once(tmp_path: Path) -> None:
         ("no kubelet takes registrations", "Connection refused"),
         ("kubelet found", None),
     ]
-    assert logged[0]["socket"] == str(it.kubelet.socket)
+    assert logged[0]["socket"] == str(live_node.kubelet.socket)
 
 
 @pytest.mark.parametrize(
@@ -308,22 +315,22 @@ def test_a_folder_that_may_come_is_taken(tmp_path: Path) -> None:
 
 async def test_folder_may_appear_later(tmp_path: Path) -> None:
     """A daemon that starts before the kubelet's folder exists registers later (case 62)."""
-    async with node(tmp_path, make_directory=False) as it:
+    async with node(tmp_path, make_directory=False) as live_node:
         await anyio.wait_all_tasks_blocked()
 
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
 
 async def test_folder_may_be_created_again(tmp_path: Path) -> None:
     """A folder that is removed and made again is followed (case 62)."""
-    async with node(tmp_path) as it:
-        async with it.kubelet.running():
-            await it.until(20, 20)
-        it.directory.rename(tmp_path / "old")
+    async with node(tmp_path) as live_node:
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
+        live_node.directory.rename(tmp_path / "old")
 
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
 
 async def test_finished_init_container_survives(tmp_path: Path) -> None:
@@ -334,59 +341,64 @@ async def test_finished_init_container_survives(tmp_path: Path) -> None:
         init_containers=(SimContainer("fetch", {METAGPU: 2}),),
     )
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(held)
-        await it.kubelet.start_container(held, "fetch")
-        it.kubelet.stop_container(held, "fetch")
-        await it.kubelet.start_container(held, "main")
-        before = it.kubelet.devices(held)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(held)
+        await live_node.kubelet.start_container(held, "fetch")
+        live_node.kubelet.stop_container(held, "fetch")
+        await live_node.kubelet.start_container(held, "main")
+        before = live_node.kubelet.devices(held)
 
-        await it.kubelet.restart()
-        await it.until(20, 20)
+        await live_node.kubelet.restart()
+        await live_node.until(20, 20)
 
-        assert await it.kubelet.readmit() == {}
-        assert it.kubelet.devices(held) == before
+        assert await live_node.kubelet.readmit() == {}
+        assert live_node.kubelet.devices(held) == before
 
 
 async def test_resource_taken_back_leaves_no_ghost(tmp_path: Path) -> None:
     """A removed resource counts 0 at once, and its stream ends; others get nothing (case 64)."""
     gpus = [gpu(n) for n in range(4)]
 
-    async with node(tmp_path, *gpus, config=FOUR_RESOURCES) as it, it.kubelet.running():
-        await it.kubelet.wait_for(lambda: all(it.kubelet.lists[r] == 1 for r in RESOURCES))
+    async with (
+        node(tmp_path, *gpus, config=FOUR_RESOURCES) as live_node,
+        live_node.kubelet.running(),
+    ):
+        await live_node.kubelet.wait_for(
+            lambda: all(live_node.kubelet.lists[r] == 1 for r in RESOURCES)
+        )
         gone, *kept = RESOURCES
-        lists = [it.kubelet.lists[resource] for resource in kept]
+        lists = [live_node.kubelet.lists[resource] for resource in kept]
 
-        it.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
-        await it.until(0, 0, gone)
-        await it.until(100, 100, "example.com/other")
+        live_node.offer(FOUR_RESOURCES.replace(gone, "example.com/other"))
+        await live_node.until(0, 0, gone)
+        await live_node.until(100, 100, "example.com/other")
 
-        await it.kubelet.wait_for(lambda: it.kubelet.open_streams[gone] == 0)
-        assert [it.kubelet.lists[resource] for resource in kept] == lists
+        await live_node.kubelet.wait_for(lambda: live_node.kubelet.open_streams[gone] == 0)
+        assert [live_node.kubelet.lists[resource] for resource in kept] == lists
 
 
 async def test_resource_of_dra_is_not_registered(tmp_path: Path) -> None:
     """The endpoint goes with the pool's API, and is back with it: the names are the same."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        it.offer(CONFIG + "    api: dra\n")
-        await it.until(0, 0)
-        assert it.sockets() == []
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        live_node.offer(CONFIG + "    api: dra\n")
+        await live_node.until(0, 0)
+        assert live_node.sockets() == []
 
-        it.offer()
-        await it.until(20, 20)
+        live_node.offer()
+        await live_node.until(20, 20)
 
 
 async def test_sockets_are_for_root_alone(tmp_path: Path) -> None:
     """Only root may open our socket, which is removed with the daemon."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        [socket] = it.sockets()
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        [socket] = live_node.sockets()
 
         assert socket.stat().st_mode & 0o777 == 0o600
 
-    assert it.sockets() == []
+    assert live_node.sockets() == []
 
 
 async def test_registers_nowhere_else(tmp_path: Path) -> None:
@@ -394,21 +406,21 @@ async def test_registers_nowhere_else(tmp_path: Path) -> None:
     registry = tmp_path / "plugins_registry"
     registry.mkdir()
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
 
         assert list(registry.iterdir()) == []
 
 
 async def test_pod_of_another_resource_does_not_concern_us(tmp_path: Path) -> None:
     """A pod with GPUs from another source, as by DRA, causes no call to us (case 38)."""
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
-        await it.kubelet.admit(pod("other", 1, "example.com/of-another"))
-        await it.kubelet.admit(pod("none", 0))
-        calls = it.record.of_resource(ResourceName(METAGPU)).calls
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        await live_node.kubelet.admit(pod("other", 1, "example.com/of-another"))
+        await live_node.kubelet.admit(pod("none", 0))
+        calls = live_node.record.of_resource(ResourceName(METAGPU)).calls
         before = sum(sum(each.outcomes.values()) for each in calls.values())
-        await it.kubelet.admit(pod("ours", 1))
+        await live_node.kubelet.admit(pod("ours", 1))
 
         assert before == 0
         assert sum(sum(each.outcomes.values()) for each in calls.values()) > 0
@@ -442,12 +454,12 @@ async def test_bound_but_not_listening_is_tried_again_at_once(
         await replaced(self, kubelet, within)
 
     monkeypatch.setattr(KubeletDirectory, "wait_kubelet_replaced", noting)
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         registrar = Registrar()
         server = Server([registrar])
 
         with socket.socket(socket.AF_UNIX) as listener, anyio.fail_after(30):
-            listener.bind(str(it.directory / "kubelet.sock"))
+            listener.bind(str(live_node.directory / "kubelet.sock"))
             while len(pauses) < 5:
                 await checkpoint()
             await server.start(sock=listener)
@@ -462,16 +474,16 @@ async def test_kubelet_that_dies_before_it_opens_the_list(tmp_path: Path) -> Non
     """A kubelet that answers Register and dies costs no wait: the next one is met at once."""
     timing = KubeletTiming(list_deadline=1e6)
 
-    async with node(tmp_path, timing=timing) as it:
+    async with node(tmp_path, timing=timing) as live_node:
         registrar = Registrar()
         server = AbortableServer([registrar])
-        await server.open(it.kubelet.socket)
+        await server.open(live_node.kubelet.socket)
         await registrar.registered.wait()
         await anyio.wait_all_tasks_blocked()
         await server.abort()
 
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
 
 async def test_socket_wiped_before_the_dial_is_created_again(
@@ -493,10 +505,10 @@ async def test_socket_wiped_before_the_dial_is_created_again(
     monkeypatch.setattr(endpoint.Endpoint, "_register", wipe_first)
     kubelet = simulated_kubelet(tmp_path)
 
-    async with node(tmp_path, kubelet=kubelet, timing=timing) as it, kubelet.running():
+    async with node(tmp_path, kubelet=kubelet, timing=timing) as live_node, kubelet.running():
         await dials(kubelet)
         skip(10)
-        await it.until(20, 20)
+        await live_node.until(20, 20)
 
         [refusal] = kubelet.refusals
         assert refusal.startswith("failed to dial device plugin")
@@ -507,12 +519,12 @@ async def test_kubelet_that_closes_each_list_is_not_hammered(tmp_path: Path) -> 
     """Registrations that end at once follow each other with growing delays."""
     rests: list[float] = []
 
-    async with node(tmp_path) as it, it.kubelet.running():
-        await it.until(20, 20)
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
         for registrations in range(2, 7):
             began = anyio.current_time()
-            drop_list(it)
-            await registered(it, registrations)
+            drop_list(live_node)
+            await registered(live_node, registrations)
             rests.append(anyio.current_time() - began)
 
         # 0, 0.05, 0.1, 0.2, 0.4 seconds at least
@@ -561,9 +573,9 @@ async def test_list_is_encoded_before_the_kubelet_asks(
         return encode(share_id, healthy=healthy, numa_node=numa_node)
 
     monkeypatch.setattr(device_plugin, "encode_device", counted)
-    async with node(tmp_path) as it:
+    async with node(tmp_path) as live_node:
         await becomes(lambda: len(encoded) == 20)
-        async with it.kubelet.running():
-            await it.until(20, 20)
+        async with live_node.kubelet.running():
+            await live_node.until(20, 20)
 
     assert len(encoded) == 20

@@ -79,7 +79,7 @@ def test_an_answer_that_would_end_all_leases_is_not_believed_at_once() -> None:
     judge = ready()
     looks = [judged(judge, at, answer(at), file(200, SHARE.id)) for at in (3, 4, 5)]
 
-    assert [it.kubelet_ready for it in looks] == [False, False, True]
+    assert [look.kubelet_ready for look in looks] == [False, False, True]
 
 
 def test_the_checkpoint_confirms_that_all_leases_ended() -> None:
@@ -108,9 +108,9 @@ def test_a_claim_that_two_checkpoints_dropped_has_ended() -> None:
     """A checkpoint that named a claim, and two that do not, show that its pod is gone."""
     judge = ready()
     files = [file(200, SHARE.id), file(300), file(300), file(400)]
-    looks = [judged(judge, at, answer(at), it, CLAIMED) for at, it in enumerate(files, start=3)]
+    looks = [judged(judge, at, answer(at), ids, CLAIMED) for at, ids in enumerate(files, start=3)]
 
-    assert [it.released for it in looks] == [set(), set(), set(), {SHARE.id}]
+    assert [look.released for look in looks] == [set(), set(), set(), {SHARE.id}]
 
 
 def test_a_claim_of_an_ended_pod_has_ended() -> None:
@@ -118,9 +118,9 @@ def test_a_claim_of_an_ended_pod_has_ended() -> None:
     judge, files = ready(), [file(100 * at, SHARE.id) for at in (3, 4, 4, 5)]
     snapshot = after(PodsListed((KnownPod("uid", "team", "alice", "Succeeded"),)), since=CLAIMED)
     judged(judge, 2, answer(2), file(150), NODE)  # the claim is a new one
-    looks = [judged(judge, at, answer(at), it, snapshot) for at, it in enumerate(files, start=3)]
+    looks = [judged(judge, at, answer(at), ids, snapshot) for at, ids in enumerate(files, start=3)]
 
-    assert [it.released for it in looks] == [set(), set(), set(), {SHARE.id}]
+    assert [look.released for look in looks] == [set(), set(), set(), {SHARE.id}]
 
 
 def test_a_claim_that_was_not_named_yet_has_not_ended() -> None:
@@ -128,7 +128,7 @@ def test_a_claim_that_was_not_named_yet_has_not_ended() -> None:
     judge = KubeletReadiness("node-1")
     looks = [judged(judge, at, answer(at), file(100 * at), CLAIMED) for at in (3, 4, 5, 6)]
 
-    assert not any(it.released for it in looks)
+    assert not any(look.released for look in looks)
 
 
 @pytest.mark.parametrize("names_it", [True, False])
@@ -140,9 +140,9 @@ def test_the_last_holder_of_the_same_ids_releases_no_claim(*, names_it: bool) ->
     judged(judge, 5, answer(5), file(200, SHARE.id), NODE)
     before = [SHARE.id] if names_it else []
     files = [file(200, SHARE.id), *(file(300 + n, *before) for n in range(4))]
-    for n, it in enumerate(files):
+    for n, ids in enumerate(files):
         at = granted + 0.01 * (n + 1)
-        assert not judged(judge, at, answer(at), it, snapshot).released
+        assert not judged(judge, at, answer(at), ids, snapshot).released
 
     for n in range(4):
         at = granted + TIMING.written + n + 1
@@ -157,17 +157,17 @@ def test_a_claim_that_waits_for_hardware_is_not_released() -> None:
     judged(judge, 3, answer(3), file(200, SHARE.id), waiting)
     looks = [judged(judge, at, answer(at), file(100 * at), waiting) for at in (4, 5, 6)]
 
-    assert not any(it.released for it in looks)
+    assert not any(look.released for look in looks)
 
 
 def test_a_file_that_the_kubelet_did_not_write_releases_no_holder() -> None:
     """The file of an earlier kubelet may be one that this kubelet does not take."""
     judge = KubeletReadiness("node-1")
     files = [file(50, SHARE.id), file(200), file(300), file(400)]
-    looks = [judged(judge, at, answer(at), it) for at, it in enumerate(files, start=3)]
+    looks = [judged(judge, at, answer(at), ids) for at, ids in enumerate(files, start=3)]
 
-    assert not any(it.released or it.kubelet_ready for it in looks)
-    assert [it.confirms for it in looks] == [False, True, True, True]
+    assert not any(look.released or look.kubelet_ready for look in looks)
+    assert [look.confirms for look in looks] == [False, True, True, True]
 
 
 def test_a_waiting_allocate_delays_the_belief_in_a_new_kubelet() -> None:
@@ -251,7 +251,7 @@ def test_the_log_names_the_pods_that_a_kubelet_does_not_list() -> None:
     with capture_module_logs(restart_guard) as logs:
         judged(KubeletReadiness("node-1"), 4, answer(4), file(50, OTHER.id, uid="other"), running)
 
-    assert [it["missing_pods"] for it in logs] == ["team/alice, team/bob"]
+    assert [log["missing_pods"] for log in logs] == ["team/alice, team/bob"]
 
 
 def test_a_static_pod_has_not_ended_while_the_kubelet_lists_it() -> None:
@@ -270,4 +270,4 @@ def test_a_container_that_ran_and_runs_no_more_has_stopped() -> None:
     seen = judge.judge(answer(3), 3, None, snapshot, running={ALICE})
     stopped = judge.judge(answer(4), 4, None, snapshot)
 
-    assert [it.stopped for it in (unseen, seen, stopped)] == [set(), set(), {ALICE}]
+    assert [observed.stopped for observed in (unseen, seen, stopped)] == [set(), set(), {ALICE}]

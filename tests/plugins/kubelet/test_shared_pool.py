@@ -35,25 +35,25 @@ pools:
 
 
 @asynccontextmanager
-async def endpoint(it: Node, resource: str) -> AsyncIterator[v1beta1.DevicePluginStub]:
+async def endpoint(live_node: Node, resource: str) -> AsyncIterator[v1beta1.DevicePluginStub]:
     """Connect to our endpoint of a resource as the kubelet does, beside the kubelet."""
     name = f"metagpu-{resource.replace('/', '_')}-"
-    [socket] = [path for path in it.sockets() if path.name.startswith(name)]
+    [socket] = [path for path in live_node.sockets() if path.name.startswith(name)]
 
     async with Channel(path=str(socket)) as channel:
         yield v1beta1.DevicePluginStub(channel)
 
 
-def end_leases(it: Node) -> None:
+def end_leases(live_node: Node) -> None:
     """Report from the kubelet that no pod holds a share."""
-    it.registry.apply(LeasesObserved({}, at=1e12))
+    live_node.registry.apply(LeasesObserved({}, at=1e12))
 
 
 async def test_an_idle_gpu_is_on_offer_both_ways(tmp_path: Path) -> None:
     """An idle GPU has no owner, and the shares of both backends are healthy."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
 
 
 @pytest.mark.parametrize(
@@ -63,34 +63,34 @@ async def test_a_grant_of_one_backend_makes_the_other_unavailable(
     tmp_path: Path, asked: str, shares: int, *, other: str, capacity: int
 ) -> None:
     """The first grant takes the GPU at once; its last lease returns the GPU to both backends."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
-        lists = it.kubelet.lists[other]
-        await it.kubelet.admit(pod("first", shares, asked))
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
+        lists = live_node.kubelet.lists[other]
+        await live_node.kubelet.admit(pod("first", shares, asked))
 
         # In the turn that answered: no request can see it otherwise.
-        state = it.registry.snapshot.gpus[gpu(0).id]
+        state = live_node.registry.snapshot.gpus[gpu(0).id]
         assert {
             share.resource for share in state.shares if share.id in conflicting_shares(state)
         } == {other}
         assert all(conflicting_shares(state) >= {s.id} for s in state.shares if s.resource == other)
 
-        await it.until(capacity, capacity // 2, other)
-        await it.kubelet.wait_for(lambda: it.kubelet.lists[other] == lists + 1)
+        await live_node.until(capacity, capacity // 2, other)
+        await live_node.kubelet.wait_for(lambda: live_node.kubelet.lists[other] == lists + 1)
 
-        end_leases(it)
-        await it.until(capacity, capacity, other)
-        assert it.registry.snapshot.gpus[gpu(0).id].owner is None
+        end_leases(live_node)
+        await live_node.until(capacity, capacity, other)
+        assert live_node.registry.snapshot.gpus[gpu(0).id].owner is None
 
 
 async def test_the_race_for_a_gpu_is_lost_with_its_owners_name(tmp_path: Path) -> None:
     """A share of a GPU that another backend has just taken is refused with the owner's name."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
 
-        async with endpoint(it, METAGPU) as fractions, endpoint(it, SHARED) as slices:
+        async with endpoint(live_node, METAGPU) as fractions, endpoint(live_node, SHARED) as slices:
             await allocate(fractions, [f"{gpu(0).id}::m03"])
             with pytest.raises(grpclib.GRPCError) as lost:
                 await allocate(slices, [f"{gpu(0).id}::t1"])
@@ -105,27 +105,27 @@ async def test_the_race_for_a_gpu_is_lost_with_its_owners_name(tmp_path: Path) -
 
 async def test_both_kinds_share_a_node(tmp_path: Path) -> None:
     """Pods of both backends get GPUs of their own, until no GPU is left for one of them."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
         visible: list[Sequence[str]] = []
 
         for name, shares, resource in (("a", 5, METAGPU), ("b", 1, SHARED), ("c", 5, METAGPU)):
-            options = await it.kubelet.admit(pod(name, shares, resource))
+            options = await live_node.kubelet.admit(pod(name, shares, resource))
             visible.append(options["main"].envs["NVIDIA_VISIBLE_DEVICES"])
-            await it.until(20, 20 if len(visible) == 1 else 10, METAGPU)
-            await it.until(8, 4, SHARED)
+            await live_node.until(20, 20 if len(visible) == 1 else 10, METAGPU)
+            await live_node.until(8, 4, SHARED)
 
         assert visible == [gpu(0).id, gpu(1).id, gpu(0).id]
 
         with pytest.raises(AdmissionError):
-            await it.kubelet.admit(pod("d", 1, METAGPU))
-        await it.kubelet.admit(pod("e", 3, SHARED))
+            await live_node.kubelet.admit(pod("d", 1, METAGPU))
+        await live_node.kubelet.admit(pod("e", 3, SHARED))
 
 
-async def refused(it: Node, resource: str, share: str) -> str:
+async def refused(live_node: Node, resource: str, share: str) -> str:
     """Ask for a share that is not given; return the refusal's text."""
-    async with endpoint(it, resource) as stub:
+    async with endpoint(live_node, resource) as stub:
         with pytest.raises(grpclib.GRPCError) as lost:
             await allocate(stub, [share])
     assert lost.value.status is Status.FAILED_PRECONDITION
@@ -134,67 +134,67 @@ async def refused(it: Node, resource: str, share: str) -> str:
 
 async def test_a_suspended_backend_is_refused_with_its_reason(tmp_path: Path) -> None:
     """A suspended backend's shares are unhealthy, held or not; the others are unchanged."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.kubelet.admit(pod("first", 3))
-        await it.until(8, 4, SHARED)
-        end_leases(it)
-        await it.until(8, 8, SHARED)
-        it.registry.apply(BackendSuspended(gpu(0).id, "timeslice", "no daemon", at=60))
-        await it.until(8, 4, SHARED)
-        await it.until(20, 20, METAGPU)
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.kubelet.admit(pod("first", 3))
+        await live_node.until(8, 4, SHARED)
+        end_leases(live_node)
+        await live_node.until(8, 8, SHARED)
+        live_node.registry.apply(BackendSuspended(gpu(0).id, "timeslice", "no daemon", at=60))
+        await live_node.until(8, 4, SHARED)
+        await live_node.until(20, 20, METAGPU)
 
-        assert await refused(it, SHARED, f"{gpu(0).id}::t0") == (
+        assert await refused(live_node, SHARED, f"{gpu(0).id}::t0") == (
             f"{SHARED}: GPU {gpu(0)} gives no new shares: timeslice is suspended since "
             "1970-01-01T00:01:00+00:00: no daemon"
         )
 
-        it.registry.apply(BackendResumed(gpu(0).id, "timeslice", at=70))
-        await it.until(8, 8, SHARED)
+        live_node.registry.apply(BackendResumed(gpu(0).id, "timeslice", at=70))
+        await live_node.until(8, 8, SHARED)
 
 
 async def test_a_gpu_that_is_being_cleaned_is_its_owners(tmp_path: Path) -> None:
     """During cleanup other backends' refusals name the owner; the owner's shares are given."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        it.registry.apply(
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        live_node.registry.apply(
             BackendAttached(gpu(0).id, "timeslice", needs_setup=False, needs_cleanup=True, at=1)
         )
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
-        async with endpoint(it, SHARED) as slices:
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
+        async with endpoint(live_node, SHARED) as slices:
             await allocate(slices, [f"{gpu(0).id}::t1"])
-            end_leases(it)
-            await it.until(8, 8, SHARED)
-            await it.until(20, 10, METAGPU)
+            end_leases(live_node)
+            await live_node.until(8, 8, SHARED)
+            await live_node.until(20, 10, METAGPU)
 
-            assert await refused(it, METAGPU, f"{gpu(0).id}::m01") == (
+            assert await refused(live_node, METAGPU, f"{gpu(0).id}::m01") == (
                 f"share {gpu(0).id}::m01 cannot be granted: GPU {gpu(0)} is being cleaned after "
                 "its last lease by timeslice"
             )
             await allocate(slices, [f"{gpu(0).id}::t2"])
-            end_leases(it)
+            end_leases(live_node)
 
-        since = it.registry.snapshot.gpus[gpu(0).id].cleanup.since["timeslice"]
-        it.registry.apply(CleanupFinished(gpu(0).id, "timeslice", since, at=since + 1))
-        await it.until(20, 20, METAGPU)
+        since = live_node.registry.snapshot.gpus[gpu(0).id].cleanup.since["timeslice"]
+        live_node.registry.apply(CleanupFinished(gpu(0).id, "timeslice", since, at=since + 1))
+        await live_node.until(20, 20, METAGPU)
 
 
 async def test_a_cordoned_gpu_gives_nothing_new(tmp_path: Path) -> None:
     """Free shares of every backend are unhealthy; held shares stay listed for their pods."""
-    async with node(tmp_path, config=BOTH) as it, it.kubelet.running():
-        await it.until(20, 20, METAGPU)
-        await it.until(8, 8, SHARED)
-        await it.kubelet.admit(pod("first", 3))
-        it.registry.apply(GpuCordoned(gpu(0).id, "riser", at=60))
-        await it.until(20, 13, METAGPU)
-        await it.until(8, 4, SHARED)
+    async with node(tmp_path, config=BOTH) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20, METAGPU)
+        await live_node.until(8, 8, SHARED)
+        await live_node.kubelet.admit(pod("first", 3))
+        live_node.registry.apply(GpuCordoned(gpu(0).id, "riser", at=60))
+        await live_node.until(20, 13, METAGPU)
+        await live_node.until(8, 4, SHARED)
 
-        assert await refused(it, METAGPU, f"{gpu(0).id}::m09") == (
+        assert await refused(live_node, METAGPU, f"{gpu(0).id}::m09") == (
             f"{METAGPU}: GPU {gpu(0)} gives no new shares: it is cordoned since "
             "1970-01-01T00:01:00+00:00 (riser); `metagpu uncordon 0` on this node ends that"
         )
 
-        end_leases(it)
-        await it.until(20, 10, METAGPU)
-        it.registry.apply(GpuUncordoned(gpu(0).id, at=70))
-        await it.until(20, 20, METAGPU)
+        end_leases(live_node)
+        await live_node.until(20, 10, METAGPU)
+        live_node.registry.apply(GpuUncordoned(gpu(0).id, at=70))
+        await live_node.until(20, 20, METAGPU)

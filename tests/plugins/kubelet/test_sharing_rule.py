@@ -168,7 +168,9 @@ class Sharing(RuleBasedStateMachine):
         """Ask for a share that may be given, as the kubelet."""
         resources = sorted({share.resource for share in self.possible})
         resource = data.draw(st.sampled_from(resources))
-        share = data.draw(st.sampled_from([it for it in self.possible if it.resource == resource]))
+        share = data.draw(
+            st.sampled_from([other for other in self.possible if other.resource == resource])
+        )
 
         assert self.granted(resource, [share])
         self.hold([share])
@@ -294,8 +296,8 @@ class Sharing(RuleBasedStateMachine):
         healthy = {share_id for share_id, health in self.lists() if health == "Healthy"}
         for share in self.layout.shares:
             if share.id in healthy:
-                others = [it for it in self.held.values() if it.id != share.id]
-                assert not any(conflicts(share, it) for it in others)
+                others = [other for other in self.held.values() if other.id != share.id]
+                assert not any(conflicts(share, other) for other in others)
 
     @invariant()
     def an_owner_has_leases_or_cleans(self) -> None:
@@ -327,9 +329,9 @@ class Sharing(RuleBasedStateMachine):
 
     def may_be_given(self, share: Share, *, listed: bool = False) -> bool:
         """Return whether a share may be given; `listed`, whether it is listed as healthy."""
-        held = [it for it in self.held.values() if it.gpu == share.gpu]
-        others = [it for it in held if it.id != share.id]
-        not_offered = [it for it in held if self.offered.get(it.id) != it]
+        held = [other for other in self.held.values() if other.gpu == share.gpu]
+        others = [other for other in held if other.id != share.id]
+        not_offered = [other for other in held if self.offered.get(other.id) != other]
         spared = listed and share.id in self.held
 
         return not (
@@ -339,7 +341,7 @@ class Sharing(RuleBasedStateMachine):
             or share.id in self.paused
             or (share.backend != "careful" and share.gpu in self.cleaning)
             or (not_offered and not self.fits_beside(share, not_offered))
-            or any(conflicts(share, it) for it in others)
+            or any(conflicts(share, other) for other in others)
         )
 
     @property
@@ -350,18 +352,24 @@ class Sharing(RuleBasedStateMachine):
     def held_memory(self, one: GpuId) -> int:
         """Return the memory of a GPU that fractions hold."""
         return sum(
-            it.memory for it in self.held.values() if it.gpu == one and it.backend == "fraction"
+            share.memory
+            for share in self.held.values()
+            if share.gpu == one and share.backend == "fraction"
         )
 
     def fits_beside(self, share: Share, old: Sequence[Share]) -> bool:
         """Return whether a fraction is free beside fractions of an old cut; the last ones wait."""
-        if {it.backend for it in (*old, share)} != {"fraction"}:
+        if {other.backend for other in (*old, share)} != {"fraction"}:
             return False
         if share.id in self.held:
             return True
-        mine = [it for it in self.layout.shares if (it.gpu, it.backend) == (share.gpu, "fraction")]
-        free = [it for it in mine if it.id not in self.held]
-        [total] = [it.memory or 0 for it in GPUS if it.id == share.gpu]
+        mine = [
+            other
+            for other in self.layout.shares
+            if (other.gpu, other.backend) == (share.gpu, "fraction")
+        ]
+        free = [other for other in mine if other.id not in self.held]
+        [total] = [other.memory or 0 for other in GPUS if other.id == share.gpu]
         return free.index(share) < (total - self.held_memory(share.gpu)) // share.memory
 
     def hold(self, shares: Sequence[Share]) -> None:
@@ -376,12 +384,12 @@ class Sharing(RuleBasedStateMachine):
         self.apply(BackendDetached(one, "careful", at=self.tick()))
         self.kept.discard(one)
         self.suspended.discard(one)
-        self.paused = {it for it in self.paused if not it.startswith(one)}
+        self.paused = {share_id for share_id in self.paused if not share_id.startswith(one)}
         self.cleaning.pop(one, None)
 
     def carefully_held(self, one: GpuId) -> bool:
         """Return whether the careful backend has leases of a GPU."""
-        return any(it.gpu == one and it.backend == "careful" for it in self.held.values())
+        return any(share.gpu == one and share.backend == "careful" for share in self.held.values())
 
     # --- the daemon ------------------------------------------------------------------------------
 

@@ -112,10 +112,10 @@ def sources(**changes: Any) -> MetricSources:  # noqa: ANN401 - of any source
 
 
 def measured(
-    it: MetricSources | None = None, counts: EventCounters | None = None
+    metric_sources: MetricSources | None = None, counts: EventCounters | None = None
 ) -> Mapping[tuple[str, ...], float]:
     """Collect the metrics of these sources."""
-    return valued(daemon_samples(it or sources(), counts or EventCounters(), 0.25))
+    return valued(daemon_samples(metric_sources or sources(), counts or EventCounters(), 0.25))
 
 
 def test_the_dra_driver_is_measured_like_a_resource() -> None:
@@ -123,29 +123,31 @@ def test_the_dra_driver_is_measured_like_a_resource() -> None:
     report = complete({"driver": "gpu.metagpu.io", "claims": 3}, DraReport)
     slices = {"problem": "slices are forbidden", "dropped": ""}
     cluster = complete({**QUIET_CLUSTER, "resourceSlices": slices}, ClusterReport)
-    it = sources(claims=lambda: report, cluster=lambda: cluster)
-    it.kubelet.prepares.record(CallOutcome.REFUSED, 0.002)
-    values = measured(it)
+    metric_sources = sources(claims=lambda: report, cluster=lambda: cluster)
+    metric_sources.kubelet.prepares.record(CallOutcome.REFUSED, 0.002)
+    values = measured(metric_sources)
 
     assert values["metagpu_resource_registered", "gpu.metagpu.io"] == 0
     assert values["metagpu_prepared_claims",] == 3
     call = "metagpu_kubelet_calls_total", "gpu.metagpu.io", "NodePrepareResources"
-    assert [values[*call, it] for it in CallOutcome] == [0, 1, 0, 0]
-    durations = [s for s in daemon_samples(it, EventCounters(), 0) if s.family is f.DURATION]
-    assert [it.labels for it in durations] == [("NodePrepareResources",)]
+    assert [values[*call, outcome] for outcome in CallOutcome] == [0, 1, 0, 0]
+    durations = [
+        s for s in daemon_samples(metric_sources, EventCounters(), 0) if s.family is f.DURATION
+    ]
+    assert [duration.labels for duration in durations] == [("NodePrepareResources",)]
     assert values["metagpu_api_server_feature_healthy", "resource-slices"] == 0
 
     slices["dropped"] = slices["problem"]  # an earlier Kubernetes: no fault
     cluster = complete({**QUIET_CLUSTER, "resourceSlices": slices}, ClusterReport)
-    assert measured(it)["metagpu_api_server_feature_healthy", "resource-slices"] == 1
+    assert measured(metric_sources)["metagpu_api_server_feature_healthy", "resource-slices"] == 1
     assert ("metagpu_prepared_claims",) not in measured()
 
 
 def test_every_counter_begins_at_zero() -> None:
     """A counter exists from the start, so its first increase is visible."""
     samples = daemon_samples(sources(), EventCounters(), 0.0)
-    there = {it.family for it in samples if it.family.type is MetricType.COUNTER}
-    absent = {it for it in f.FAMILIES if it.type is MetricType.COUNTER} - there
+    there = {sample.family for sample in samples if sample.family.type is MetricType.COUNTER}
+    absent = {family for family in f.FAMILIES if family.type is MetricType.COUNTER} - there
 
     assert absent == {
         f.MIG_DEVICE_FAULTS,  # where a GPU is in MIG mode
@@ -155,14 +157,14 @@ def test_every_counter_begins_at_zero() -> None:
         f.GPU_XIDS,  # by number: from the first one on
         *(f.ENERGY, f.ECC_ERRORS, f.NVLINK_ERRORS, f.PCIE_REPLAYS),  # where sensors are read
         *(f.NAMESPACE_SHARE_SECONDS, f.NAMESPACE_GPU_SECONDS),  # from the first lease on
-    } & {it for it in f.FAMILIES if it.type is MetricType.COUNTER}
+    } & {family for family in f.FAMILIES if family.type is MetricType.COUNTER}
     values = measured()
     assert values["metagpu_gpu_xid_events_total", *ON_A, "fatal"] == 0
     assert values["metagpu_gpu_faults_total", *ON_A, Fault.DRIVER] == 0
     assert values["metagpu_enforcement_signals_total", *ON_A, "SIGKILL"] == 0
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "answered"] == 0
-    calls = [it[2:] for it in values if it[0] == "metagpu_kubelet_calls_total"]
-    assert calls == [("Allocate", it) for it in ("answered", "refused", "failed")]
+    calls = [value[2:] for value in values if value[0] == "metagpu_kubelet_calls_total"]
+    assert calls == [("Allocate", name) for name in ("answered", "refused", "failed")]
     assert not any(name[0] == "metagpu_gpu_mig_device_faults_total" for name in values)
 
 
@@ -176,9 +178,9 @@ def test_version_and_loop() -> None:
 
 def test_nvml() -> None:
     """The page has NVML's availability, versions and unanswered calls."""
-    it = sources(driver=lambda: NvmlStatus("no driver", 2))
-    it.registry.apply(DriverRead(Versions("580.65.06", (13, 0))))
-    values = measured(it)
+    metric_sources = sources(driver=lambda: NvmlStatus("no driver", 2))
+    metric_sources.registry.apply(DriverRead(Versions("580.65.06", (13, 0))))
+    values = measured(metric_sources)
 
     assert values["metagpu_nvml_up",] == 0
     assert values["metagpu_nvml_overdue_calls",] == 2
@@ -229,7 +231,7 @@ def test_refused_claims_are_counted_by_reason() -> None:
 
     assert values[name, "device_occupied"] == 1
     assert values[name, "provisioning_lasts"] == 1
-    assert not any(name in it for it in measured())
+    assert not any(name in pair for pair in measured())
 
 
 def test_api_server() -> None:
@@ -271,14 +273,21 @@ def test_a_driver_upgrade_counts_the_pods_in_its_way(
 
 def test_calls_of_the_kubelet() -> None:
     """Calls are counted by outcome, refusals by reason, durations of all resources together."""
-    it = sources()
+    metric_sources = sources()
     other = ResourceName("example.com/other")
-    it.kubelet.of_resource(other).calls[KubeletCall.ALLOCATE].record(CallOutcome.ANSWERED, 0.2)
-    record = it.kubelet.of_resource(METAGPU)
+    metric_sources.kubelet.of_resource(other).calls[KubeletCall.ALLOCATE].record(
+        CallOutcome.ANSWERED, 0.2
+    )
+    record = metric_sources.kubelet.of_resource(METAGPU)
     record.calls[KubeletCall.ALLOCATE].record(CallOutcome.ANSWERED, 0.0002)
     record.record_failure(KubeletCall.ALLOCATE, 1.5, FractionSplit("r", 1, "c", "f"))
-    record.listed, record.registrations, record.lists, it.kubelet.restarts = True, 2, 7, 1
-    values = measured(it)
+    record.listed, record.registrations, record.lists, metric_sources.kubelet.restarts = (
+        True,
+        2,
+        7,
+        1,
+    )
+    values = measured(metric_sources)
 
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "answered"] == 1
     assert values["metagpu_kubelet_calls_total", METAGPU, "Allocate", "refused"] == 1
@@ -290,7 +299,9 @@ def test_calls_of_the_kubelet() -> None:
     assert values["metagpu_kubelet_restarts_total",] == 1
 
     [spread] = [  # the other calls, which were never made, have no histogram
-        it.value for it in daemon_samples(it, EventCounters(), 0.0) if it.family is f.DURATION
+        sample.value
+        for sample in daemon_samples(metric_sources, EventCounters(), 0.0)
+        if sample.family is f.DURATION
     ]
     assert isinstance(spread, HistogramValue)
     assert (sum(spread.counts), spread.bounds) == (3, BUCKET_BOUNDS)
@@ -299,43 +310,43 @@ def test_calls_of_the_kubelet() -> None:
 
 def test_calls_that_end_early_or_prefer_shares_have_no_zeros() -> None:
     """A preference always has an answer: what else may happen has a series once it has."""
-    it = sources()
-    preferred = it.kubelet.of_resource(METAGPU).calls[KubeletCall.PREFERRED]
+    metric_sources = sources()
+    preferred = metric_sources.kubelet.of_resource(METAGPU).calls[KubeletCall.PREFERRED]
     preferred.record(CallOutcome.ANSWERED, 0.2)
     call = "metagpu_kubelet_calls_total", METAGPU, "GetPreferredAllocation"
-    assert {name: n for name, n in measured(it).items() if name[:3] == call} == {
+    assert {name: n for name, n in measured(metric_sources).items() if name[:3] == call} == {
         (*call, "answered"): 1
     }
 
     preferred.record(CallOutcome.ABANDONED, 0.2)
-    assert measured(it)[*call, "abandoned"] == 1
+    assert measured(metric_sources)[*call, "abandoned"] == 1
 
 
 def test_counters_of_mig_mode_and_of_other_gpus() -> None:
     """MIG devices have faults, other GPUs limits; a count stays when the mode changes."""
-    it, counts = sources(), EventCounters()
+    metric_sources, counts = sources(), EventCounters()
     faults = "metagpu_gpu_mig_device_faults_total", *ON_A
     signals = "metagpu_enforcement_signals_total", *ON_A
     counts.signals[A.id, "SIGTERM"] += 1
-    it.registry.apply(GpusFound((replace(A, mig_enabled=True),), at=1))
-    values = measured(it, counts)
+    metric_sources.registry.apply(GpusFound((replace(A, mig_enabled=True),), at=1))
+    values = measured(metric_sources, counts)
     assert values[faults] == 0
     assert values[*signals, "SIGTERM"] == 1
     assert (*signals, "SIGKILL") not in values
 
     counts.count(InstanceFaulted(A.id, "MIG-x", "XID 94", at=2))
-    it.registry.apply(GpusFound((A,), at=3))
-    values = measured(it, counts)
+    metric_sources.registry.apply(GpusFound((A,), at=3))
+    values = measured(metric_sources, counts)
     assert values[faults] == 1
     assert values[*signals, "SIGKILL"] == 0
 
 
 def test_a_resource_that_is_on_offer_no_more_keeps_its_counts() -> None:
     """Counters only rise; only offered resources have a registration."""
-    it = sources()
-    it.kubelet.of_resource(METAGPU).registrations = 2
-    it.registry.apply(SharesOffered((), ()))
-    values = measured(it)
+    metric_sources = sources()
+    metric_sources.kubelet.of_resource(METAGPU).registrations = 2
+    metric_sources.registry.apply(SharesOffered((), ()))
+    values = measured(metric_sources)
 
     assert values["metagpu_kubelet_registrations_total", METAGPU] == 2
     assert ("metagpu_resource_registered", METAGPU) not in values
@@ -375,12 +386,12 @@ def test_errors_of_the_hardware() -> None:
 
 def test_lost_events_are_counted() -> None:
     """Events that a subscriber of the bus lost are counted."""
-    it = sources()
-    with it.registry.events.subscribe(depth=1):
+    metric_sources = sources()
+    with metric_sources.registry.events.subscribe(depth=1):
         for name in ("a", "b", "c"):
-            it.registry.apply(CompetingPluginFound(ResourceName(name), "there"))
+            metric_sources.registry.apply(CompetingPluginFound(ResourceName(name), "there"))
 
-    assert measured(it)["metagpu_event_bus_lost_events_total",] == 2
+    assert measured(metric_sources)["metagpu_event_bus_lost_events_total",] == 2
 
 
 def test_every_kind_of_refusal_has_a_name() -> None:

@@ -83,22 +83,22 @@ def rendered(
 
 def test_units_are_those_of_dcgm() -> None:
     """Clocks are in MHz, energy in mJ, memory in MiB and utilization in percent."""
-    it = page()
-    assert it.value("DCGM_FI_DEV_SM_CLOCK") == 1410
-    assert it.value("DCGM_FI_DEV_GPU_TEMP") == 61
-    assert it.value("DCGM_FI_DEV_POWER_USAGE") == 312.5
-    assert it.value("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION_total") == 1234567
-    assert it.value("DCGM_FI_DEV_GPU_UTIL") == 97
-    assert it.value("DCGM_FI_DEV_FB_USED") == 13000
-    assert it.value("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL_total") == 4
-    assert it.value(XID, gpu="0") == 79
+    whole_page = page()
+    assert whole_page.value("DCGM_FI_DEV_SM_CLOCK") == 1410
+    assert whole_page.value("DCGM_FI_DEV_GPU_TEMP") == 61
+    assert whole_page.value("DCGM_FI_DEV_POWER_USAGE") == 312.5
+    assert whole_page.value("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION_total") == 1234567
+    assert whole_page.value("DCGM_FI_DEV_GPU_UTIL") == 97
+    assert whole_page.value("DCGM_FI_DEV_FB_USED") == 13000
+    assert whole_page.value("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL_total") == 4
+    assert whole_page.value(XID, gpu="0") == 79
 
 
 def test_nvidias_dashboard_has_its_names_but_for_profiling() -> None:
     """Each name in NVIDIA's dashboard is served, or listed among those that stay empty."""
-    wanted = {f"DCGM_FI_DEV_{it}" for it in DASHBOARD}
+    wanted = {f"DCGM_FI_DEV_{name}" for name in DASHBOARD}
     of_profiling = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"}
-    served = {it.name: set(it.labels) for it in dcgm.FAMILIES}
+    served = {family.name: set(family.labels) for family in dcgm.FAMILIES}
     assert all(served[name] >= DASHBOARD_LABELS for name in wanted)
     assert not any("_PROF_" in name for name in served)
     page = DOCS.read_text(encoding="utf-8")
@@ -122,8 +122,8 @@ def test_labels_are_those_of_dcgm() -> None:
 def test_a_gpu_of_one_container_names_it() -> None:
     """A container that alone holds a GPU is in the labels of all values."""
     snapshot, _ = node()
-    it = rendered(snapshot, {B.id: READING})
-    labels = it.labels("DCGM_FI_DEV_POWER_USAGE")
+    whole_page = rendered(snapshot, {B.id: READING})
+    labels = whole_page.labels("DCGM_FI_DEV_POWER_USAGE")
     assert (labels["namespace"], labels["pod"], labels["container"]) == ("team", "alice", "main")
 
 
@@ -137,17 +137,17 @@ def test_each_mig_instance_has_its_memory_and_its_container() -> None:
     devices[ShareId("free")] = HardwareDevice("MIG-3", 11, 0)
     gpu = replace(A, mig_profiles=(MigProfile("1g.5gb", 19, 1, 5 * 2**30, 7, ()),))
     state = replace(state, gpu=gpu, provisioned={"mig": ProvisionedState(devices=devices)})
-    instances = [InstanceSensors(it, 19, MIB, 2 * MIB, 3 * MIB) for it in (7, 9, 11)]
-    it = rendered(
+    instances = [InstanceSensors(number, 19, MIB, 2 * MIB, 3 * MIB) for number in (7, 9, 11)]
+    whole_page = rendered(
         replace(snapshot, gpus={A.id: state}), {A.id: READING}, instances={A.id: instances}
     )
 
-    assert it.values("DCGM_FI_DEV_FB_FREE", GPU_I_PROFILE="1g.5gb") == [2, 2, 2]
-    assert it.values("DCGM_FI_DEV_FB_RESERVED", GPU_I_PROFILE="1g.5gb") == [3, 3, 3]
-    assert it.values("DCGM_FI_DEV_FB_USED", GPU_I_ID="") == []
-    assert it.labels("DCGM_FI_DEV_POWER_USAGE")["GPU_I_ID"] == ""
+    assert whole_page.values("DCGM_FI_DEV_FB_FREE", GPU_I_PROFILE="1g.5gb") == [2, 2, 2]
+    assert whole_page.values("DCGM_FI_DEV_FB_RESERVED", GPU_I_PROFILE="1g.5gb") == [3, 3, 3]
+    assert whole_page.values("DCGM_FI_DEV_FB_USED", GPU_I_ID="") == []
+    assert whole_page.labels("DCGM_FI_DEV_POWER_USAGE")["GPU_I_ID"] == ""
     pods = {
-        number: it.labels("DCGM_FI_DEV_FB_USED", GPU_I_ID=number)["pod"]
+        number: whole_page.labels("DCGM_FI_DEV_FB_USED", GPU_I_ID=number)["pod"]
         for number in ("7", "9", "11")
     }
     assert pods == {"7": "alice", "9": "bob", "11": ""}
@@ -160,7 +160,10 @@ def test_counters_have_dcgms_names() -> None:
     for family in dcgm.FAMILIES:
         assert f"# HELP {family.name} {family.help}\n" in text
         assert f"# TYPE {family.name} {family.type}\n" in text
-    assert {it.type for it in dcgm.FAMILIES} == {MetricType.GAUGE, MetricType.COUNTER}
+    assert {metric_family.type for metric_family in dcgm.FAMILIES} == {
+        MetricType.GAUGE,
+        MetricType.COUNTER,
+    }
 
 
 def test_each_default_counter_of_the_exporter_is_served_or_named_with_a_reason() -> None:
@@ -169,7 +172,7 @@ def test_each_default_counter_of_the_exporter_is_served_or_named_with_a_reason()
     reasons = dict(re.findall(r"^\| `(DCGM_\w+)` \| (\S.*) \|$", DOCS.read_text(), re.MULTILINE))
     missing = EXPORTER["counters"].keys() - served.keys()
     assert missing == reasons.keys()
-    assert {it: served[it] for it in EXPORTER["counters"].keys() - missing} == {
+    assert {value: served[value] for value in EXPORTER["counters"].keys() - missing} == {
         name: kind for name, kind in EXPORTER["counters"].items() if name not in missing
     }
 
@@ -186,10 +189,10 @@ def test_each_label_of_the_exporters_template_is_there() -> None:
 
 def test_the_parts_of_memory_give_the_whole() -> None:
     """Used, free and reserved memory have the same labels, so that queries can add them."""
-    it = page(memory_free=27340 * MIB, memory_reserved=620 * MIB)
-    parts = [it.labels(f"DCGM_FI_DEV_FB_{part}") for part in ("USED", "FREE", "RESERVED")]
+    whole_page = page(memory_free=27340 * MIB, memory_reserved=620 * MIB)
+    parts = [whole_page.labels(f"DCGM_FI_DEV_FB_{part}") for part in ("USED", "FREE", "RESERVED")]
     assert parts[0] == parts[1] == parts[2]
-    assert it.value("DCGM_FI_DEV_FB_RESERVED") == 620
+    assert whole_page.value("DCGM_FI_DEV_FB_RESERVED") == 620
 
 
 @pytest.mark.parametrize(
@@ -209,9 +212,9 @@ def test_an_xid_is_shown_for_a_time(
     state = snapshot.gpus[A.id]
     if out_since is not None:
         state = replace(state, verdict=Verdict(healthy=False, since=out_since))
-    it = rendered(of_gpu(snapshot, state), {}, {A.id: XidReported(A.id, code, at)})
-    labels = it.labels(XID)
-    assert (it.value(XID), labels["err_code"]) == (shown, str(shown))
+    whole_page = rendered(of_gpu(snapshot, state), {}, {A.id: XidReported(A.id, code, at)})
+    labels = whole_page.labels(XID)
+    assert (whole_page.value(XID), labels["err_code"]) == (shown, str(shown))
     assert labels["UUID"] == A.id
     meanings = {0: "No Error", 31: "GPU memory page fault", 79: "GPU has fallen off the bus"}
     assert labels["err_msg"] == meanings[shown]
@@ -243,7 +246,7 @@ def test_every_name_is_documented_and_no_other() -> None:
     """The list in the documentation is that of the page."""
     (listed,) = re.findall(r"^The metrics are (.*)\.$", DOCS.read_text(), re.MULTILINE)
     documented = re.findall(r"`(\w+)`", listed)
-    assert documented == [it.name for it in dcgm.FAMILIES]
+    assert documented == [family.name for family in dcgm.FAMILIES]
 
 
 @pytest.mark.parametrize("throttled", [None, frozenset[ThrottleReason]()])

@@ -54,7 +54,9 @@ def test_each_kind_of_event_has_its_count(event: Event, counted: tuple[str, obje
     name, key = counted
     last = {"last_xids": {event.gpu: event}} if isinstance(event, XidReported) else {}
     assert {
-        it: dict(getattr(counts, it)) for it in EventCounters.__slots__ if getattr(counts, it)
+        text: dict(getattr(counts, text))
+        for text in EventCounters.__slots__
+        if getattr(counts, text)
     } == {name: {key: 2}} | last
 
 

@@ -34,7 +34,7 @@ def test_time_counts_from_lease_to_lease() -> None:
     assert counted(meter) == {SHARE_SECONDS: 0, GPU_SECONDS: 0}
 
     meter.advance(110.0)
-    empty = {it.gpu.id: replace(it, leases={}) for it in snapshot.gpus.values()}
+    empty = {gpu.gpu.id: replace(gpu, leases={}) for gpu in snapshot.gpus.values()}
     meter.observe(replace(snapshot, gpus=empty), now=112.0)
     meter.advance(200.0)
     assert counted(meter)[SHARE_SECONDS] == shares * 12
@@ -77,7 +77,7 @@ def test_what_a_namespace_holds_and_uses() -> None:
     """Held memory is that of the shares, used memory that of the containers' processes."""
     snapshot, usage = node()
     values = valued(namespace_samples(snapshot, usage))
-    leases = [it for state in snapshot.gpus.values() for it in state.leases.values()]
+    leases = [lease for state in snapshot.gpus.values() for lease in state.leases.values()]
 
     assert values["metagpu_namespace_shares", "team", METAGPU] == len(leases)
     held = values["metagpu_namespace_memory_held_bytes", "team"]
@@ -95,8 +95,8 @@ async def test_each_change_of_leases_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     registry, meter, seen = Registry(), NamespaceMeter(), anyio.Event()
     observe = NamespaceMeter.observe
 
-    def noted(it: NamespaceMeter, now_known: Snapshot, now: float) -> None:
-        observe(it, now_known, now)
+    def noted(namespace_meter: NamespaceMeter, now_known: Snapshot, now: float) -> None:
+        observe(namespace_meter, now_known, now)
         if now_known.gpus:
             seen.set()
 
@@ -111,4 +111,4 @@ async def test_each_change_of_leases_is_seen(monkeypatch: pytest.MonkeyPatch) ->
             await seen.wait()
         group.cancel_scope.cancel()
     meter.advance(anyio.current_time())
-    assert {it.labels[0] for it in meter.samples()} == {"team"}
+    assert {sample.labels[0] for sample in meter.samples()} == {"team"}

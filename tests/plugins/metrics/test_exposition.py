@@ -27,28 +27,30 @@ def page(*samples: Sample) -> Page:
 def test_values_and_labels_arrive() -> None:
     """A label value with any characters stays one label of one line."""
     odd = 'a"b\\c\nd{e="f"} 1 ä'
-    it = page(Sample(THINGS, (odd, "x"), 1), Sample(THINGS, ("y", "x"), 2.5), Sample(TIMES, (), 7))
+    whole_page = page(
+        Sample(THINGS, (odd, "x"), 1), Sample(THINGS, ("y", "x"), 2.5), Sample(TIMES, (), 7)
+    )
 
-    assert it.value("metagpu_things", of=odd, kind="x") == 1
-    assert it.value("metagpu_things", of="y") == 2.5
-    assert it.value("metagpu_times_total") == 7
-    assert it.families["metagpu_things"] == "gauge"
-    assert it.families["metagpu_times"] == "counter"
-    assert "# HELP metagpu_things Things there are.\n" in it.text
+    assert whole_page.value("metagpu_things", of=odd, kind="x") == 1
+    assert whole_page.value("metagpu_things", of="y") == 2.5
+    assert whole_page.value("metagpu_times_total") == 7
+    assert whole_page.families["metagpu_things"] == "gauge"
+    assert whole_page.families["metagpu_times"] == "counter"
+    assert "# HELP metagpu_things Things there are.\n" in whole_page.text
 
 
 def test_a_histogram_counts_upwards() -> None:
     """Each bucket counts all samples below its bound; the last counts all."""
-    it = page(Sample(WAITS, ("me",), HistogramValue((0.1, 2.5), (3, 0, 2), 12.5)))
+    whole_page = page(Sample(WAITS, ("me",), HistogramValue((0.1, 2.5), (3, 0, 2), 12.5)))
 
-    assert it.value("metagpu_wait_seconds_bucket", le="0.1") == 3
-    assert it.value("metagpu_wait_seconds_bucket", le="2.5") == 3
-    assert it.value("metagpu_wait_seconds_bucket", le="+Inf", who="me") == 5
-    assert it.value("metagpu_wait_seconds_count") == 5
-    assert it.value("metagpu_wait_seconds_sum") == 12.5
+    assert whole_page.value("metagpu_wait_seconds_bucket", le="0.1") == 3
+    assert whole_page.value("metagpu_wait_seconds_bucket", le="2.5") == 3
+    assert whole_page.value("metagpu_wait_seconds_bucket", le="+Inf", who="me") == 5
+    assert whole_page.value("metagpu_wait_seconds_count") == 5
+    assert whole_page.value("metagpu_wait_seconds_sum") == 12.5
 
 
-@given(st.lists(st.tuples(st.text(), st.text(), st.floats()), unique_by=lambda it: it[:2]))
+@given(st.lists(st.tuples(st.text(), st.text(), st.floats()), unique_by=lambda value: value[:2]))
 def test_lines_are_those_of_the_library(values: list[tuple[str, str, float]]) -> None:
     """Any label and number is written as Prometheus' own library writes it."""
     metric = Metric(THINGS.name, THINGS.help, "gauge")
@@ -80,11 +82,11 @@ def test_what_has_no_series_is_named_all_the_same() -> None:
 
 def test_the_process_is_measured() -> None:
     """CPU, memory and open files of the daemon have the usual names."""
-    it = Page(render_process().decode())
+    whole_page = Page(render_process().decode())
 
-    assert it.value("process_cpu_seconds_total") > 0
-    assert it.value("process_resident_memory_bytes") > 1e6
-    assert it.value("process_open_fds") > 2
+    assert whole_page.value("process_cpu_seconds_total") > 0
+    assert whole_page.value("process_resident_memory_bytes") > 1e6
+    assert whole_page.value("process_open_fds") > 2
 
 
 def test_labels_that_do_not_match_are_a_fault() -> None:

@@ -93,7 +93,8 @@ def test_every_metric_is_documented_and_no_other() -> None:
     ours = [row for row in rows() if row[0].startswith("metagpu_")]
 
     assert ours == [
-        (it.name, it.type, ", ".join(f"`{label}`" for label in it.labels), it.help) for it in ALL
+        (family.name, family.type, ", ".join(f"`{label}`" for label in family.labels), family.help)
+        for family in ALL
     ]
 
 
@@ -112,12 +113,12 @@ def test_the_examples_use_existing_metrics() -> None:
     """Every metric and label in documented queries exists."""
     text = DOCS.read_text()
     named = set(re.findall(r"\bmetagpu_[a-z0-9_]+", text))
-    histograms = {it.name for it in ALL if it.type is MetricType.HISTOGRAM}
-    known = {it.name for it in ALL} | {f"{name}_bucket" for name in histograms}
+    histograms = {family.name for family in ALL if family.type is MetricType.HISTOGRAM}
+    known = {family.name for family in ALL} | {f"{name}_bucket" for name in histograms}
 
     assert named <= known
     examples = "".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
-    labels = {label for it in (*ALL, *dcgm.FAMILIES) for label in it.labels}
+    labels = {label for family in (*ALL, *dcgm.FAMILIES) for label in family.labels}
     labels |= {"instance", "le", "node"}
     grouped = ", ".join(re.findall(r"\b(?:by|on|group_left) \(([\w, ]+)\)", examples)).split(", ")
     assert set(grouped) <= labels
@@ -126,7 +127,7 @@ def test_the_examples_use_existing_metrics() -> None:
 def test_the_alerts_use_existing_metrics() -> None:
     """Every metric and label of the alert rules exists."""
     text = (DOCS.parents[1] / "deploy" / "monitoring" / "alerts.yaml").read_text()
-    labels = {label for it in ALL for label in it.labels} | {"instance"}
+    labels = {label for family in ALL for label in family.labels} | {"instance"}
 
-    assert set(re.findall(r"\bmetagpu_[a-z0-9_]+", text)) <= {it.name for it in ALL}
+    assert set(re.findall(r"\bmetagpu_[a-z0-9_]+", text)) <= {family.name for family in ALL}
     assert set(re.findall(r"\$labels\.(\w+)", text)) <= labels

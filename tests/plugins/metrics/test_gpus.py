@@ -48,7 +48,9 @@ ALICE = Holder("team", "alice", "main")
 
 def held(count: int, since: Snapshot = FRESH) -> Snapshot:
     """Assign fractions of GPU A to Alice."""
-    fractions = [it for it in LAYOUT.shares if it.gpu == A.id and it.backend == "fraction"]
+    fractions = [
+        share for share in LAYOUT.shares if share.gpu == A.id and share.backend == "fraction"
+    ]
     holders = {share.id: ALICE for share in fractions[:count]}
     return after(LeasesObserved(holders, at=5), since=since)
 
@@ -75,7 +77,7 @@ def test_leases_have_series() -> None:
     values = valued(snapshot_samples(held(3), LAYOUT))
 
     assert values["metagpu_container_shares", "team", "alice", "main", *ON_A, METAGPU] == 3
-    assert [it for it in values if it[0] == "metagpu_gpu_owned"] == [
+    assert [value for value in values if value[0] == "metagpu_gpu_owned"] == [
         ("metagpu_gpu_owned", *ON_A, "fraction")
     ]
     assert values["metagpu_gpu_resource_free_shares", *ON_A, METAGPU] == 7
@@ -87,8 +89,8 @@ def test_leases_have_series() -> None:
 
 def test_held_back_shares_have_series() -> None:
     """Shares held back are free, not allocatable, and beyond the largest request."""
-    shares = {gpu.id: [it for it in LAYOUT.shares if it.gpu == gpu.id] for gpu in (A, B)}
-    claims = [it for gpu in shares.values() for it in gpu if it.backend == "fraction"]
+    shares = {gpu.id: [share for share in LAYOUT.shares if share.gpu == gpu.id] for gpu in (A, B)}
+    claims = [share for gpu in shares.values() for share in gpu if share.backend == "fraction"]
     claimed = SharesClaimed((*claims[:3], *claims[10:14]), at=6)
     values = valued(snapshot_samples(after(claimed, since=FRESH), LAYOUT))
 
@@ -103,7 +105,7 @@ def test_held_back_shares_have_series() -> None:
 
 def test_a_lease_without_a_name_counts_as_held() -> None:
     """A lease has no container's series until the kubelet lists its holder."""
-    share = next(it for it in LAYOUT.shares if it.gpu == B.id and it.backend == "whole")
+    share = next(other for other in LAYOUT.shares if other.gpu == B.id and other.backend == "whole")
     values = valued(snapshot_samples(after(SharesClaimed((share,), at=6), since=FRESH), LAYOUT))
 
     assert values["metagpu_resource_held_shares", WHOLE] == 1
@@ -126,8 +128,8 @@ def test_numbers_are_those_of_status() -> None:
     for each in status.gpus:
         for resource, shares in each.shares.items():
             where = (str(each.index), each.uuid, resource)
-            names = [it for it in values if it[0] == "metagpu_container_shares"]
-            assert sum(values[it] for it in names if it[4:] == where) == shares.held
+            names = [value for value in values if value[0] == "metagpu_container_shares"]
+            assert sum(values[name] for name in names if name[4:] == where) == shares.held
             assert values["metagpu_gpu_resource_free_shares", *where] == shares.free
 
 

@@ -26,10 +26,10 @@ UNKNOWN_OPTION = 9999
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[socket.socket]:
     """Listen in the test's folder."""
-    with closing(socket.socket(socket.AF_UNIX)) as it:
-        it.bind(str(tmp_path / "s"))
-        it.listen()
-        yield it
+    with closing(socket.socket(socket.AF_UNIX)) as live_socket:
+        live_socket.bind(str(tmp_path / "s"))
+        live_socket.listen()
+        yield live_socket
 
 
 @pytest.fixture(params=["this kernel", "a kernel before 6.5"])
@@ -105,7 +105,9 @@ def test_a_users_cgroups_are_no_groups(tmp_path: Path) -> None:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cgroup").write_text(text.format(pod), encoding="ascii")
 
-    groups = [open_calls.group_of(str(tmp_path), it, str(tmp_path / "cgroup")) for it in (0, 1)]
+    groups = [
+        open_calls.group_of(str(tmp_path), number, str(tmp_path / "cgroup")) for number in (0, 1)
+    ]
     assert groups == [pods[0].encode(), b""]
 
 
@@ -184,12 +186,12 @@ def test_a_relay_with_too_much_to_close_ends(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "_exit", end)
     with ExitStack() as stack:
         ours, theirs, *callers = (stack.enter_context(socket.socket()) for _ in range(5))
-        it = relay.Relay(ours, theirs, "/proc", settings)
-        stack.callback(it._selector.close)
-        it._held = 4
+        live_relay = relay.Relay(ours, theirs, "/proc", settings)
+        stack.callback(live_relay._selector.close)
+        live_relay._held = 4
 
-        it._dropped.extend(callers[:2])
-        it._close_dropped()
-        it._dropped.extend(callers[2:])
+        live_relay._dropped.extend(callers[:2])
+        live_relay._close_dropped()
+        live_relay._dropped.extend(callers[2:])
         with pytest.raises(SystemExit):
-            it._close_dropped()
+            live_relay._close_dropped()

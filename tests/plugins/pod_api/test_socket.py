@@ -126,11 +126,11 @@ async def pod_socket(
     pods = PodSocket(
         tmp_path, machine.host, run_child, answerer.respond, limits=limits, proc=machine.proc
     )
-    it = SocketRig(tmp_path / POD_SOCKET_NAME, machine, answerer, pods)
+    rig = SocketRig(tmp_path / POD_SOCKET_NAME, machine, answerer, pods)
     async with anyio.create_task_group() as group:
         group.start_soon(pods.run)
-        await until(it.is_served)
-        yield it
+        await until(rig.is_served)
+        yield rig
         group.cancel_scope.cancel()
 
 
@@ -160,9 +160,9 @@ def parsed(data: bytes) -> list[tuple[bytes, bytes | int]]:
 
 async def test_a_request_is_answered(tmp_path: Path) -> None:
     """The caller is the container that the kernel names, and the request arrives as sent."""
-    async with pod_socket(tmp_path) as it:
-        assert await it.exchange(pack_request("get", "pods")) == [(b"o", b"hello\n"), (b"x", 0)]
-        assert it.answerer.asked == [(container_of(ALICE), PodRequest(("get", "pods")))]
+    async with pod_socket(tmp_path) as rig:
+        assert await rig.exchange(pack_request("get", "pods")) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert rig.answerer.asked == [(container_of(ALICE), PodRequest(("get", "pods")))]
 
 
 async def test_every_user_may_call(tmp_path: Path) -> None:
@@ -171,29 +171,29 @@ async def test_every_user_may_call(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
 
-    async with pod_socket(tmp_path) as it:
-        await it.exchange(pack_request())
+    async with pod_socket(tmp_path) as rig:
+        await rig.exchange(pack_request())
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o666  # noqa: PTH116 - as others see it
     assert not path.exists()
 
 
 async def test_a_refusal_is_a_line_and_a_failure_is_silent(tmp_path: Path) -> None:
     """Our own error goes to the caller; any other goes to the log, and ends that call alone."""
-    async with pod_socket(tmp_path) as it:
-        assert await it.exchange(pack_request("refuse")) == [
+    async with pod_socket(tmp_path) as rig:
+        assert await rig.exchange(pack_request("refuse")) == [
             (b"e", b"mgctl: not today\n"),
             (b"x", 1),
         ]
-        assert await it.exchange(pack_request("fail")) == []
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert await rig.exchange(pack_request("fail")) == []
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 async def test_with_json_a_refusal_has_its_reason(tmp_path: Path) -> None:
     """A caller that asks for JSON gets an object, also before its request counts."""
     json = pack_request("get", "pods", "-o", "json")
-    async with pod_socket(tmp_path, PodSocketLimits(pod_requests=0.001, pod_burst=1)) as it:
-        assert await it.exchange(json) == [(b"o", b"hello\n"), (b"x", 0)]
-        (kind, text), status = await it.exchange(json)
+    async with pod_socket(tmp_path, PodSocketLimits(pod_requests=0.001, pod_burst=1)) as rig:
+        assert await rig.exchange(json) == [(b"o", b"hello\n"), (b"x", 0)]
+        (kind, text), status = await rig.exchange(json)
         assert (kind, status) == (b"e", (b"x", 1))
         refusal = TOO_OFTEN.removeprefix("mgctl: ").replace("5 r", "0.001 r").strip()
         assert msgspec.json.decode(cast("bytes", text)) == {
@@ -201,8 +201,8 @@ async def test_with_json_a_refusal_has_its_reason(tmp_path: Path) -> None:
             "error": refusal,
         }
 
-        it.machine.add_process(os.getpid(), "0::/user.slice")
-        (_, text), _ = await it.exchange(json)
+        rig.machine.add_process(os.getpid(), "0::/user.slice")
+        (_, text), _ = await rig.exchange(json)
         error = msgspec.json.decode(cast("bytes", text))["error"]
         assert error.startswith("this socket answers containers")
 
@@ -212,76 +212,76 @@ async def test_with_json_a_refusal_has_its_reason(tmp_path: Path) -> None:
 
 async def test_a_pod_has_few_calls_open(tmp_path: Path) -> None:
     """One pod cannot take the connections of others; an ended call frees one."""
-    async with pod_socket(tmp_path) as it, AsyncExitStack() as calls:
+    async with pod_socket(tmp_path) as rig, AsyncExitStack() as calls:
         for _ in range(DEFAULT_LIMITS.pod_connections):
-            _, writer = await calls.enter_async_context(connected(it.path))
+            _, writer = await calls.enter_async_context(connected(rig.path))
             writer.write(pack_request("wait"))
-        await it.until(DEFAULT_LIMITS.pod_connections)
+        await rig.until(DEFAULT_LIMITS.pod_connections)
 
-        assert await it.exchange(pack_request()) == [
+        assert await rig.exchange(pack_request()) == [
             (b"e", b"mgctl: this pod has 4 calls open already; end one of them\n"),
             (b"x", 1),
         ]
         await calls.aclose()
-        await it.until(0)
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        await rig.until(0)
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 async def test_a_pod_that_asks_too_often_waits_and_no_other_does(tmp_path: Path) -> None:
     """Beyond its rate a pod is refused at once, and another pod's first request is answered."""
     # So slow that no machine is slower; 5 a second is what it is.
     assert DEFAULT_LIMITS.pod_requests == 5
-    async with pod_socket(tmp_path, PodSocketLimits(pod_requests=0.001)) as it:
+    async with pod_socket(tmp_path, PodSocketLimits(pod_requests=0.001)) as rig:
         for _ in range(DEFAULT_LIMITS.pod_burst + 10):
-            answer = await it.exchange(pack_request())
+            answer = await rig.exchange(pack_request())
         assert answer == [(b"e", TOO_OFTEN.replace("5 r", "0.001 r").encode()), (b"x", 1)]
-        asked = len(it.answerer.asked)
+        asked = len(rig.answerer.asked)
         assert asked == DEFAULT_LIMITS.pod_burst
 
         bob = Holder("default", "bob", "main")
-        it.machine.add_container_process(os.getpid(), bob)
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
-        assert it.answerer.asked[asked:] == [(container_of(bob), PodRequest(()))]
+        rig.machine.add_container_process(os.getpid(), bob)
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert rig.answerer.asked[asked:] == [(container_of(bob), PodRequest(()))]
 
 
 async def test_half_a_request_has_little_time(tmp_path: Path) -> None:
     """A caller without a whole request is disconnected, and takes no other caller's connection."""
-    async with pod_socket(tmp_path, PodSocketLimits(request_time=0.05)) as it:
+    async with pod_socket(tmp_path, PodSocketLimits(request_time=0.05)) as rig:
         for half in (b"", b"\0", pack_request("get")[:-1]):
-            assert await it.exchange(half) == [
+            assert await rig.exchange(half) == [
                 (b"e", b"mgctl: no request came within 0.05 s\n"),
                 (b"x", 1),
             ]
-    assert it.answerer.asked == []
+    assert rig.answerer.asked == []
 
 
 async def test_a_caller_that_does_not_read_is_dropped(tmp_path: Path) -> None:
     """An answer that the caller does not read ends, however long the caller stays."""
-    async with pod_socket(tmp_path, PodSocketLimits(reading_time=0.1)) as it:
+    async with pod_socket(tmp_path, PodSocketLimits(reading_time=0.1)) as rig:
         with socket.socket(socket.AF_UNIX) as deaf:
-            deaf.connect(str(it.path))
+            deaf.connect(str(rig.path))
             deaf.sendall(pack_request("flood"))
-            await it.until(1)
-            await it.until(0)
-            assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+            await rig.until(1)
+            await rig.until(0)
+            assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 async def test_a_pod_whose_calls_do_not_end_waits_for_itself(tmp_path: Path) -> None:
     """Beyond the calls that a pod may have at the daemon it waits, and another pod does not."""
-    async with pod_socket(tmp_path, PodSocketLimits(pod_calls=2)) as it, AsyncExitStack() as calls:
+    async with pod_socket(tmp_path, PodSocketLimits(pod_calls=2)) as rig, AsyncExitStack() as calls:
         writers = []
         for _ in range(3):
-            _, writer = await calls.enter_async_context(connected(it.path))
+            _, writer = await calls.enter_async_context(connected(rig.path))
             writer.write(pack_request("wait"))
             writers.append(writer)
-        await it.until(2)
+        await rig.until(2)
 
-        it.machine.add_container_process(os.getpid(), Holder("default", "bob", "main"))
-        assert await it.is_answered()
-        assert it.answerer.open == 2
+        rig.machine.add_container_process(os.getpid(), Holder("default", "bob", "main"))
+        assert await rig.is_answered()
+        assert rig.answerer.open == 2
         writers[0].close()
         await becomes(
-            lambda: sum(request.arguments == ("wait",) for _, request in it.answerer.asked) == 3
+            lambda: sum(request.arguments == ("wait",) for _, request in rig.answerer.asked) == 3
         )
 
 
@@ -290,15 +290,15 @@ async def test_a_caller_that_hangs_up_or_sends_more_is_answered_no_more(
     tmp_path: Path, more: bytes
 ) -> None:
     """The answer ends when the caller hangs up or sends more than one request."""
-    async with pod_socket(tmp_path) as it:
+    async with pod_socket(tmp_path) as rig:
         with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(str(it.path))
+            caller.connect(str(rig.path))
             caller.sendall(pack_request("wait"))
-            await it.until(1)
+            await rig.until(1)
             if more:
                 caller.sendall(more)
-                await it.until(0)
-        await it.until(0)
+                await rig.until(0)
+        await rig.until(0)
 
 
 @pytest.mark.parametrize(
@@ -312,14 +312,14 @@ async def test_a_caller_that_hangs_up_or_sends_more_is_answered_no_more(
 )
 async def test_garbage_is_refused(tmp_path: Path, garbage: bytes) -> None:
     """An invalid request reaches no responder, and the next caller is served."""
-    async with pod_socket(tmp_path) as it:
+    async with pod_socket(tmp_path) as rig:
         with suppress(ConnectionError):
-            (kind, text), status = await it.exchange(garbage)
+            (kind, text), status = await rig.exchange(garbage)
             assert (kind, status) == (b"e", (b"x", 1))
             assert isinstance(text, bytes)
             assert text.startswith(b"mgctl: this")
-        assert it.answerer.asked == []
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert rig.answerer.asked == []
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 @settings(max_examples=8)
@@ -333,59 +333,59 @@ async def test_a_socket_outlives_any_bytes(calls: Sequence[bytes]) -> None:
     """After any bytes, from callers that hang up at once, a valid request is answered."""
     async with (
         anyio.TemporaryDirectory(prefix="mg", dir="/tmp") as folder,  # noqa: S108 - a short name
-        pod_socket(Path(folder)) as it,
+        pod_socket(Path(folder)) as rig,
     ):
         for call in calls:
             with suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
-                caller.connect(str(it.path))
+                caller.connect(str(rig.path))
                 caller.sendall(call)
         # Until the daemon has seen them hang up, they count as the pod's open calls.
-        await until(it.is_answered)
+        await until(rig.is_answered)
 
 
 async def test_a_crowd_does_no_harm(tmp_path: Path) -> None:
     """Of thousands of calls few are answered and none stays open; the last caller is served."""
     limits = PodSocketLimits(accepted=1e6, pod_requests=0.001)
-    async with pod_socket(tmp_path, limits) as it:
+    async with pod_socket(tmp_path, limits) as rig:
         before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
         limiter = anyio.CapacityLimiter(50)
 
         async def call() -> None:
             async with limiter:
                 with suppress(OSError):
-                    await it.exchange(pack_request())
+                    await rig.exchange(pack_request())
 
         async with anyio.create_task_group() as group:
             for _ in range(2000):
                 group.start_soon(call)
 
-        assert 0 < len(it.answerer.asked) <= DEFAULT_LIMITS.pod_burst
-        await it.until(0)
-        it.machine.add_container_process(os.getpid(), Holder("default", "bob", "main"))
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert 0 < len(rig.answerer.asked) <= DEFAULT_LIMITS.pod_burst
+        await rig.until(0)
+        rig.machine.add_container_process(os.getpid(), Holder("default", "bob", "main"))
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
         assert len(set(os.listdir("/proc/self/fd")) - before) < 5  # noqa: PTH208 - as above
 
 
 async def test_a_crowd_is_taken_in_turns(tmp_path: Path) -> None:
     """Calls are given to the daemon at a limited rate; the rest wait for their turn."""
     limits = PodSocketLimits(call_burst=5, calls=100)
-    async with pod_socket(tmp_path, limits) as it:
+    async with pod_socket(tmp_path, limits) as rig:
         started = anyio.current_time()
         for _ in range(25):
-            await it.exchange(pack_request())
+            await rig.exchange(pack_request())
         assert anyio.current_time() - started >= 19 / limits.calls
 
 
 async def test_pods_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     """The records of callers do not grow with the pods that a node has had."""
     limits = PodSocketLimits(remembered_pods=5, pod_requests=1e9)
-    async with pod_socket(tmp_path, limits) as it:
+    async with pod_socket(tmp_path, limits) as rig:
         for number in range(20):
             holder = Holder("default", f"pod-{number}", "main")
-            it.machine.add_container_process(os.getpid(), holder)
-            await it.exchange(pack_request())
+            rig.machine.add_container_process(os.getpid(), holder)
+            await rig.exchange(pack_request())
 
-    assert len(it.pods._pods) <= 6
+    assert len(rig.pods._pods) <= 6
 
 
 async def test_a_crowd_of_one_pod_waits_for_itself(tmp_path: Path) -> None:
@@ -393,13 +393,13 @@ async def test_a_crowd_of_one_pod_waits_for_itself(tmp_path: Path) -> None:
     # At this rate the crowd alone would take a quarter of an hour.
     limits = PodSocketLimits(call_burst=1, calls=1)
     async with (
-        pod_socket(tmp_path, limits) as it,
-        attacker("crowd", it.path, 1000) as crowd,
+        pod_socket(tmp_path, limits) as rig,
+        attacker("crowd", rig.path, 1000) as crowd,
     ):
-        it.machine.add_container_process(crowd.process.pid, Holder("default", "mallory", "main"))
+        rig.machine.add_container_process(crowd.process.pid, Holder("default", "mallory", "main"))
         assert await crowd.attack() == "sent"
         with anyio.fail_after(30):
-            assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+            assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 # --- the relay ------------------------------------------------------------------------------------
@@ -407,26 +407,26 @@ async def test_a_crowd_of_one_pod_waits_for_itself(tmp_path: Path) -> None:
 
 async def test_a_relay_that_hangs_is_replaced(tmp_path: Path) -> None:
     """A relay without a sign of life is killed, and callers are answered by the next one."""
-    async with pod_socket(tmp_path) as it:
+    async with pod_socket(tmp_path) as rig:
         (relay,) = children()
         os.kill(relay, signal.SIGSTOP)
         await anyio.wait_all_tasks_blocked()
         skip(20)
-        await becomes(lambda: "gave no sign of life for 10 s" in it.pods.problem)
-        await becomes(lambda: not it.pods.problem)
+        await becomes(lambda: "gave no sign of life for 10 s" in rig.pods.problem)
+        await becomes(lambda: not rig.pods.problem)
 
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
         assert relay not in children()
 
 
 async def test_a_socket_file_that_is_removed_is_made_again(tmp_path: Path) -> None:
     """Callers are answered again within seconds after root has removed the socket file."""
-    async with pod_socket(tmp_path) as it:
-        it.path.unlink()
-        await becomes(lambda: "was removed" in it.pods.problem)
-        await becomes(it.path.is_socket)
+    async with pod_socket(tmp_path) as rig:
+        rig.path.unlink()
+        await becomes(lambda: "was removed" in rig.pods.problem)
+        await becomes(rig.path.is_socket)
 
-        assert await it.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
+        assert await rig.exchange(pack_request()) == [(b"o", b"hello\n"), (b"x", 0)]
 
 
 async def test_a_relay_that_cannot_listen_is_a_problem(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ async def test_streams_share_a_source_and_none_is_followed_without_one() -> None
                 assert source.followers == 1
                 source.changed.set()
                 seconds = [await anext(one), await anext(two)]
-            assert all(it.startswith(b'event: change\ndata: {"at":"') for it in firsts + seconds)
+            assert all(
+                first.startswith(b'event: change\ndata: {"at":"') for first in firsts + seconds
+            )
             await anyio.wait_all_tasks_blocked()
             assert source.followers == 0
         assert source.reported == 2

@@ -23,7 +23,7 @@ _READERS: Final = ("reading.js", "reasons.js", "gpu.js", "node.js")
 
 def schema_fields() -> frozenset[str]:
     """Return the names in JSON of all fields of all reports."""
-    kinds = [it for it in vars(schema).values() if isinstance(it, type)]
+    kinds = [variable for variable in vars(schema).values() if isinstance(variable, type)]
     return frozenset(
         name
         for kind in kinds
@@ -34,13 +34,13 @@ def schema_fields() -> frozenset[str]:
 
 def unknown_fields(readers: str, scripts: str = "") -> set[str]:
     """Return properties that are read, and that scripts, browsers and the schema lack."""
-    read, own = (_STRINGS.sub("", it) for it in (readers, readers + scripts))
+    read, own = (_STRINGS.sub("", text) for text in (readers, readers + scripts))
     return set(_READ.findall(read)) - set(_OWN.findall(own)) - _BROWSER - schema_fields()
 
 
 def test_the_page_reads_fields_of_the_schema() -> None:
     """Each field that the page reads of a report is in the schema."""
-    scripts = {it.name: it.read_text() for it in sorted(ASSETS.glob("*.js"))}
+    scripts = {file.name: file.read_text() for file in sorted(ASSETS.glob("*.js"))}
     readers = "\n".join(scripts[name] for name in _READERS)
     assert unknown_fields(readers, "\n".join(scripts.values())) == set()
     assert {"freeCapacity", "overLimit", "nodeDifferences"} <= set(_READ.findall(readers))

@@ -35,11 +35,11 @@ ALICE, BOB = Holder("team", "alice", "main"), Holder("team", "bob", "main")
 @pytest.fixture
 def registry() -> Registry:
     """Return the registry of a node whose GPU has ten shares, two of them held since before."""
-    it = Registry()
-    it.apply(GpusFound((A,), at=1))
-    it.apply(offer(*SHARES))
-    it.apply(LeasesObserved({each.id: BOB for each in SHARES[8:]}, at=1))
-    return it
+    live_registry = Registry()
+    live_registry.apply(GpusFound((A,), at=1))
+    live_registry.apply(offer(*SHARES))
+    live_registry.apply(LeasesObserved({each.id: BOB for each in SHARES[8:]}, at=1))
+    return live_registry
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +66,8 @@ async def said(recent: RecentEvents, count: int) -> list[Said]:
     """Wait for this number of events; return them, the oldest first."""
     await becomes(lambda: len(recent.report()) >= count)
     found = recent.report()
-    assert all(it.node == "gpu-1" for it in found)
-    return [(it.reason, it.severity, it.gpu, it.text) for it in reversed(found)]
+    assert all(report.node == "gpu-1" for report in found)
+    return [(report.reason, report.severity, report.gpu, report.text) for report in reversed(found)]
 
 
 async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None:
@@ -79,7 +79,7 @@ async def test_grants_and_ends_of_pods_are_sentences(registry: Registry) -> None
     async with followed(registry) as recent:
         registry.apply(SharesClaimed(SHARES[:3], at=5))
         await becomes(lambda: recent._claimed)
-        registry.apply(LeasesObserved({**named, **{it.id: ALICE for it in SHARES[:3]}}, at=6))
+        registry.apply(LeasesObserved({**named, **{other.id: ALICE for other in SHARES[:3]}}, at=6))
         granted = "GPUSharesGranted", "info", 0, f"team/alice has 3 shares of {METAGPU} on GPU 0"
         assert await said(recent, 1) == [granted]
 
@@ -141,7 +141,7 @@ async def test_a_pod_gets_events_of_its_own_alone(registry: Registry) -> None:
         found = recent.report_for_pod(
             pod, [complete({"index": 0, "devices": [{"device": device}]}, UsedGpuReport)]
         )
-        return [(it.reason, it.gpu) for it in reversed(found)]
+        return [(report.reason, report.gpu) for report in reversed(found)]
 
     faults = [("MIGDeviceUnhealthy", 0), ("GPUUnhealthy", 0)]
     assert of_pod("alice", "MIG-alice") == [("GPUSharesGranted", 0), *faults]

@@ -233,7 +233,7 @@ async def test_streams_have_a_limit_and_keep_nobody_out() -> None:
         await until(freed, deadline=30)
         last = await Stream.open(server)
         assert (await last.head()).startswith("HTTP/1.1 200 ")
-        for _, writer in [*silent, *((it.reader, it.writer) for it in [*streams, last])]:
+        for _, writer in [*silent, *((other.reader, other.writer) for other in [*streams, last])]:
             writer.close()
 
 

@@ -46,7 +46,7 @@ def first_patterns() -> list[int]:
     """Return the pattern that each colour has first."""
     found = re.search(r"FIRST_PATTERN = \[(.*?)\]", (ASSETS / "shades.js").read_text("utf-8"))
     assert found
-    return [int(it) for it in found[1].split(",")]
+    return [int(part) for part in found[1].split(",")]
 
 
 def seen(colour: str, vision: tuple[Triple, ...]) -> Triple:
@@ -79,7 +79,7 @@ def test_any_two_pods_differ_in_more_than_a_hue(vision: str, scheme: int) -> Non
         (one, other)
         for one, other in combinations(range(8), 2)
         if patterns[one] == patterns[other]
-        and math.dist(*(seen(colours[it], VISIONS[vision]) for it in (one, other))) < LEAST
+        and math.dist(*(seen(colours[number], VISIONS[vision]) for number in (one, other))) < LEAST
     ]
     assert alike == []
 

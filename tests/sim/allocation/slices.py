@@ -19,7 +19,9 @@ Document = Mapping[str, Any]
 def published(text: str, *gpus: Gpu) -> list[Document]:
     """Return the ResourceSlices that a daemon publishes of healthy GPUs."""
     _, snapshot = offered(*gpus, text=text)
-    specs = [dict(it) for those in slices_of(snapshot, NODE, DRIVER).values() for it in those]
+    specs = [
+        dict(document) for those in slices_of(snapshot, NODE, DRIVER).values() for document in those
+    ]
     return [{"metadata": {"name": f"{n:05x}"}, "spec": spec} for n, spec in enumerate(specs)]
 
 
@@ -29,7 +31,7 @@ def pool(
     """Return the slices of one pool: these devices, and counters of one set."""
     sets = {
         "name": "set",
-        "counters": {it: {"value": str(n)} for it, n in (counters or {}).items()},
+        "counters": {text: {"value": str(n)} for text, n in (counters or {}).items()},
     }
     parts: list[Document] = [{"sharedCounters": [sets]}] if counters else []
     parts.append({"devices": list(devices)})
@@ -48,7 +50,7 @@ def device(name: str, kind: str = "gpu", **more: object) -> Document:
 
 def takes(**counters: int) -> dict[str, Any]:
     """Return the field of a device that takes counters."""
-    amounts = {it: {"value": str(n)} for it, n in counters.items()}
+    amounts = {name: {"value": str(n)} for name, n in counters.items()}
     return {"consumesCounters": [{"counterSet": "set", "counters": amounts}]}
 
 
@@ -67,7 +69,7 @@ def request(name: str = "gpu", kind: str = "gpu", **more: Any) -> Document:  # n
 
 def amount(**asked: object) -> Document:
     """Return the field of a request that names amounts."""
-    return {"requests": {name: str(it) for name, it in asked.items()}}
+    return {"requests": {name: str(value) for name, value in asked.items()}}
 
 
 def claim(
@@ -83,7 +85,7 @@ def found(
 ) -> list[list[AllocationResult]] | None:
     """Allocate claims of one pod."""
     results = allocate(gather_pools(slices, NODE), claims, CLASSES, held or HeldDevices())
-    return None if results is None else [list(it) for it in results]
+    return None if results is None else [list(allocation_results) for allocation_results in results]
 
 
 def names(
@@ -91,4 +93,4 @@ def names(
 ) -> list[str] | None:
     """Allocate claims of one pod; return the names of the devices."""
     results = found(slices, *claims, held=held)
-    return None if results is None else [it.id.device for part in results for it in part]
+    return None if results is None else [result.id.device for part in results for result in part]

@@ -55,7 +55,7 @@ def holding(name: str, shares: int, pool_name: str = "p") -> HeldDevices:
 
 def alone(*devices: str, pool_name: str = "p") -> HeldDevices:
     """Return devices that other claims have alone."""
-    return HeldDevices(frozenset(DeviceId(DRIVER, pool_name, it) for it in devices))
+    return HeldDevices(frozenset(DeviceId(DRIVER, pool_name, other) for other in devices))
 
 
 TWO = pool(device("a"), device("b"))
@@ -241,7 +241,7 @@ def test_the_first_alternative_that_is_available() -> None:
     for held, expected in ((None, "gpu/mig"), (alone("m"), "gpu/half")):
         results = found(slices, wanted, held=held)
         assert results is not None
-        assert [it.request for it in results[0]] == [expected]
+        assert [result.request for result in results[0]] == [expected]
 
 
 def test_claims_of_a_pod_are_allocated_together() -> None:
@@ -303,6 +303,8 @@ def test_classes_are_those_of_the_chart() -> None:
     """The simulated cluster has the DeviceClasses that `deploy/dra.yaml` creates."""
     documents = yaml.safe_load_all(DEPLOYED.read_text(encoding="utf-8"))
     classes = {
-        it["metadata"]["name"]: it["spec"] for it in documents if it["kind"] == "DeviceClass"
+        document["metadata"]["name"]: document["spec"]
+        for document in documents
+        if document["kind"] == "DeviceClass"
     }
-    assert classes == {name: it["spec"] for name, it in CLASSES.items()}
+    assert classes == {name: document["spec"] for name, document in CLASSES.items()}

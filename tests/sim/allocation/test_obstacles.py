@@ -152,7 +152,7 @@ def test_instances_that_overlap_are_no_missing_devices() -> None:
 def test_a_taint_is_named() -> None:
     """Tolerating it helps."""
     taint = {"key": "metagpu.io/cordoned", "effect": "NoSchedule"}
-    tainted = [{**it, "spec": _with_taint(it["spec"], taint)} for it in SLICES]
+    tainted = [{**piece, "spec": _with_taint(piece["spec"], taint)} for piece in SLICES]
     pools = gather_pools(tainted, NODE)
     found = find_obstacle(pools, [claim(exactly("gpu"))], CLASSES)
     reason = "the request does not tolerate the taint metagpu.io/cordoned of 2 devices"
@@ -162,7 +162,7 @@ def test_a_taint_is_named() -> None:
 
 
 def _with_taint(spec: Document, taint: Document) -> Document:
-    devices = [{**it, "taints": [taint]} for it in spec.get("devices", ())]
+    devices = [{**device, "taints": [taint]} for device in spec.get("devices", ())]
     return {**spec, "devices": devices} if devices else spec
 
 
@@ -170,6 +170,6 @@ def test_claims_of_one_pod_are_allocated_together() -> None:
     """Each of two fits alone."""
     pools = gather_pools(SLICES, NODE)
     both = [claim(exactly("gpu", count=2)), claim(shares("1"))]
-    assert [find_obstacle(pools, [it], CLASSES) for it in both] == [None, None]
+    assert [find_obstacle(pools, [document], CLASSES) for document in both] == [None, None]
     found = find_obstacle(pools, both, CLASSES)
     assert found == ClaimObstacle(1, "", "no device is left after those of the claims before it")

@@ -32,10 +32,10 @@ MEMORY = f"device.capacity['{DRIVER}'].memory"
 TEN = "[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"
 DOUBLED = (
     "cel.bind(x0, 'a', "
-    + "".join(f"cel.bind(x{it + 1}, x{it} + x{it}, " for it in range(20))
+    + "".join(f"cel.bind(x{number + 1}, x{number} + x{number}, " for number in range(20))
     + f"x20 != ''{')' * 21}"
 )
-LOOPS = "".join(f"{TEN}.all({it}, " for it in "abcdef") + "a > 0" + ")" * 6
+LOOPS = "".join(f"{TEN}.all({name}, " for name in "abcdef") + "a > 0" + ")" * 6
 
 
 @pytest.mark.parametrize(
@@ -228,5 +228,7 @@ def test_every_deviation_deviates() -> None:
     file = Path(__file__).with_name("kubernetes_cel_answers.jsonl")
     answers = [tuple(json.loads(line).values()) for line in file.read_text().splitlines()]
     for pattern, _ in DEVIATIONS:
-        concerned = [it for it in answers if re.search(pattern, it[1])]
-        assert any(own_answer(it[0], it[1]) not in it[2].lower() for it in concerned), pattern
+        concerned = [answer for answer in answers if re.search(pattern, answer[1])]
+        assert any(own_answer(value[0], value[1]) not in value[2].lower() for value in concerned), (
+            pattern
+        )

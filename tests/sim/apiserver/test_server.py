@@ -20,84 +20,94 @@ def store(**labels: str) -> ObjectStore:
     return made
 
 
-def applied(it: ObjectStore, manager: str, *, force: bool = False, **labels: str) -> Object:
+def applied(
+    object_store: ObjectStore, manager: str, *, force: bool = False, **labels: str
+) -> Object:
     """Apply labels of the Node in a manager's name."""
     said = {"metadata": {"labels": labels}}
-    return it.apply(NODE, said, status=False, manager=manager, force=force)
+    return object_store.apply(NODE, said, status=False, manager=manager, force=force)
 
 
-def labels_of(it: ObjectStore) -> dict[str, str]:
+def labels_of(object_store: ObjectStore) -> dict[str, str]:
     """Return the Node's labels."""
-    return dict(it.get_object(NODE)["metadata"]["labels"])
+    return dict(object_store.get_object(NODE)["metadata"]["labels"])
 
 
 def test_a_label_that_is_left_out_is_removed() -> None:
     """A manager that leaves a label out removes it, unless other managers apply it too."""
-    it = store(hostname="n")
-    applied(it, "a", x="1", y="1")
-    applied(it, "b", y="1")
-    applied(it, "a")
+    object_store = store(hostname="n")
+    applied(object_store, "a", x="1", y="1")
+    applied(object_store, "b", y="1")
+    applied(object_store, "a")
 
-    assert labels_of(it) == {"hostname": "n", "y": "1"}
+    assert labels_of(object_store) == {"hostname": "n", "y": "1"}
 
 
 def test_conflict_names_the_label_and_force_wins() -> None:
     """Another value of another manager's label is refused; the same value is shared."""
-    it = store()
-    applied(it, "a", x="1")
-    applied(it, "b", x="1")
+    object_store = store()
+    applied(object_store, "a", x="1")
+    applied(object_store, "b", x="1")
     with pytest.raises(ApiError) as refusal:
-        applied(it, "b", x="2")
+        applied(object_store, "b", x="2")
 
     assert refusal.value.code == 409
     assert refusal.value.status["details"]["causes"] == [
         {"reason": "FieldManagerConflict", "field": ".metadata.labels.x"}
     ]
-    applied(it, "b", force=True, x="2")
-    assert labels_of(it) == {"x": "2"}
+    applied(object_store, "b", force=True, x="2")
+    assert labels_of(object_store) == {"x": "2"}
 
 
 def test_nothing_new_makes_no_version() -> None:
     """A write that changes nothing creates no version and no watch event."""
-    it = store()
-    applied(it, "a", x="1")
-    version = it.version
-    applied(it, "a", x="1")
+    object_store = store()
+    applied(object_store, "a", x="1")
+    version = object_store.version
+    applied(object_store, "a", x="1")
 
-    assert it.version == version
+    assert object_store.version == version
 
 
 def test_merge_wants_the_version_it_was_made_for() -> None:
     """A patch with an old version is refused; null removes a key."""
-    it = store(x="1")
-    old = it.get_object(NODE)["metadata"]["resourceVersion"]
-    it.merge(NODE, {"metadata": {"labels": {"x": None}}}, status=False, manager="m")
-    assert labels_of(it) == {}
+    object_store = store(x="1")
+    old = object_store.get_object(NODE)["metadata"]["resourceVersion"]
+    object_store.merge(NODE, {"metadata": {"labels": {"x": None}}}, status=False, manager="m")
+    assert labels_of(object_store) == {}
 
     patch: dict[str, Any] = {"metadata": {"resourceVersion": old}}
     with pytest.raises(ApiError, match="has been modified"):
-        it.merge(NODE, patch, status=False, manager="m")
+        object_store.merge(NODE, patch, status=False, manager="m")
 
 
 def test_status_is_written_through_its_own_door() -> None:
     """A patch of the object leaves its status alone, and one of the status the rest."""
-    it = store()
+    object_store = store()
     both = {"spec": {"a": 1}, "status": {"b": 2}}
-    it.merge(NODE, both, status=False, manager="m")
-    assert (it.get_object(NODE)["spec"], it.get_object(NODE)["status"]) == ({"a": 1}, {})
+    object_store.merge(NODE, both, status=False, manager="m")
+    assert (object_store.get_object(NODE)["spec"], object_store.get_object(NODE)["status"]) == (
+        {"a": 1},
+        {},
+    )
 
-    it.merge(NODE, {"spec": {"a": 3}, "status": {"b": 2}}, status=True, manager="m")
-    assert (it.get_object(NODE)["spec"], it.get_object(NODE)["status"]) == ({"a": 1}, {"b": 2})
+    object_store.merge(NODE, {"spec": {"a": 3}, "status": {"b": 2}}, status=True, manager="m")
+    assert (object_store.get_object(NODE)["spec"], object_store.get_object(NODE)["status"]) == (
+        {"a": 1},
+        {"b": 2},
+    )
 
 
 def test_conditions_of_others_stay() -> None:
     """Conditions are applied by type; the manager's own go when the manager applies none."""
-    it = store()
-    it.merge(NODE, {"status": {"conditions": [{"type": "Ready"}]}}, status=True, manager="kubelet")
+    object_store = store()
+    object_store.merge(
+        NODE, {"status": {"conditions": [{"type": "Ready"}]}}, status=True, manager="kubelet"
+    )
     for conditions in ([{"type": "Ours", "status": "True"}], []):
         said = {"status": {"conditions": conditions}}
-        it.apply(NODE, said, status=True, manager="m", force=True)
-        found = [each["type"] for each in it.get_object(NODE)["status"]["conditions"]]
+        object_store.apply(NODE, said, status=True, manager="m", force=True)
+        found = [each["type"] for each in object_store.get_object(NODE)["status"]["conditions"]]
         assert found == ["Ready", *(each["type"] for each in conditions)]
 
 
@@ -164,7 +174,7 @@ async def test_a_label_selector_means_what_it_means_to_kubernetes(
     server.add_node("b", {"app": "db"})
     server.add_node("c")
     status, body = await listed(server, labelSelector=selector)
-    assert (status, "".join(it["metadata"]["name"] for it in body["items"])) == (200, names)
+    assert (status, "".join(item["metadata"]["name"] for item in body["items"])) == (200, names)
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def workload(kind: str, **spec: object) -> Mapping[str, Any]:
         *claim_with_pod("a", {"exactly": {"deviceClassName": GPU}}),
     ],
 )
-def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
+def test_what_kubernetes_takes_is_taken(entry: Mapping[str, Any]) -> None:
     """Fields that nothing here reads are taken too."""
-    check_document({"apiVersion": KINDS[it["kind"]].api, **it, "status": {}})
+    check_document({"apiVersion": KINDS[entry["kind"]].api, **entry, "status": {}})
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,23 @@ def test_what_kubernetes_takes_is_taken(it: Mapping[str, Any]) -> None:
         ({"kind": ["Pod"]}, "$.kind"),
     ],
 )
-def test_what_is_not_read_is_refused(it: Mapping[str, Any], problem: str) -> None:
+def test_what_is_not_read_is_refused(entry: Mapping[str, Any], problem: str) -> None:
     """The error has the path of the field."""
     with pytest.raises(SimError) as error:
-        check_document(it)
+        check_document(entry)
     assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
     "it", [claim(deviceClassName=GPU), exactly(count="many"), exactly(count=[]), claim(exactly=[])]
 )
-def test_a_claim_that_is_not_read_concerns_its_pods_alone(it: Mapping[str, Any]) -> None:
+def test_a_claim_that_is_not_read_concerns_its_pods_alone(entry: Mapping[str, Any]) -> None:
     """A claim of an earlier version, which is saved, or of a client of the API server, does too."""
     key = ("resourceclaims", "default", "a")
     metadata = {"name": "a", "namespace": "default", "uid": "u"}
     uses = [{"name": "gpu", "resourceClaimName": "a"}]
     spec = {"containers": [{"name": "main"}], "resourceClaims": uses}
-    round_ = ClaimScheduler("n1", {key: {**it, "metadata": metadata}})
+    round_ = ClaimScheduler("n1", {key: {**entry, "metadata": metadata}})
     fit = round_.fit({"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}})
     assert fit.problem
     assert not fit.changes
@@ -129,9 +129,9 @@ def test_a_claim_that_is_not_read_concerns_its_pods_alone(it: Mapping[str, Any])
 def test_pods_of_files_need_no_form_of_ours() -> None:
     """Amounts of processors are not counted, and a command that is not read never ends."""
     requests = {"cpu": "500m", "memory": "1Gi", "x.y/z": "2"}
-    it = {**pod(command=["sleep", "1h"], resources={"requests": requests}), "status": {}}
-    assert requests_of(it) == {"x.y/z": 2}
-    assert remaining_time(it, 0) is None
+    entry = {**pod(command=["sleep", "1h"], resources={"requests": requests}), "status": {}}
+    assert requests_of(entry) == {"x.y/z": 2}
+    assert remaining_time(entry, 0) is None
 
 
 def test_init_containers_count_as_the_scheduler_counts_them() -> None:
@@ -145,6 +145,6 @@ def test_init_containers_count_as_the_scheduler_counts_them() -> None:
         "containers": [asking(4)],
     }
     metadata = {"name": "a", "namespace": "default", "uid": "u"}
-    it = {"metadata": metadata, "spec": spec, "status": {}}
-    assert requests_of(it) == {"x.y/z": 9}
-    assert [each.restartable for each in kubelet_pod(it).init_containers] == [True, False]
+    entry = {"metadata": metadata, "spec": spec, "status": {}}
+    assert requests_of(entry) == {"x.y/z": 9}
+    assert [each.restartable for each in kubelet_pod(entry).init_containers] == [True, False]

@@ -68,7 +68,7 @@ async def test_a_job_ends_with_its_completions(tmp_path: Path) -> None:
         job = workload("Job", seconds="0", completions=3, parallelism=2, completionMode="Indexed")
         await apply(cluster, job)
         await cluster.api.until(lambda: list(phases(cluster).values()) == ["Succeeded"] * 3)
-        assert {it.rpartition("-")[0] for it in phases(cluster)} == {"w-0", "w-1", "w-2"}
+        assert {phase.rpartition("-")[0] for phase in phases(cluster)} == {"w-0", "w-1", "w-2"}
         await apply(cluster, workload("Job", "s", suspend=True))
         assert len(phases(cluster)) == 3
 

@@ -15,14 +15,14 @@ MPS = "nvidia.com/gpu.mps"
 def node(taints: tuple[Mapping[str, str], ...] = (), **allocatable: int) -> Object:
     """Return a Node with these numbers: `shared` and `mps`."""
     names = {"shared": SHARED, "mps": MPS}
-    status = {"allocatable": {names[it]: str(n) for it, n in allocatable.items()}}
+    status = {"allocatable": {names[name]: str(n) for name, n in allocatable.items()}}
     return {"metadata": {"name": "n"}, "spec": {"taints": list(taints)}, "status": status}
 
 
 def pod(name: str, *, bound: bool = False, phase: str = "Pending", **counts: int) -> Object:
     """Return a Pod that requests these numbers of `shared` and `mps`."""
     names = {"shared": SHARED, "mps": MPS}
-    request = PodManifest(name, {names[it]: n for it, n in counts.items()})
+    request = PodManifest(name, {names[text]: n for text, n in counts.items()})
     made: Object = {**request.document(), "status": {"phase": phase}}
     if bound:
         made["spec"]["nodeName"] = "n"
@@ -32,7 +32,7 @@ def pod(name: str, *, bound: bool = False, phase: str = "Pending", **counts: int
 def decided(node: Object, *pods: Object) -> list[tuple[str, str]]:
     """Return each pod that was decided on, with its node or the message."""
     decisions = schedule(node, pods, ClaimScheduler("n", {}))
-    return [(it.pod[2], it.node or it.message) for it in decisions]
+    return [(decision.pod[2], decision.node or decision.message) for decision in decisions]
 
 
 def test_bound_pods_count_until_they_end() -> None:

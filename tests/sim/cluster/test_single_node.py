@@ -63,7 +63,9 @@ async def test_a_pod_waits_until_another_ends(tmp_path: Path) -> None:
         assert await cluster.end_pod("first", "default")
         await cluster.api.until(lambda: phases(cluster) == {"second": "Running"})
         assert len(cluster.pods()[0].devices[GPU]) == 2
-        assert [(it.reason, it.count) for it in cluster.events()] == [("FailedScheduling", 1)]
+        assert [(event.reason, event.count) for event in cluster.events()] == [
+            ("FailedScheduling", 1)
+        ]
 
 
 async def test_the_scheduler_reads_the_node_and_not_the_kubelet(tmp_path: Path) -> None:

@@ -53,17 +53,17 @@ def test_a_model_is_plausible(model: GpuModel) -> None:
 )
 def test_profiles_have_the_names_that_nvidia_prints(model: str, names: str) -> None:
     """Memory of model and profile together give the names of NVIDIA's MIG User Guide."""
-    it = GPU_MODELS[model]
+    gpu_model = GPU_MODELS[model]
 
-    assert [it.profile_name(profile) for profile in it.mig_profiles] == names.split()
+    assert [gpu_model.profile_name(profile) for profile in gpu_model.mig_profiles] == names.split()
 
 
 @pytest.mark.parametrize(
-    "model", [it for it in GPU_MODELS.values() if it.has_mig], ids=lambda it: it.key
+    "model", [model for model in GPU_MODELS.values() if model.has_mig], ids=lambda value: value.key
 )
 def test_instances_have_no_more_than_their_model(model: GpuModel) -> None:
     """As many instances of a kind as there can be have its memory and engines at most."""
-    whole = max(model.mig_profiles, key=lambda it: it.memory_slices)
+    whole = max(model.mig_profiles, key=lambda sim_profile: sim_profile.memory_slices)
 
     for profile in model.mig_profiles:
         assert profile.max_count * profile.memory <= model.memory

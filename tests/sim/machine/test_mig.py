@@ -25,16 +25,21 @@ def node_with(model: str = "a100-40gb", *placements: str) -> tuple[SimNode, SimG
 def reachable(model: str, names: set[str]) -> set[tuple[str, ...]]:
     """Find every set of instances that can be on a GPU at once, as sorted names."""
     profiles = [
-        it for it in GPU_MODELS[model].mig_profiles if GPU_MODELS[model].profile_name(it) in names
+        profile
+        for profile in GPU_MODELS[model].mig_profiles
+        if GPU_MODELS[model].profile_name(profile) in names
     ]
     found: set[tuple[str, ...]] = set()
 
     def more(gpu: SimGpu, node: SimNode) -> None:
         present = tuple(
-            sorted(GPU_MODELS[model].profile_name(it.profile) for it in gpu.mig.instances.values())
+            sorted(
+                GPU_MODELS[model].profile_name(instance.profile)
+                for instance in gpu.mig.instances.values()
+            )
         )
         found.add(present)
-        last = max((it.start for it in gpu.mig.instances.values()), default=-1)
+        last = max((instance.start for instance in gpu.mig.instances.values()), default=-1)
         for profile in profiles:
             for start in profile.starts:
                 if start > last and gpu.mig.is_free(profile, start):
@@ -72,7 +77,11 @@ def test_as_many_combinations_as_on_a_real_gpu(model: str, names: set[str], coun
 def test_numbers_go_by_size() -> None:
     """The whole GPU is 0, halves are 1 and 2, quarters begin at 3, eighths at 7."""
     _, gpu = node_with("h100-80gb", "3g.40gb@4", "2g.20gb@0", "1g.10gb@2")
-    assert {it.start: number for number, it in gpu.mig.instances.items()} == {4: 2, 0: 3, 2: 9}
+    assert {instance.start: number for number, instance in gpu.mig.instances.items()} == {
+        4: 2,
+        0: 3,
+        2: 9,
+    }
 
     _, whole = node_with("h100-80gb", "7g.80gb@0")
     assert list(whole.mig.instances) == [0]
@@ -119,7 +128,9 @@ def test_commands_create_instances_as_an_operator_does() -> None:
     )
     [gpu] = view_node(node).gpus
     assert gpu.mig == "on"
-    assert [(it.gi, it.placement, len(it.uuids)) for it in gpu.instances] == [(5, "2g.20gb@4", 1)]
+    assert [
+        (instance.gi, instance.placement, len(instance.uuids)) for instance in gpu.instances
+    ] == [(5, "2g.20gb@4", 1)]
 
     done(
         node, "provisioning 0 --duration 2s --compute-duration 1s --failures 1 --compute-failures 2"

@@ -34,7 +34,12 @@ def test_instances_outlive_the_daemon_with_their_uuids(tmp_path: Path) -> None:
     after = started(tmp_path)
     assert view_node(after) == view_node(before)
     done(after, "instance create 0 1g.5gb@0")
-    uuids = [uuid for gpu in view_node(after).gpus for it in gpu.instances for uuid in it.uuids]
+    uuids = [
+        uuid
+        for gpu in view_node(after).gpus
+        for instance in gpu.instances
+        for uuid in instance.uuids
+    ]
     assert len(set(uuids)) == 3
 
 

@@ -157,10 +157,13 @@ def test_samples_are_those_with_use_since_a_time(node: SimNode) -> None:
         node.start_process(gpu, process)
     node.set_frozen(gpu, 3, frozen=True)
     assert code_of(read, handle(0), last_seen) == pynvml.NVML_ERROR_NOT_FOUND
-    assert {(it.pid, it.smUtil) for it in read(handle(0), 0)} == {(1, 30), (3, 60)}
+    assert {(value.pid, value.smUtil) for value in read(handle(0), 0)} == {(1, 30), (3, 60)}
 
     node.turn_clock(0.4)
-    found = [(it.pid, it.smUtil, it.timeStamp - last_seen) for it in read(handle(0), last_seen)]
+    found = [
+        (value.pid, value.smUtil, value.timeStamp - last_seen)
+        for value in read(handle(0), last_seen)
+    ]
     assert found == [(1, 30, 167_000), (1, 30, 334_000)]
     gpu.mig.enabled = True
     assert code_of(read, handle(0), 0) == pynvml.NVML_ERROR_NOT_SUPPORTED

@@ -52,42 +52,42 @@ def test_its_sockets_have_a_path_that_linux_takes() -> None:
 
 async def test_clients_are_listed_by_server(tmp_path: Path) -> None:
     """The first client starts a server; each is listed by its process."""
-    async with serving(tmp_path) as it:
-        with it.client(), it.client():
-            [server] = await it.control.servers()
-            assert len(await it.control.clients(server)) == 2
-            assert await it.control.status(server) == "ACTIVE"
+    async with serving(tmp_path) as live_stand_in:
+        with live_stand_in.client(), live_stand_in.client():
+            [server] = await live_stand_in.control.servers()
+            assert len(await live_stand_in.control.clients(server)) == 2
+            assert await live_stand_in.control.status(server) == "ACTIVE"
 
 
 @pytest.mark.parametrize("question", ["probe", "servers"])
 async def test_nonsense_is_no_answer(tmp_path: Path, question: str) -> None:
     """The error of a wrong answer has the command and the answer."""
-    async with serving(tmp_path) as it:
-        it.steer("garbage")
+    async with serving(tmp_path) as live_stand_in:
+        live_stand_in.steer("garbage")
         with pytest.raises(
             ProgramError, match=r"unexpected answer to get_\w+: '\?\\x07 not what you asked"
         ):
-            await getattr(it.control, question)()
+            await getattr(live_stand_in.control, question)()
 
 
 async def test_a_long_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that answers in the daemon's place cannot name servers without end."""
-    async with stand_in(tmp_path) as it:
+    async with stand_in(tmp_path) as live_stand_in:
 
         async def send_command(*_: object, **__: object) -> str:
             return "1\n" * 5000
 
         monkeypatch.setattr(HostDaemons, "send_command", send_command)
         with pytest.raises(ProgramError, match="unexpected answer to get_server_list"):
-            await it.control.servers()
+            await live_stand_in.control.servers()
 
 
 async def test_silence_has_a_deadline(tmp_path: Path) -> None:
     """A hanging control daemon costs a second here, and the error has the command."""
-    async with serving(tmp_path) as it:
-        it.steer("hang")
+    async with serving(tmp_path) as live_stand_in:
+        live_stand_in.steer("hang")
         with pytest.raises(ProgramError) as caught:
-            await MpsControl(DAEMONS, it.daemon, deadline=1.0).probe()
+            await MpsControl(DAEMONS, live_stand_in.daemon, deadline=1.0).probe()
 
     assert str(caught.value).endswith(
         "<<< get_default_active_thread_percentage` did not end within 1 s"
@@ -96,15 +96,15 @@ async def test_silence_has_a_deadline(tmp_path: Path) -> None:
 
 async def test_a_crash_is_no_answer(tmp_path: Path) -> None:
     """The sockets and the number of a crashed daemon are taken for no other one."""
-    async with serving(tmp_path) as it:
-        it.steer("crash")
+    async with serving(tmp_path) as live_stand_in:
+        live_stand_in.steer("crash")
         with pytest.raises(ProgramError, match="no answer to get_default"):
-            await it.control.probe()
+            await live_stand_in.control.probe()
         with pytest.raises(ProgramError, match="Cannot find MPS control daemon process"):
-            await it.control.probe()
+            await live_stand_in.control.probe()
 
-        assert (it.folders.pipes / "control").is_socket()
-        assert await it.process() is None
+        assert (live_stand_in.folders.pipes / "control").is_socket()
+        assert await live_stand_in.process() is None
 
 
 class LosesOne:
@@ -120,8 +120,8 @@ class LosesOne:
 
 async def test_a_lost_list_is_no_empty_one(tmp_path: Path) -> None:
     """A list of servers without an answer is asked for once more."""
-    async with stand_in(tmp_path) as it:
-        control = MpsControl(cast("Daemons", LosesOne("77")), it.daemon, deadline=1.0)
+    async with stand_in(tmp_path) as live_stand_in:
+        control = MpsControl(cast("Daemons", LosesOne("77")), live_stand_in.daemon, deadline=1.0)
         assert await control.servers() == [77]
 
 
@@ -148,31 +148,35 @@ async def test_a_start_that_is_cut_short_leaves_no_daemon(
     """A supervisor whose run is cancelled while its daemon starts quits that daemon."""
     start, started = HostDaemons.start, anyio.Event()
 
-    async with stand_in(tmp_path) as it:
+    async with stand_in(tmp_path) as live_stand_in:
 
         async def start_slowly(daemons: HostDaemons, daemon: DaemonSpec) -> DaemonProcess:
             process = await start(daemons, daemon)
-            await it.answers()
+            await live_stand_in.answers()
             started.set()
             await anyio.sleep(0.05)
             return process
 
         monkeypatch.setattr(HostDaemons, "start", start_slowly)
-        supervisor = DaemonSupervisor(Host(), it.device, it.folders, MpsDaemonTiming(), name="0")
+        supervisor = DaemonSupervisor(
+            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+        )
         async with anyio.create_task_group() as group:
             group.start_soon(supervisor.run)
             await started.wait()
             group.cancel_scope.cancel()
         await supervisor.release()
-        assert await it.process() is None
+        assert await live_stand_in.process() is None
 
 
 async def test_a_daemon_that_was_not_looked_for_is_quit(tmp_path: Path) -> None:
     """A supervisor that is cancelled before it has found an earlier daemon quits that daemon."""
-    async with serving(tmp_path) as it:
-        supervisor = DaemonSupervisor(Host(), it.device, it.folders, MpsDaemonTiming(), name="0")
+    async with serving(tmp_path) as live_stand_in:
+        supervisor = DaemonSupervisor(
+            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+        )
         await supervisor.release()
-        assert await it.process() is None
+        assert await live_stand_in.process() is None
 
 
 PIPES = f"/run/metagpu/mps/{gpu(0).id}/pipe"
@@ -186,8 +190,8 @@ def test_no_mount_of_a_client_is_below_a_read_only_one() -> None:
 
     grant = grant_to_client(injection.grant([gpu(0)]), directories, (), 100)
 
-    paths = {PurePosixPath(it.container_path): it for it in grant.mounts}
-    assert not [it for it in paths for above in it.parents if above in paths]
+    paths = {PurePosixPath(mount.container_path): mount for mount in grant.mounts}
+    assert not [path for path in paths for above in path.parents if above in paths]
     assert paths[PurePosixPath(PIPES)] == Mount(PIPES, PIPES, read_only=False)
     assert paths[PurePosixPath(PROGRAM)].host_path == "/var/lib/metagpu/pod/mgctl"
     assert grant.envs["METAGPU_SOCKET"] == "/var/lib/metagpu/pod/mgctl.sock"
