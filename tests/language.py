@@ -26,6 +26,7 @@ _NO_SUBJECT: Final = re.compile(
     r"|Whether|Where|Which|When)\b"
 )
 """Beginnings of a docstring that name neither a subject nor an action."""
+_IT: Final = re.compile(r"\bit\b *(,|\)|:| in\b|=)")
 
 
 def words_not_used(root: Path) -> re.Pattern[str]:
@@ -81,11 +82,21 @@ def long_first_lines(root: Path) -> Iterator[str]:
 
 def docstrings_without_a_subject(root: Path) -> Iterator[str]:
     """Yield docstrings that begin neither with a verb nor with a named subject."""
-    others = (file for top in ("tests", "bench") for file in sorted((root / top).rglob("*.py")))
-    for file in (*_modules(root), *others):
+    for file in (*_modules(root), *_others(root)):
         for place, line in _first_lines(root, file):
             if _NO_SUBJECT.match(line):
                 yield f"{place}: {line}"
+
+
+def locals_named_it(root: Path) -> Iterator[str]:
+    """Yield variables and parameters with the name `it`, which does not say what they hold."""
+    for file in (*_modules(root), *_others(root)):
+        text = file.read_text(encoding="utf-8")
+        if _IT.search(text):  # most files have none, and to parse them takes the longest
+            for node in ast.walk(ast.parse(text)):
+                match node:
+                    case ast.Name("it", ast.Store()) | ast.arg("it"):
+                        yield f"{file.relative_to(root)}:{node.lineno}"
 
 
 def packages_without_a_charter(root: Path) -> Iterator[str]:
@@ -103,6 +114,7 @@ RULES: Final[Mapping[str, Callable[[Path], Iterator[str]]]] = {
     "a class name for two things": classes_of_one_name,
     f"a docstring whose first line has more than {LONGEST} characters": long_first_lines,
     "a docstring that begins with neither a verb nor a named subject": docstrings_without_a_subject,
+    "a variable named `it`": locals_named_it,
     "an __init__ is a charter and nothing else": packages_without_a_charter,
 }
 
@@ -111,6 +123,10 @@ def _modules(root: Path) -> Iterator[Path]:
     for file in sorted((root / "metagpu").rglob("*.py")):
         if not str(file.relative_to(root)).startswith(GENERATED):
             yield file
+
+
+def _others(root: Path) -> Iterator[Path]:
+    return (file for top in ("tests", "bench") for file in sorted((root / top).rglob("*.py")))
 
 
 def _first_lines(root: Path, file: Path) -> Iterator[tuple[str, str]]:

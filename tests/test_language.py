@@ -19,6 +19,7 @@ BROKEN: Final = {
         "tests/planted.py",
         'def f():\n    if x:\n        def g():\n            """What it does."""',
     ),
+    "a variable named `it`": ("tests/planted.py", "def f(gpus):\n    return [it for it in gpus]"),
     "an __init__ is a charter and nothing else": (
         "metagpu/planted/__init__.py",
         f'"""A charter {"of words " * 9}."""\nx = 1',
