@@ -223,6 +223,12 @@ def test_answers_are_those_of_kubernetes() -> None:
     assert not differing, differing
 
 
+def test_users_read_each_deviation() -> None:
+    """The page about other projects' files prints the list, with its reasons."""
+    page = Path("docs/compat.md").read_text()
+    assert [reason for _, reason in DEVIATIONS if reason not in page] == []
+
+
 def test_every_deviation_deviates() -> None:
     """An entry of the list that has become superfluous is removed."""
     file = Path(__file__).with_name("kubernetes_cel_answers.jsonl")
