@@ -42,7 +42,7 @@ def workload(kind: str, **spec: object) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "it",
+    "entry",
     [
         exactly(),
         {**claim(deviceClassName=GPU, count=2), "apiVersion": "resource.k8s.io/v1beta1"},
@@ -67,7 +67,7 @@ def test_what_kubernetes_takes_is_taken(entry: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("it", "problem"),
+    ("entry", "problem"),
     [
         (claim(deviceClassName=GPU), "either `exactly` or `firstAvailable`"),
         (claim(exactly={}), "missing required field `deviceClassName`"),
@@ -112,7 +112,8 @@ def test_what_is_not_read_is_refused(entry: Mapping[str, Any], problem: str) -> 
 
 
 @pytest.mark.parametrize(
-    "it", [claim(deviceClassName=GPU), exactly(count="many"), exactly(count=[]), claim(exactly=[])]
+    "entry",
+    [claim(deviceClassName=GPU), exactly(count="many"), exactly(count=[]), claim(exactly=[])],
 )
 def test_a_claim_that_is_not_read_concerns_its_pods_alone(entry: Mapping[str, Any]) -> None:
     """A claim of an earlier version, which is saved, or of a client of the API server, does too."""
