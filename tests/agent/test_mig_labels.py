@@ -205,14 +205,14 @@ async def test_a_label_that_is_not_read_yet_is_not_absent(
     async with cluster.server.running():
         settings = replace(cluster.settings(), choice_timeout=0.05)
 
-    async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings) as it:
-        await it.wait_snapshot(lambda now: bool(now.gpus))
+    async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings) as agent:
+        await agent.wait_snapshot(lambda now: bool(now.gpus))
         await anyio.sleep(0.5)
-        assert not it.agent.registry.snapshot.offers
-        error = (await configuration(it))["error"]
+        assert not agent.agent.registry.snapshot.offers
+        error = (await configuration(agent))["error"]
         assert error.endswith("which layout the label nvidia.com/mig.config chooses")
         async with cluster.server.running():
-            await it.until(2, 2, mig("3g.40gb"))
+            await agent.until(2, 2, mig("3g.40gb"))
             await cluster.answers("success")
 
 

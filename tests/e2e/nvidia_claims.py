@@ -142,7 +142,7 @@ def _policies(driver: str) -> list[Document]:
     """Return the policies of deploy/dra.yaml for a driver's name."""
     text = (REPOSITORY / "deploy" / "dra.yaml").read_text()
     documents = yaml.safe_load_all(text.replace("'gpu.metagpu.io'", f"'{driver}'"))
-    return [it for it in documents if it["kind"] == "ValidatingAdmissionPolicy"]
+    return [document for document in documents if document["kind"] == "ValidatingAdmissionPolicy"]
 
 
 def _device_class(name: str) -> Document:
