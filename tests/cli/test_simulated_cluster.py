@@ -19,6 +19,7 @@ import pytest
 from metagpu.cli.metagpu import main
 from metagpu.core.devices.devices import gpu_of_device
 from metagpu.sim.allocation.pools import gather_pools
+from tests.e2e.rig.tools import Tools
 
 pytestmark = pytest.mark.long
 
@@ -475,3 +476,44 @@ def test_a_manifest_is_taken_as_a_whole(tmp_path: Path) -> None:
         assert "pod a is Running" in node.sim(f"apply -f {file}")
         file.write_text(good.replace("name: c", "name: d"))
         assert "pod a exists with another spec; end it first" in node.fails(f"apply -f {file}")
+
+
+KUBECTL = Path(Tools.cached().path("kubectl"))
+
+
+@pytest.mark.skipif(not KUBECTL.exists(), reason="`make e2e` builds kubectl")
+def test_kubectl_itself_reads_and_writes_the_cluster(tmp_path: Path) -> None:
+    """Objects are applied, scaled, listed, described and deleted, with the simulator's checks."""
+    (tmp_path / "plugin.yaml").write_text(TIME_SLICING)
+    config = str(tmp_path / "plugin.yaml")
+    options = ("--kubeconfig", str(tmp_path / "cluster/kubeconfig"), "--cache-dir", str(tmp_path))
+
+    def kubectl(line: str, text: str | None = None) -> str:
+        done = subprocess.run(  # noqa: S603 - the real program
+            [str(KUBECTL), *options, *line.split()],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    with daemon(tmp_path, "--config", config, "--simulate", "t4:3") as node:
+        samples = f"apply -f {MANIFESTS / 'samples.yaml'}"
+        assert "deployment.apps/slicing-check created" in kubectl(samples)
+        until(lambda: phases_in(node, "default") == {"Running": 9})
+        assert kubectl(samples).count(" unchanged") == 5
+        checks = kubectl("get pods -l app=slicing-check --no-headers")
+        assert len(checks.splitlines()) == 5
+        assert "unable to parse requirement: found 'app(in)'" in kubectl("get pods -l app(in)")
+        assert "Controlled By:  StatefulSet/workers" in kubectl("describe pod workers-1")
+
+        fewer = (MANIFESTS / "samples.yaml").read_text().replace("replicas: 5", "replicas: 1")
+        assert "deployment.apps/slicing-check configured" in kubectl("apply -f -", fewer)
+        until(lambda: phases_in(node, "default") == {"Running": 5})
+        refused = kubectl("apply -f -", '{"apiVersion": "v1", "kind": "Pod", "metadata": '
+            '{"name": "a"}, "spec": {}}')  # fmt: skip
+        assert "the spec of the Pod a: Object missing required field `containers`" in refused
+        assert 'pod "notebook" deleted' in kubectl("delete pod notebook")
+        kubectl(f"delete -f {MANIFESTS / 'samples.yaml'}")
+        until(lambda: node.pods() == {})

@@ -18,29 +18,32 @@ Key = tuple[str, str, str]
 
 
 class Kind(NamedTuple):
-    """A kind of objects: the version of its API, and its collection."""
+    """A kind of objects: its API's version, its collection, kubectl's short names."""
 
     api: str
     collection: str
     namespaced: bool = True
+    short: str = ""
 
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "Pod": Kind("v1", "pods"),
-    "Namespace": Kind("v1", "namespaces", namespaced=False),
-    "Node": Kind("v1", "nodes", namespaced=False),
-    "ConfigMap": Kind("v1", "configmaps"),
+    "Pod": Kind("v1", "pods", short="po"),
+    "Namespace": Kind("v1", "namespaces", namespaced=False, short="ns"),
+    "Node": Kind("v1", "nodes", namespaced=False, short="no"),
+    "Event": Kind("v1", "events", short="ev"),
+    "ResourceQuota": Kind("v1", "resourcequotas", short="quota"),
+    "ConfigMap": Kind("v1", "configmaps", short="cm"),
     "Secret": Kind("v1", "secrets"),
-    "Service": Kind("v1", "services"),
-    "ServiceAccount": Kind("v1", "serviceaccounts"),
-    "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims"),
-    "ReplicationController": Kind("v1", "replicationcontrollers"),
-    "Deployment": Kind("apps/v1", "deployments"),
-    "ReplicaSet": Kind("apps/v1", "replicasets"),
-    "StatefulSet": Kind("apps/v1", "statefulsets"),
-    "DaemonSet": Kind("apps/v1", "daemonsets"),
+    "Service": Kind("v1", "services", short="svc"),
+    "ServiceAccount": Kind("v1", "serviceaccounts", short="sa"),
+    "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims", short="pvc"),
+    "ReplicationController": Kind("v1", "replicationcontrollers", short="rc"),
+    "Deployment": Kind("apps/v1", "deployments", short="deploy"),
+    "ReplicaSet": Kind("apps/v1", "replicasets", short="rs"),
+    "StatefulSet": Kind("apps/v1", "statefulsets", short="sts"),
+    "DaemonSet": Kind("apps/v1", "daemonsets", short="ds"),
     "Job": Kind("batch/v1", "jobs"),
-    "CronJob": Kind("batch/v1", "cronjobs"),
+    "CronJob": Kind("batch/v1", "cronjobs", short="cj"),
     "ResourceClaim": Kind("resource.k8s.io/v1", "resourceclaims"),
     "ResourceClaimTemplate": Kind("resource.k8s.io/v1", "resourceclaimtemplates"),
     "DeviceClass": Kind("resource.k8s.io/v1", "deviceclasses", namespaced=False),
@@ -54,7 +57,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "PriorityClass": Kind("scheduling.k8s.io/v1", "priorityclasses", namespaced=False),
     "RuntimeClass": Kind("node.k8s.io/v1", "runtimeclasses", namespaced=False),
 }
-"""The kinds that a manifest may have, and the Node's own."""
+"""The kinds that a manifest may have, and those that only a cluster's own parts write."""
 
 _LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 

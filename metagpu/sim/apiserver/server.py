@@ -6,9 +6,10 @@ throttling, watches that end, an expired history, renewed tokens.
 
 import json
 import re
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +19,8 @@ import yaml
 from aiohttp import web
 
 from metagpu.sim.apiserver.kinds import (
-    CLASSES,
     NFD_GROUP,
     NODE_FEATURES,
-    SLICES_PATH,
     SimClaimStatus,
     SimNfd,
     SimResourceSlices,
@@ -30,18 +29,12 @@ from metagpu.sim.apiserver.kinds import (
     add_node_features,
     add_pod_proxy,
 )
-from metagpu.sim.apiserver.objects import ApiError, Object, ObjectSelection, ObjectStore
+from metagpu.sim.apiserver.objects import ApiError, Object
+from metagpu.sim.apiserver.rest import RestApi
 
 
-class SimCluster:
-    """Nodes, Pods and ConfigMaps, and the writes of other components.
-
-    Attributes:
-        store: the objects.
-    """
-
-    def __init__(self) -> None:
-        self.store = ObjectStore()
+class SimCluster(RestApi):
+    """Nodes, Pods and ConfigMaps, and the writes of other components."""
 
     def add_node(
         self, name: str, labels: Mapping[str, str] | None = None, **spec: object
@@ -136,18 +129,6 @@ class SimCluster:
         return [document for key, document in self.store.objects.items() if key[0] == "events"]
 
 
-MERGE: Final = "application/merge-patch+json"
-APPLY: Final = "application/apply-patch+yaml"
-_NODE: Final = "/api/v1/nodes"
-_PODS: Final = "/api/v1/pods"
-_POD: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
-_CONFIG_MAPS: Final = "/api/v1/namespaces/{namespace}/configmaps"
-_LISTED: Final = tuple(
-    f"/api/v1/namespaces/{{namespace}}/{collection}"
-    for collection in ("pods", "resourcequotas", "events")
-)
-_CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims"
-_TEMPLATES: Final = "/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaimtemplates"
 _EVENTS: Final = "/apis/events.k8s.io/v1/namespaces/{namespace}/events"
 _EVENT_FIELDS: Final = (
     "eventTime", "reportingController", "reportingInstance", "action", "reason", "type", "note",
@@ -173,7 +154,8 @@ class SimApiServer(SimCluster):
 
     Attributes:
         requests: all received requests.
-        token: the token that clients must send.
+        token: the token that clients must send, unless they send none and their path begins with
+            the `key`.
         denied: (method, part of a path) of requests that are forbidden.
         failing: (method, part of a path) of requests that fail for now.
         rejected: parts of paths whose patches and new objects are invalid.
@@ -187,22 +169,18 @@ class SimApiServer(SimCluster):
 
     def __init__(self, token: str = "first") -> None:  # noqa: S107 - it guards nothing
         super().__init__()
-        self.store.changed = self.wake
         self.resource_slices = SimResourceSlices(self.store)
         self.claim_status = SimClaimStatus(self.store)
         self.nfd: SimNfd | None = None
         self.nfd_active = True
         self.requests: list[RecordedRequest] = []
-        self.token = token
+        self.token, self.key = token, secrets.token_hex()
         self.denied: list[tuple[str, str]] = []
         self.failing: list[tuple[str, str]] = []
         self.rejected: list[str] = []
         self.failures: deque[ApiError] = deque()
         self.tokens = SimTokens()
         self.port = 0
-        self._changed = anyio.Event()
-        self._ending = anyio.Event()
-        self._bookmarks = 0
 
     def install_nfd(self, *, works: bool = True) -> SimNfd:
         """Install Node Feature Discovery, or its resource kinds alone."""
@@ -234,41 +212,19 @@ class SimApiServer(SimCluster):
         refusal = ApiError(code, reason, "a test made the simulated API server fail", retry=retry)
         self.failures.extend([refusal] * times)
 
-    def bookmark(self) -> None:
-        """Send every watch a bookmark."""
-        self._bookmarks += 1
-        self.wake()
-
-    def end_watches(self) -> None:
-        """End all watches, as a server that restarts does."""
-        ending, self._ending = self._ending, anyio.Event()
-        ending.set()
-        self.wake()
-
     # --- serving ----------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["SimApiServer"]:
         """Serve on a port of the loopback interface, the same one each time."""
         app = web.Application(middlewares=[self._guarded])
-        classes = CLASSES
-        for path in (_NODE, _PODS, _CONFIG_MAPS, SLICES_PATH, classes):
-            app.router.add_get(path, self._list)
-        app.router.add_patch(_NODE + "/{name}", self._patch)
-        app.router.add_patch(_NODE + "/{name}/{part:status}", self._patch)
-        app.router.add_delete(_POD, self._delete_pod)
-        app.router.add_patch(_POD, self._patch)
         app.router.add_post(_EVENTS, self._create)
-        app.router.add_patch(_EVENTS + "/{name}", self._patch)
-        for path in _LISTED:
-            app.router.add_get(path, self._list)
-        for path in (_NODE + "/{name}", _POD, _CLAIMS + "/{name}", _TEMPLATES + "/{name}"):
-            app.router.add_get(path, self._get)
         add_node_features(app, self.store)
         self.resource_slices.add_routes(app)
         self.claim_status.add_routes(app)
         add_pod_proxy(app, self.store, self.tokens)
         add_evictions(app, self.store)
+        self.add_routes(app, f"/{self.key}")
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
@@ -283,29 +239,23 @@ class SimApiServer(SimCluster):
     def kubeconfig(self, folder: Path) -> Path:
         """Write a kubeconfig with the current address and token; return its path."""
         path = folder / "kubeconfig"
-        named = {"name": "sim"}
+        # kubectl sends no token without TLS; this path is as secret as the token.
+        named, address = {"name": "sim"}, f"http://127.0.0.1:{self.port}/{self.key}"
         content = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "sim",
-            "clusters": [{**named, "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+            "clusters": [{**named, "cluster": {"server": address}}],
             "users": [{**named, "user": {"token": self.token}}],
             "contexts": [{**named, "context": {"cluster": "sim", "user": "sim"}}],
         }
         path.write_text(yaml.safe_dump(content))
         return path
 
-    def wake(self) -> None:
-        """Wake all that wait for a change, as each request and each change does."""
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
-    def next_change(self) -> anyio.Event:
-        """Return the event of the next request or change; take it before looking."""
-        return self._changed
-
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401 - aiohttp's
+        if request.path.startswith(f"/{self.key}/"):
+            request, handler = await self._without_key(request)
         watching = "?watch" if request.query.get("watch") else ""
         body = json.loads(await request.read() or b"null")
         came = RecordedRequest(request.method, request.path + watching, body, request.content_type)
@@ -323,6 +273,14 @@ class SimApiServer(SimCluster):
         self.wake()
         return answer
 
+    async def _without_key(self, request: web.Request) -> tuple[web.Request, Any]:
+        """Return a request below the key's path as one with the token, and its handler."""
+        headers = {"Authorization": f"Bearer {self.token}", **request.headers}
+        path = request.rel_url.raw_path_qs.removeprefix(f"/{self.key}")
+        found = request.clone(rel_url=path, headers=headers)
+        found._match_info = match = await request.app.router.resolve(found)  # noqa: SLF001 - as aiohttp's own normalize_path_middleware
+        return found, match.handler
+
     def _check(self, request: web.Request) -> None:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             raise ApiError(401, "Unauthorized", "Unauthorized")
@@ -338,82 +296,6 @@ class SimApiServer(SimCluster):
             if request.method == method and part in request.path:
                 message = f'User "sim" cannot {method.lower()} {request.path}'
                 raise ApiError(403, "Forbidden", message)
-
-    async def _list(self, request: web.Request) -> web.StreamResponse:
-        selection = ObjectSelection.of(
-            request.path.rpartition("/")[2],
-            request.match_info.get("namespace", ""),
-            request.query.get("fieldSelector", ""),
-            request.query.get("labelSelector", ""),
-        )
-        if request.query.get("watch"):
-            return await self._watch(request, selection)
-        return web.json_response(
-            {
-                "kind": "List",
-                "metadata": {"resourceVersion": str(self.store.version)},
-                "items": list(self.store.select(selection)),
-            }
-        )
-
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        collection = request.path.split("/")[-2]
-        key = (collection, request.match_info.get("namespace", ""), request.match_info["name"])
-        return web.json_response(self.store.get_object(key))
-
-    async def _watch(self, request: web.Request, selection: ObjectSelection) -> web.StreamResponse:
-        """Send the changes of some objects since a version."""
-        seen = int(request.query["resourceVersion"])
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
-        ending, bookmarks = self._ending, self._bookmarks
-
-        async def send(kind: str, entry: Object) -> None:
-            await response.write(json.dumps({"type": kind, "object": entry}).encode() + b"\n")
-
-        timeout = anyio.move_on_after(float(request.query["timeoutSeconds"]))
-        with suppress(ConnectionResetError), timeout:  # a client may go while there is a change
-            while not ending.is_set():
-                changed = self._changed
-                if seen < self.store.oldest:
-                    await send("ERROR", ApiError(410, "Expired", "too old resource version").status)
-                    break
-                latest = self.store.version  # what comes while this sends is for the next round
-                for version, kind, about, document in list(self.store.history):
-                    if version > seen and selection.contains(about, document):
-                        await send(kind, document)
-                seen = latest
-                if bookmarks != self._bookmarks:
-                    bookmarks = self._bookmarks
-                    await send("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}})
-                await changed.wait()
-        return response
-
-    async def _patch(self, request: web.Request) -> web.StreamResponse:
-        info, body = request.match_info, json.loads(await request.read())
-        collection = request.path.removesuffix("/status").split("/")[-2]
-        key = (collection, info.get("namespace", ""), info["name"])
-        status, manager = "part" in info, request.query.get("fieldManager", "metagpu")
-
-        if request.content_type == APPLY:
-            force = request.query.get("force") == "true"
-            document = self.store.apply(key, body, status=status, manager=manager, force=force)
-        elif request.content_type == MERGE:
-            document = self.store.merge(key, body, status=status, manager=manager)
-        else:
-            raise ApiError(415, "UnsupportedMediaType", f"{request.content_type} is unknown")
-        return web.json_response(document)
-
-    async def _delete_pod(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read() or b"{}")
-        key = ("pods", request.match_info["namespace"], request.match_info["name"])
-        document = self.store.get_object(key)
-        for name, wanted in body.get("preconditions", {}).items():
-            if document["metadata"][name] != wanted:
-                raise ApiError(409, "Conflict", f"Precondition failed: {name} in precondition")
-        if body.get("dryRun") != ["All"]:
-            self.store.delete(key)
-        return web.json_response(document)
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         body, namespace = json.loads(await request.read()), request.match_info["namespace"]

@@ -239,7 +239,7 @@ _FORMS: Final[Mapping[str, type[_Form]]] = {
 }
 ACTED_ON: Final = frozenset((*_FORMS, "Namespace", "ConfigMap"))
 """The kinds that something here acts on; of the others, an object is kept."""
-_OF_THE_CLUSTER: Final = frozenset(("Node", "ResourceSlice"))
+_OF_THE_CLUSTER: Final = frozenset(("Node", "Event", "ResourceSlice"))
 """The kinds that a kubelet and a driver write."""
 _RESOURCE_VERSIONS: Final = ("resource.k8s.io/v1beta1", "resource.k8s.io/v1beta2")
 """Earlier versions that Kubernetes 1.36 still takes, with the same objects in other words."""

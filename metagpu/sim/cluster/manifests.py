@@ -33,6 +33,7 @@ class Manifests:
 
     def __init__(self, api: SimApiServer, is_up: Callable[[], bool]) -> None:
         self._api, self._is_up = api, is_up
+        api.admit, api.remove = self._admit, self._remove
 
     # ---- what a user may do ----------------------------------------------------------------
 
@@ -91,9 +92,12 @@ class Manifests:
         """
         objects = self._api.store.objects
         spaces = {name for kind, _, name in keys if kind == "namespaces"}
-        chosen = {*keys, *(entry for entry in objects if entry[1] in spaces)}
-        uids = {row: objects[row]["metadata"]["uid"] for row in {*chosen, *self._pods_of(chosen)}}
-        for key in chosen:
+        chosen = {*keys, *(document for document in objects if document[1] in spaces)}
+        uids = {
+            document: objects[document]["metadata"]["uid"]
+            for document in {*chosen, *self._pods_of(chosen)}
+        }
+        for key in keys:
             self._remove(key)
         self.keep()
 
@@ -128,13 +132,23 @@ class Manifests:
 
     def _contents(self, documents: Sequence[Document], namespace: str) -> dict[Key, Object]:
         found: dict[Key, Object] = {}
-        for document in map(as_v1, documents):
-            check_document(document)
-            key, content = _content(document, namespace)
+        for document in documents:
+            key, content = self._admit(document, namespace)
             if key in found:
                 raise SimError(f"{document['kind'].lower()} {key[2]} stands there twice")
             found[key] = content
         return found
+
+    @staticmethod
+    def _admit(document: Document, namespace: str) -> tuple[Key, Object]:
+        """Return an object as the API server stores it, with its key.
+
+        Raises:
+            SimError: the object is not valid.
+        """
+        newest = as_v1(document)
+        check_document(newest)
+        return _content(newest, namespace)
 
     async def _put(
         self, contents: Mapping[Key, Object], owners: Collection[Key] = ()
@@ -170,10 +184,16 @@ class Manifests:
         ]
 
     def _remove(self, key: Key) -> None:
-        """Delete an object; a bound pod ends first, and a claim is released."""
+        """Delete an object; a bound pod ends first, a claim is released.
+
+        A Namespace goes with all that is in it.
+        """
         store = self._api.store
-        document = store.objects[key]
-        if "deletionTimestamp" in document["metadata"]:
+        inside = [other for other in store.objects if other[1] == key[2]]
+        for other in inside if key[0] == "namespaces" else ():
+            self._remove(other)
+        document = store.objects.get(key)
+        if document is None or "deletionTimestamp" in document["metadata"]:
             return
         if (key[0] == "pods" and pod_objects.node_of(document)) or key[0] == "resourceclaims":
             deletion = {"metadata": {"deletionTimestamp": pod_objects.timestamp(time.time())}}

@@ -202,3 +202,40 @@ async def listed(server: SimApiServer, **query: str) -> tuple[int, Any]:
         path = f"http://127.0.0.1:{server.port}/api/v1/nodes"
         async with session.get(path, params=query) as answer:
             return answer.status, await answer.json()
+
+
+async def test_a_client_without_a_token_needs_the_secret_path() -> None:
+    """Kubectl sends no token without TLS: the kubeconfig has a path that nobody guesses."""
+    server = SimApiServer()
+    server.add_node("n")
+    async with server.running(), ClientSession() as session:
+        for path, headers, status in (
+            ("", {}, 401),
+            (f"/{server.key}", {}, 200),
+            (f"/{server.key}", {"Authorization": "Bearer other"}, 401),
+            ("/other", {}, 401),
+        ):
+            url = f"http://127.0.0.1:{server.port}{path}/api/v1/nodes/n?x=y"
+            async with session.get(url, headers=headers) as answer:
+                assert answer.status == status
+                body = await answer.json()
+        assert body["kind"] == "Status"
+
+
+async def test_what_nobody_serves_is_not_found() -> None:
+    """A collection is there in its versions alone, and nobody creates objects without a cluster."""
+    server = SimApiServer()
+    headers = {"Authorization": f"Bearer {server.token}"}
+    async with server.running(), ClientSession(headers=headers) as session:
+        root = f"http://127.0.0.1:{server.port}"
+        for path, status in (
+            ("/api/v1/pods", 200),
+            ("/apis/resource.k8s.io/v1beta1/resourceclaims", 200),
+            ("/apis/resource.k8s.io/v1beta1/resourceslices", 404),
+            ("/apis/apps/v1beta1/deployments", 404),
+            ("/api/v1/rayclusters", 404),
+        ):
+            async with session.get(root + path) as answer:
+                assert answer.status == status, path
+        async with session.post(f"{root}/api/v1/namespaces/a/pods", json={}) as answer:
+            assert answer.status == 405
