@@ -41,10 +41,10 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 13470, ("sim/*",)),
+    Capability("simulator", 13590, ("sim/*",)),
     Capability(
         "DRA",
-        4590,
+        4630,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -55,30 +55,30 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 3990, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5480, ("plugins/cluster/*",)),
-    Capability("agent", 3720, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4855, (
+    Capability("device plugin", 4000, ("plugins/kubelet/*",)),
+    Capability("cluster: labels, Events, Node", 5515, ("plugins/cluster/*",)),
+    Capability("agent", 3725, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 4865, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
-    Capability("layout and grants", 1905, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2050, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 4305, ("core/config/*", "compat/*")),
-    Capability("health", 990, ("core/health/*",)),
-    Capability("enforcement and usage", 2970, ("core/usage/*",)),
-    Capability("MIG", 3805, ("backends/mig/*",)),
+    Capability("layout and grants", 1930, ("core/layout/*", "core/grants/*")),
+    Capability("contracts and runtime", 2055, ("core/contracts/*", "core/runtime/*")),
+    Capability("configuration and other formats", 4315, ("core/config/*", "compat/*")),
+    Capability("health", 1000, ("core/health/*",)),
+    Capability("enforcement and usage", 3010, ("core/usage/*",)),
+    Capability("MIG", 3840, ("backends/mig/*",)),
     Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
-    Capability("fraction, timeslice, whole", 1040, ("backends/*",)),
-    Capability("NVML and host", 5140, ("nvml/*", "host/*")),
-    Capability("metrics", 1815, ("plugins/metrics/*",)),
-    Capability("web", 1500, ("plugins/web/*", "plugins/http/*")),
-    Capability("mgctl in containers", 1650, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6745, (
+    Capability("fraction, timeslice, whole", 1050, ("backends/*",)),
+    Capability("NVML and host", 5150, ("nvml/*", "host/*")),
+    Capability("metrics", 1840, ("plugins/metrics/*",)),
+    Capability("web", 1510, ("plugins/web/*", "plugins/http/*")),
+    Capability("mgctl in containers", 1655, ("plugins/pod_api/*",)),
+    Capability("cli, display, reports", 6795, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4520, ("kubectl/*",)),
-    Capability("webhook and translation", 3680, ("webhook/*", "translation/*")),
-    Capability("tests of other backends", 560, ("testing/*",)),
+    Capability("kubectl", 4605, ("kubectl/*",)),
+    Capability("webhook and translation", 3730, ("webhook/*", "translation/*")),
+    Capability("tests of other backends", 565, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 1, 1),
-    Limit("product lines", 79550, 75000),
-    Limit("test lines", 98530, 92300),
+    Limit("product lines", 80100, 75000),
+    Limit("test lines", 99570, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
