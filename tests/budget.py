@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 13590, ("sim/*",)),
+    Capability("simulator", 14000, ("sim/*",)),
     Capability(
         "DRA",
         4630,
