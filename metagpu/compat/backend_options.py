@@ -167,9 +167,6 @@ def check_devices(value: str | int | Sequence[str | int], origin: Origin) -> Non
             problem = f"{value} GPUs are none; {_WRITE}"
             raise origin.document.error(origin.path, problem, ConfigReason.INVALID_VALUE)
         return
-    if not value:
-        problem = f"no device is named; {_WRITE}"
-        raise origin.document.error(origin.path, problem, ConfigReason.MISSING)
     for place, reference in enumerate(value):
         text = str(reference)
         if not (

@@ -100,8 +100,10 @@ def recognize(document: Document) -> ConfigFormat:
         (ConfigFormat.MIG_PARTED, "mig-configs" in keys),
         (ConfigFormat.HAMI, "nodeconfig" in folded or isinstance(data.get("nvidia"), dict)),
         (ConfigFormat.NVIDIA, not {"flags", "sharing", "imex"}.isdisjoint(folded)),
-        (ConfigFormat.NVIDIA, version == "v1" and folded <= {"version", "resources"}),
-        (ConfigFormat.NVIDIA, not data),  # its defaults
+        (  # its defaults
+            ConfigFormat.NVIDIA,
+            version in {"v1", "", "None"} and folded <= {"version", "resources"},
+        ),
     ):
         if matches:
             return form

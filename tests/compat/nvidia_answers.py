@@ -1,16 +1,17 @@
-"""The answers of NVIDIA's own code to 220 files on nodes, as data.
+"""The answers of NVIDIA's own code to 370 files on nodes, as data.
 
 `nvidia-answers.jsonl.gz` has a line of JSON for each file of the device plugin (`config`)
 and node (`node`, as `--simulate` reads it, with the MIG instances that are there): the amounts of
 the device plugin (`resources`), or why it does not start (`refused`), and the labels of GPU Feature
 Discovery (`labels`) but for time stamps and those of the machine. Source: k8s-device-plugin 0.20
-with its label code, asked on 2026-11-28; the loop that fed GPUs and instances to that code was
-ours.
+with its label code, asked on 2026-11-28 (the first 220) and 2026-11-29; the loop that fed GPUs and
+instances to that code was ours. It left out what the plugin's program checks of its flags, and
+labels that chance decides.
 """
 
 import gzip
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +27,28 @@ class Answer(msgspec.Struct, frozen=True):
     refused: str | None
     resources: Mapping[str, int] | None
     labels: Mapping[str, str] | None
+
+    @property
+    def sharing(self) -> Mapping[str, Any]:
+        """The way of sharing that counts; it is empty without any."""
+        sharing = self.config.get("sharing") or {}
+        way: Mapping[str, Any] = sharing.get("mps") or sharing.get("timeSlicing") or {}
+        return way
+
+    @property
+    def gpu_entries(self) -> Sequence[Mapping[str, Any]]:
+        """The entries of `nvidia.com/gpu`."""
+        return [
+            entry
+            for entry in self.sharing.get("resources", ())
+            if entry["name"].removeprefix("nvidia.com/") == "gpu"
+        ]
+
+    @property
+    def whole_in_mig_mode(self) -> bool:
+        """Whether the strategy is `none` and a GPU is in MIG mode."""
+        strategy = self.config.get("flags", {}).get("migStrategy", "none")
+        return strategy == "none" and any(gpu.get("mig") for gpu in self.node)
 
     def options(self, folder: Path) -> list[str]:
         """Write the file and the node to a folder; return the options that name them."""
@@ -67,16 +90,17 @@ def _suiting_single(answer: Answer) -> Mapping[str, int]:
     if len(profiles) > 1:
         return {}
     devices = profiles.total() or sum(not gpu.get("mig") for gpu in answer.node)
-    sharing = answer.config.get("sharing", {})
-    [way] = sharing.values() or [{"resources": ()}]
-    entries = [
-        resource
-        for resource in way["resources"]
-        if resource["name"].removeprefix("nvidia.com/") == "gpu"
-    ]
-    replicas = max((entry["replicas"] for entry in entries), default=1)
-    shared = ".shared" if entries and way.get("renameByDefault") else ""
-    return {f"nvidia.com/gpu{shared}": devices * replicas}
+    replicas = max((entry["replicas"] for entry in answer.gpu_entries), default=1)
+    renamed = answer.gpu_entries and answer.sharing.get("renameByDefault")
+    name = f"nvidia.com/gpu{'.shared' if renamed else ''}"
+    return {name: devices * replicas} if devices else {}
+
+
+def _out_of_mig_mode(answer: Answer) -> Mapping[str, int]:
+    """Return the part of the amount that is of GPUs out of MIG mode."""
+    usable = sum(not gpu.get("mig") for gpu in answer.node)
+    amounts = (answer.resources or {}).items()
+    return {name: count * usable // len(answer.node) for name, count in amounts if usable}
 
 
 DEVIATIONS: Final = (
@@ -85,5 +109,11 @@ DEVIATIONS: Final = (
         "the instances are offered, and those GPUs are not, with the reason",
         lambda answer: any(name in (answer.refused or "") for name in _NOT_SINGLE),
         _suiting_single,
+    ),
+    Deviation(
+        "`none`, and a GPU in MIG mode: offered whole, where CUDA finds one instance or nothing",
+        "not offered, with the reason",
+        lambda answer: answer.whole_in_mig_mode,
+        _out_of_mig_mode,
     ),
 )

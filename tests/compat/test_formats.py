@@ -30,6 +30,7 @@ FORMS = (
         ("pools: []", ConfigFormat.OURS),
         ("deviceSharing: []", ConfigFormat.CNVRG),
         ("version: v1", ConfigFormat.NVIDIA),
+        ("resources: {gpus: [{pattern: '*', name: gpu}]}", ConfigFormat.NVIDIA),
         ("sharing: {}", ConfigFormat.NVIDIA),
         ("version: v1\nmig-configs: {}", ConfigFormat.MIG_PARTED),
         ("nvidia: {}", ConfigFormat.HAMI),

@@ -25,6 +25,20 @@ class Deviation(NamedTuple):
     applies: Callable[[Answer], bool]
 
 
+def _is_first_of_two(answer: Answer) -> bool:
+    """Return whether the first entry of the GPUs is not the largest, and whole GPUs are shared."""
+    counts = [entry["replicas"] for entry in answer.gpu_entries]
+    whole = (answer.labels or {}).get("nvidia.com/gpu.sharing-strategy", "none") != "none"
+    return whole and counts != [] and counts[0] < max(counts)
+
+
+def _has_idle_mps(answer: Answer) -> bool:
+    """Return whether a file shares by MPS what the node does not have."""
+    labels = answer.labels or {}
+    strategies = [value for name, value in labels.items() if name.endswith("sharing-strategy")]
+    return labels.get("nvidia.com/mps.capable") == "true" and "mps" not in strategies
+
+
 DEVIATIONS: Final = (
     Deviation(
         "GPU Feature Discovery writes no label of a node with MPS and a GPU in MIG mode",
@@ -35,6 +49,16 @@ DEVIATIONS: Final = (
         "labels of a node of several products are those of one, chosen by chance",
         "of the last product with a GPU that is not in MIG mode, the most frequent choice there",
         lambda answer: ANSWERS.index(answer) in {106, 145},
+    ),
+    Deviation(
+        "`gpu.replicas` is that of the first of two entries, `mps.capable` that of the file",
+        "they are those of what is offered",
+        lambda answer: _is_first_of_two(answer) or _has_idle_mps(answer),
+    ),
+    Deviation(
+        "a label of more than 63 characters is written, which Kubernetes refuses",
+        "it is not written",
+        lambda answer: any(len(value) > 63 for value in (answer.labels or {}).values()),
     ),
 )
 ALL: Final = (*nvidia_answers.DEVIATIONS, *DEVIATIONS)
