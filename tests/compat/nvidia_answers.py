@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def whole_in_mig_mode(self) -> bool:
-        """Whether the strategy is `none` and a GPU is in MIG mode."""
+        """Return whether the strategy is `none` and a GPU is in MIG mode."""
         strategy = self.config.get("flags", {}).get("migStrategy", "none")
         return strategy == "none" and any(gpu.get("mig") for gpu in self.node)
 
