@@ -86,7 +86,7 @@ LIMITS: Final = (
     Limit("modules without the simulator", 287, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
-    Limit("modules of more than 450 lines", 1, 1),
+    Limit("modules of more than 450 lines", 4, 1),
     Limit("product lines", 80100, 75000),
     Limit("test lines", 99570, 92300),
     Limit("fields of GpuState", 16, 16),
