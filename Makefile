@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz soak chaos lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz soak chaos mutants lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -81,6 +81,9 @@ fuzz: $(VENV)/.test ## send the daemon what nobody should, at moments that nobod
 
 chaos: $(VENV)/.test ## run random schedules of pods, restarts, faults and exchanges, judged from outside (MINUTES=60; SEED=N)
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(PIECE),--piece $(PIECE))
+
+mutants: $(VENV)/.test ## plant small faults, one at a time, and report which of them no test of their folder catches (COUNT=40; SEED=N; ROOMS='core/state backends/mig')
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),40) $(if $(SEED),--seed $(SEED)) $(if $(ROOMS),--rooms $(ROOMS))
 
 lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, docstrings and words, and the budget
 	$(BIN)/ruff check

@@ -16,6 +16,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.dra import preparer
 from metagpu.plugins.dra.checkpoint import ClaimCheckpoint, read_checkpoint
 from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.apiserver.server import SimApiServer
@@ -376,3 +377,26 @@ async def test_a_mig_instance_is_made_at_prepare_and_again_after_a_reboot(
         await until(lambda: scene.resolves(names))
         await scene.unprepare(claim)
         await until(lambda: not placements(rebooted))
+
+
+async def test_an_instance_that_takes_longer_than_a_call_is_the_next_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease stays; the pod is annotated once the instance exists, and no second one is made."""
+    hurry(monkeypatch)
+    monkeypatch.setattr(preparer, "LONGEST", 1.0)
+    node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
+    provisioning = node.gpus[0].mig.provisioning
+    provisioning.duration = 3.0
+    async with at_work(tmp_path, MIG, node) as scene:
+        claim = scene.allocate("mig-2g10gb-4")
+        stored = scene.server.store.objects["resourceclaims", claim.namespace, claim.name]
+        stored["status"]["reservedFor"] = [{"resource": "pods", "name": "slow", "uid": "p"}]
+        assert "took longer" in (await scene.prepare(claim))[claim.uid].error
+        [lease] = scene.scene.state(0).leases.values()
+        assert lease.resource_claim == claim
+        assert placements(node) == []
+        await until(lambda: any(one.target.endswith("/pods/slow") for one in scene.server.requests))
+        await scene.prepared(claim)
+        assert placements(node) == ["2g.10gb@4"]
+        assert provisioning.requested == 1

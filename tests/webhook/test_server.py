@@ -543,6 +543,22 @@ async def test_requests_during_the_drain_are_answered(folder: Path, authority: A
         assert webhook.server.connections == 0
 
 
+async def test_failed_handshakes_leave_nothing(folder: Path, authority: Authority) -> None:
+    """Clients that end, or that trust nobody, are forgotten: the drain waits for none of them."""
+    async with webhook_at_work(folder, authority) as webhook:
+        for number in range(6):
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1",
+                    webhook.server.port,
+                    ssl=ssl.create_default_context() if number % 2 else None,
+                )
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                writer.close()
+        assert (await webhook.post(review(pod(TWO_GPUS))))[0] == 200  # it was accepted after them
+        await becomes(lambda: webhook.server.connections <= 1)
+
+
 async def test_a_handshake_goes_on_during_the_drain(folder: Path, authority: Authority) -> None:
     """An API server that was about to connect at SIGTERM is served, as one that connects later."""
     goes_on = anyio.Event()

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import anyio
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.backend import MigBackend
@@ -161,6 +163,35 @@ async def test_an_instance_is_reported_as_going_before_it_goes(
         await _until(lambda: named)
 
     assert named == [False]
+
+
+async def test_a_scan_that_fails_changes_nothing() -> None:
+    """An error of NVML between two scans leaves what was known: pods get instances meanwhile."""
+    async with _with_idle_instance("keepWarm: 1h") as (care, share):
+        care.node.gpus[0].processes.clear()
+        await _until(lambda: care.state().provisioned["mig"].devices[share.id].idle)
+        before = care.state()
+        with capture_logs() as logs:
+            care.node.gpus[0].failure = pynvml.NVML_ERROR_UNKNOWN
+            await _until(lambda: logs)
+            await anyio.sleep(0.1)  # several scans
+            assert care.state() == before
+            care.claim(share)
+            care.node.gpus[0].failure = None
+            care.release(share)
+            await _until(lambda: care.state().provisioned["mig"].devices[share.id].idle)
+    assert [line["event"] for line in logs] == ["mig instance scan failed"]
+
+
+async def test_the_next_pod_gets_the_instance_of_the_last_one_at_once() -> None:
+    """A lease that began after the last scan, too, leaves its instance to the next container."""
+    async with _with_idle_instance("keepWarm: 1h") as (care, share):
+        care.node.gpus[0].processes.clear()
+        await _until(lambda: care.state().provisioned["mig"].devices[share.id].idle)
+        care.claim(share)
+        await _until(lambda: not care.state().provisioned["mig"].devices[share.id].idle)
+        care.release(share)
+        assert share.id not in availability_of(care.state()).unlisted
 
 
 async def test_a_daemon_that_stops_leaves_what_was_just_granted() -> None:

@@ -1,5 +1,7 @@
 """The rule of sharing, and its invariants."""
 
+from types import MappingProxyType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,13 +10,24 @@ from msgspec.structs import replace
 from metagpu.core.availability.conflict import (
     conflicting_shares,
     conflicts,
+    occupied_text,
     orphaned_leases,
+    orphaned_text,
     shares_to_wait,
+    unavailable_shares,
     without_conflict,
 )
 from metagpu.core.availability.reasons import availability_of, count_free, waits_for
-from metagpu.core.model.shares import ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.model.shares import (
+    HardwareDevice,
+    Lease,
+    ProvisionedState,
+    ResourceName,
+    Share,
+    ShareId,
+    Verdict,
+)
+from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import (
     EarlierLeases,
     Fact,
@@ -248,6 +261,40 @@ def test_parts_of_another_kind_wait(change: str) -> None:
 
     assert shares_to_wait(state.shares, state.leases) is None
     assert conflicting_shares(state) == {other.id for other in new}
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (HardwareDevice("MIG-0", 1, 0, idle=False), {0, 1}),
+        (HardwareDevice("MIG-0", 1, 0, idle=False, reusable=True), {1}),
+        (HardwareDevice("MIG-0", 1, 0, idle=True), set[int]()),
+    ],
+    ids=["in use", "reusable", "idle"],
+)
+def test_a_device_without_a_holder_occupies_its_slots(
+    device: HardwareDevice, expected: set[int]
+) -> None:
+    """Shares on the slots of a device wait until it is idle; a reusable one is given again."""
+    shares = (share(A, 0, slots=["s0"]), share(A, 1, slots=["s0", "s1"]), share(A, 2, slots=["s2"]))
+    provisioned = MappingProxyType({"mig": ProvisionedState(devices={shares[0].id: device})})
+    unavailable = unavailable_shares(shares, {}, provisioned=provisioned)
+    assert unavailable == {shares[number].id for number in expected}
+
+    told = occupied_text(
+        GpuState(A, Verdict(healthy=True, since=0), shares, provisioned=provisioned), shares[1]
+    )
+    assert (f"{shares[0].id} was just released" in told) is not device.idle
+
+
+def test_a_gpu_that_waits_names_the_pod_it_waits_for() -> None:
+    """A lease of a pod that the kubelet has not listed yet is named as one."""
+    lease = Lease(share(A, 9, backend="old"), since=1)
+    held = MappingProxyType({lease.share.id: lease})
+    state = GpuState(A, Verdict(healthy=True, since=0), A_SHARES, leases=held)
+    assert "is held by a pod that is being admitted" in orphaned_text(state)
+    known = MappingProxyType({lease.share.id: replace(lease, holder=ALICE)})
+    assert f"is held by {ALICE} under" in orphaned_text(replace(state, leases=known))
 
 
 def test_a_new_position_is_no_new_share() -> None:

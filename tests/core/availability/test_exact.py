@@ -47,3 +47,9 @@ def test_what_no_request_could_take_together_is_held_back(
     """The shares left on offer are those that a request of the whole sum would take."""
     assert held_back_gpus(rule, gpus) == held
     assert largest_request(rule, gpus) == largest
+
+
+@pytest.mark.parametrize("rule", RequestRule)
+def test_a_resource_without_a_gpu_gives_nothing(rule: RequestRule) -> None:
+    """No request can be placed where no GPU has shares of a resource."""
+    assert largest_request(rule, ()) == 0

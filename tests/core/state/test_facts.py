@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Connection, PciPath, Topology
-from metagpu.core.model.shares import Verdict
+from metagpu.core.model.shares import OfferTurn, Verdict
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     Fact,
@@ -17,6 +17,7 @@ from metagpu.core.state.facts import (
     SharesPending,
     SharesReleased,
     TopologyRead,
+    TurnsChanged,
     UnreadableGpusFound,
 )
 from metagpu.core.state.reduce import reduce
@@ -220,3 +221,12 @@ def test_an_unreadable_gpu_keeps_its_time() -> None:
     } == {1: ("it is lost", 5)}
     assert events == (UnreadableGpusFound({1: "it is lost"}, at=6),)
     assert reduce(following, UnreadableGpusFound({1: "it is lost"}, at=7)) == (following, ())
+
+
+def test_a_turn_is_of_the_gpus_that_are_named() -> None:
+    """A turn begins, is no change when told again, and ends; a GPU that is not known has none."""
+    turn = OfferTurn("fraction", since=3)
+    begun = after(TurnsChanged({A.id: turn, gpu(9).id: turn}), since=NODE)
+    assert (begun.gpus[A.id].turn, begun.gpus[B.id].turn) == (turn, None)
+    assert reduce(begun, TurnsChanged({A.id: turn})) == (begun, ())
+    assert after(TurnsChanged({A.id: None}), since=begun).gpus[A.id].turn is None

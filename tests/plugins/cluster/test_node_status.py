@@ -8,6 +8,7 @@ from typing import Any, Final
 import anyio
 import pytest
 from msgspec import UNSET
+from structlog.testing import capture_logs
 
 from metagpu.core.availability.reasons import availability_of, count_free
 from metagpu.core.model.pods import KnownPod
@@ -86,6 +87,21 @@ async def test_startup_taint_goes_when_every_resource_is_shown(tmp_path: Path) -
 
         server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
         await server.until(lambda: server.node(NODE)["spec"]["taints"] == [other])
+
+
+async def test_startup_taint_goes_after_an_error_of_the_api_server(tmp_path: Path) -> None:
+    """A removal that failed is reported and tried again, though nothing else changes."""
+    server = SimApiServer()
+    server.add_node(NODE, taints=[{"key": "metagpu.io/starting", "effect": "NoSchedule"}])
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+    async with cluster_at_work(tmp_path, Feature.TAINT, server=server) as scene:
+        await server.watched(NODES)
+        server.fail(500)
+        with capture_logs() as logs:
+            scene.offer()
+            await server.until(lambda: "taints" not in server.node(NODE)["spec"])
+            await becomes(lambda: scene.cluster.report().features["taint"] == "")
+    assert [each["event"] for each in logs].count("startup taint removed") == 1
 
 
 async def test_startup_taint_goes_from_a_node_of_resource_claims(tmp_path: Path) -> None:

@@ -207,8 +207,8 @@ class DraNode(KubeletCalls):
         await turns(self.delay)
 
     async def ensure_monitored(self, gpus: frozenset[GpuId]) -> None:
-        """Note GPUs that containers look at."""
-        self.monitored |= gpus
+        """Note GPUs that containers look at; none forgets all."""
+        self.monitored = self.monitored | gpus if gpus else set()
 
     async def read_pending(self) -> list[dict[str, Any]]:
         """Read the pods that wait on the node, as the API server would."""

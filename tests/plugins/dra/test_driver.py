@@ -309,6 +309,37 @@ async def test_a_refusal_that_the_kubelet_repeats_is_logged_once(node: DraNode) 
     assert events == ["resource claim refused", "resource claim prepared"]
 
 
+async def test_pods_that_look_at_a_gpu_that_is_lost_are_annotated_once_it_is_found(
+    node: DraNode,
+) -> None:
+    """A GPU that comes back ends the refusal, as it does for a claim that holds shares."""
+    claim = node.allocate("look", {**node.fraction(gpu(1), 1), "adminAccess": True})
+    node.registry = Registry()
+    node.offer([gpu(0)])
+    node.dra = node.new_dra()
+    async with node.running():
+        assert (await node.prepare(claim))[claim.uid].error
+        assert not node.dra.preparer.states.failed
+        node.offer([gpu(0), gpu(1)])
+        await until(lambda: node.annotated == ["default/pod-of-look: metagpu.io/prepare-again"])
+        assert not (await node.prepare(claim))[claim.uid].error
+        assert node.monitored == {gpu(1).id}
+
+
+async def test_gpus_are_looked_at_until_the_last_claim_that_does_ends(node: DraNode) -> None:
+    """The runtime knows them while a prepared claim has them."""
+    first, last = (
+        node.allocate(name, {**node.fraction(gpu(0), 1), "adminAccess": True})
+        for name in ("first", "last")
+    )
+    async with node.running():
+        await node.prepare(first, last)
+        await node.unprepare(first)
+        assert node.monitored == {gpu(0).id}
+        await node.unprepare(last)
+        assert node.monitored == set()
+
+
 async def test_pods_that_cannot_look_at_a_gpu_are_not_annotated_at_its_changes(
     node: DraNode,
 ) -> None:
@@ -367,6 +398,19 @@ async def test_a_claim_that_failed_is_tried_again_after_a_back_off(
         assert node.annotated == ["default/pod-of-a: metagpu.io/prepare-again"] * 2
         assert not (await node.prepare(claim))[claim.uid].error
         assert not node.dra.preparer.states.failed
+
+
+async def test_shares_of_a_claim_that_failed_are_free_at_once(node: DraNode) -> None:
+    """A full disk at the last step: the next claim gets the shares of the one that failed."""
+    failed = node.allocate("failed", node.result(gpu(0), "gpu"))
+    other = node.allocate("other", node.fraction(gpu(0), 100))
+    (node.root / "cdi").write_text("no folder")
+    async with node.running():
+        assert (await node.prepare(failed))[failed.uid].error
+        assert node.leased(failed) == []
+        (node.root / "cdi").unlink()
+        assert not (await node.prepare(other))[other.uid].error
+        assert len(node.leased(other)) == 100
 
 
 async def test_a_failed_claim_that_is_unusable_or_refused_has_no_back_off(node: DraNode) -> None:
@@ -700,6 +744,28 @@ async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNod
         assert (await node.prepare(kept))[kept.uid] == before[kept.uid]
         await node.unprepare(kept)
         assert node.leased(kept) == []
+
+
+async def test_a_claim_that_ended_before_the_driver_served_holds_nothing(node: DraNode) -> None:
+    """An unreadable checkpoint is named; a claim that the next one lacks has no lease left."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 40))
+    ended = node.allocate("ended", node.result(gpu(1), "gpu"))
+    async with node.running():
+        before = {ref: (await node.prepare(ref))[ref.uid].devices for ref in (kept, ended)}
+    node.registry = Registry()
+    node.offer([gpu(0), gpu(1)])
+    node.dra = node.new_dra()
+    node.write_checkpoint(before)
+    await node.dra.checkpoint.read_leases()
+    assert node.leased(ended)
+    (node.root / "dra_manager_state").write_text("{")
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.dra.run)
+        await until(lambda: "dra_manager_state" in (node.dra.report().problem or ""))
+        node.write_checkpoint({kept: before[kept]})
+        await node.wait_registration()
+        assert (len(node.leased(kept)), node.leased(ended)) == (40, [])
+        group.cancel_scope.cancel()
 
 
 async def test_devices_that_the_checkpoint_has_twice_are_one(node: DraNode) -> None:
