@@ -149,8 +149,9 @@ async def test_a_failure_has_its_reason_and_leaves_nothing(
         SimProvisioning(compute_failures=1, done=True),
         SimProvisioning(compute_failures=1, removal_failures=1),
         SimProvisioning(removal_failures=1, done=True),
+        SimProvisioning(removal_failures=1),
     ],
-    ids=["created", "compute-created", "left-over", "removed"],
+    ids=["created", "compute-created", "left-over", "removed", "half-removed"],
 )
 async def test_what_nvml_did_despite_its_error_is_ours(
     tmp_path: Path, making: SimProvisioning

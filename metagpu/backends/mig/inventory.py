@@ -115,8 +115,8 @@ class InstanceInventory:
         changing: the slots of which an instance is being created or removed.
         creating: those of which an instance is being created.
         removal_failures: the instances that could not be removed.
-        unsettled: the slots of which a creation failed or was late, since the last scan: an
-            instance that appears there is ours.
+        unsettled: the slots of which a creation failed or was late, or a removal failed, since the
+            last scan: an instance there is ours.
         failed: the leases for which no instance could be created.
         lost: the shares that pods hold and whose instances are gone.
         daemon_problems: why the MPS control daemon of a device takes no clients, by uuid; empty

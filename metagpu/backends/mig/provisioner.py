@@ -407,6 +407,7 @@ class InstanceProvisioner:
             if pids and isinstance(error, InUse):
                 error = InUse(f"{error}: process {', '.join(map(str, pids))} runs on {slot}")
 
+        self._inventory.unsettled.add(slot)  # without compute instance it has another identity
         now = anyio.current_time()
         if self._inventory.record_removal_failure(slot, str(error), now):
             log.warning(
