@@ -29,8 +29,12 @@ PLANTED: Final = (
     Step("cordon", {"gpu": 1}),
     _old_list(5),
     _old_list(800),
+    Step("work", {"number": 0, "percent": 90, "count": 3, "stubborn": 0}, 1.0),
+    Step("provisioning", {"removal_failures": 1}),
+    Step("end", {"number": 1}, 3.0),
 )
 """Finds each of these: shares that are offered before the leases are known, leases that end with
-one empty list, backends that do not exclude each other, a cordon that Allocate ignores, and MIG
-instances that a start removes."""
+one empty list, backends that do not exclude each other, a cordon that Allocate ignores, MIG
+instances that a start removes, processes that end within their limit, and an instance that no
+longer counts as ours after a removal that failed halfway."""
 KEPT: Final[Mapping[str, Sequence[Step]]] = {"planted": PLANTED}

@@ -21,6 +21,8 @@ FRACTIONS: Final = 10
 """Shares of a GPU by fractions, and units of one by MPS."""
 SLICES: Final = 4
 CLAIMED: Final = 100
+MEMORY_MIB, USABLE_MIB, HEADROOM_MIB = 40960, 40960 - 620, 512
+"""Memory of an A100, without what its driver reserves, and the default headroom of a limit."""
 """Shares of the GPU of claims."""
 
 FRACTION, WHOLE, SLICED = "cnvrg.io/metagpu", "nvidia.com/gpu", "nvidia.com/gpu.shared"
@@ -43,6 +45,9 @@ BACKENDS: Final[Mapping[str, tuple[str, tuple[int, ...], int]]] = {
 }
 """The backend, the GPUs and the shares of a GPU of each resource but those of MIG."""
 
+PARTS: Final = {FRACTION: FRACTIONS, SLICED: SLICES}
+"""The parts of a GPU whose memory enforcement guards."""
+
 CLASSES: Final = {
     "fraction": "fraction.metagpu.io",
     "whole": "gpu.metagpu.io",
@@ -56,6 +61,7 @@ health: {quietPeriod: 100ms, rescanPeriod: 200ms}
 pools:
   - name: mixed
     gpus: {index: 0-1}
+    memoryEnforcement: {policy: kill, period: 200ms, grace: 300ms}
     offer: all
     backends:
       - {backend: fraction, sharesPerGpu: 10}
@@ -84,8 +90,13 @@ _REST: Final = """\
 CONFIGURATIONS: Final = {
     "all": _HEAD + _SLICES + _REST,
     "no slices": _HEAD + _REST,
+    "turns": _HEAD.replace("    offer: all\n", "") + _SLICES + _REST,
     "wrong": _HEAD + "      - {backend: timesliced}\n" + _REST,
 }
 """`wrong` is refused: what was in force before stays."""
-MISSING: Final = {"all": frozenset[str](), "no slices": frozenset({SLICED})}
-"""The resources that a configuration lacks."""
+MISSING: Final = {
+    "all": frozenset[str](),
+    "no slices": frozenset({SLICED}),
+    "turns": frozenset({FRACTION, WHOLE, SLICED}),
+}
+"""The resources that a configuration lacks, or whose amounts change while they take turns."""

@@ -13,7 +13,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from resource import RLIMIT_NOFILE, prlimit
 from typing import Any, Final
 from zlib import crc32
 
@@ -25,6 +27,7 @@ from grpclib.exceptions import GRPCError
 
 from metagpu.agent.exchange import read_standby
 from metagpu.core.errors import MetagpuError
+from metagpu.core.model.shares import Holder
 from metagpu.plugins.control.client import send_request
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.sim.apiserver.objects import Object
@@ -40,10 +43,21 @@ from metagpu.sim.kubelet.kubelet import (
 from metagpu.sim.kubelet.pod_resources import PodResourcesV1
 from metagpu.sim.kubelet.pods import DeviceError
 from metagpu.sim.kubelet.process import CHECKPOINT
+from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.spec import build_node
-from tests.chaos.account import Account, Holding
-from tests.chaos.node import BACKENDS, CLASSES, CONFIGURATIONS, HARDWARE, MIG, MISSING
+from tests.chaos.account import BY_HAND, Account, Holding
+from tests.chaos.node import (
+    BACKENDS,
+    CLASSES,
+    CONFIGURATIONS,
+    HARDWARE,
+    MIG,
+    MISSING,
+    PARTS,
+    SLICED,
+)
 from tests.chaos.steps import FATAL_XIDS, Step
+from tests.chaos.work import HOST, Place, Work
 from tests.rigs.exchange import Daemon, at
 
 PROBE_S: Final = 30.0
@@ -80,6 +94,7 @@ class Chaos:
     cluster: SingleNodeCluster
     account: Account
     group: TaskGroup
+    work: Work
     plant: str = ""
     daemons: list[Daemon] = field(default_factory=list)
     configuration: str = "all"
@@ -88,6 +103,7 @@ class Chaos:
     mood_ends: float | None = None
     damaged: bool = False
     unsure: set[int] = field(default_factory=set)
+    by_hand: set[str] = field(default_factory=set)
     forgotten: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     number: int = 0
@@ -122,6 +138,7 @@ class Chaos:
             "two": ((), (half, half)),
             "init": ((("once", half),), (size,)),
             "sidecar": ((("Always", half),), (half,)),
+            "many": ((("Always", half), ("once", half), ("Always", half)), (half, half)),
         }
         first, main = shapes[shape]
         self._create_pod(self._name(), resource, first, main)
@@ -334,11 +351,99 @@ class Chaos:
         if await self._sim({"do": "reset", "gpu": str(gpu)}):
             self.account.lost.pop(gpu, None)
 
+    async def do_work(self, number: int, percent: int, count: int, stubborn: int) -> None:
+        """Start processes in a container; together they use some percent of its limit."""
+        places = [place for pod in self.cluster.kubelet.pods for place in self._places(pod)]
+        if places:
+            place = places[number % len(places)]
+            self.note(f"  in {place}")
+            for _ in range(count):
+                self.work.start(
+                    place, place.limit * percent // 100 // count, stubborn=bool(stubborn)
+                )
+
+    def _places(self, pod: SimPod) -> Iterable[Place]:
+        listed = {container.name for container in pod.listed()}
+        with suppress(KubeletDownError):
+            for name, devices in self.cluster.kubelet.devices(pod).items():
+                for resource, ids in devices.items():
+                    if name not in listed or resource not in PARTS:
+                        continue
+                    gpus = [self.account.of_device(resource, one).gpu for one in sorted(ids)]
+                    for gpu in sorted(set(gpus)):
+                        holder = Holder(pod.namespace, pod.name, name)
+                        yield Place(pod.uid, holder, resource, gpu, gpus.count(gpu))
+
+    async def _tell_driver(self) -> None:
+        """Tell the driver of all processes: it starts with each daemon."""
+        while self.work.ended:
+            pid, gpu = self.work.ended.pop()
+            await self._sim({"do": "process", "change": "end", "gpu": str(gpu), "pid": pid})
+        for pid, (_, place, mib) in list(self.work.running.items()):
+            process = {"do": "process", "change": "start", "gpu": str(place.gpu), "pid": pid}
+            await self._sim({**process, "memory": mib * 2**20})
+
+    def _above(self) -> list[str]:
+        """Return who uses more than may be, of what is on offer."""
+        return [
+            f"{place.holder} uses {mib} MiB of GPU {place.gpu}, not {place.limit}"
+            for place, mib in self.work.over().items()
+            if self.configuration != "no slices" or place.resource != SLICED
+        ]
+
+    async def do_provisioning(self, **faults: int) -> None:
+        """Have the driver fail at its next changes of MIG instances."""
+        await self._sim({"do": "provisioning", "gpu": str(MIG), **faults})
+
+    async def do_instance(self, placement: str) -> None:
+        """Create a MIG instance as an administrator does, beside a daemon that runs."""
+        by_hand = {"do": "instance", "gpu": str(MIG), "placement": placement}
+        if self._answers() and await self._sim({**by_hand, "change": "create"}):
+            self.by_hand.add(placement)
+
+    async def do_api(self, how: str, seconds: int) -> None:
+        """Have the API server fail for some seconds."""
+        api = self.cluster.api
+        if how == "away":
+            api.failing += [(method, "/") for method in ("GET", "PATCH", "POST", "PUT", "DELETE")]
+        else:
+            reason = "Expired" if how == "410" else "TooManyRequests"
+            api.fail(int(how), 3 * seconds, retry=how == "429", reason=reason)
+        api.end_watches()
+        self.group.start_soon(self._later, seconds, self._repair_api)
+
+    def _repair_api(self) -> None:
+        self.cluster.api.failing.clear()
+        self.cluster.api.failures.clear()
+
+    async def do_descriptors(self, spare: int, seconds: int) -> None:
+        """Let the daemon open few more files for some seconds."""
+        if daemon := self._server():
+            pid = daemon.process.pid
+            _limit_files(pid, spare)
+            self.group.start_soon(self._later, seconds, partial(_limit_files, pid, None))
+
+    async def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        await anyio.sleep(seconds)
+        what()
+
+    async def do_remove(self, what: str) -> None:
+        """Remove what metagpu has written to a folder of the host, as a clean-up does."""
+        folder = {"cdi": paths.cdi_dir(self.folder), "pods": self.folder / "pods"}.get(
+            what, paths.kubelet_dir(self.folder)
+        )
+        for file in folder.glob("**/*"):
+            if not file.is_dir() and "kubelet" not in file.name:
+                file.unlink(missing_ok=True)
+
     # ---- rest --------------------------------------------------------------------------------
 
     async def do_quiet(self) -> None:
         """Bring everything up, wait for the amounts, and give each resource a pod that fits."""
         await self._rest()
+        await self._until(lambda: not self._above(), PROBE_S)
+        for sentence in self._above():
+            self.account.add(f"after {PROBE_S:.0f} s of quiet, {sentence}")
         missing = MISSING[self.configuration]
         if wrong := await self._wrong_amounts(missing):
             self.account.add(wrong)
@@ -353,6 +458,7 @@ class Chaos:
             await self.cluster.restart_kubelet()
         await self._restore()
         await self._replace_halted()
+        self._repair_api()
         await self.do_reload(self.configuration)
         if self._server() is None:
             await self.start()
@@ -360,6 +466,10 @@ class Chaos:
         await self._until(self._answers, 60)
         for gpu in list(self.account.lost):
             await self.do_reset(gpu)
+        await self.do_provisioning()
+        while self.by_hand:
+            by_hand = {"do": "instance", "gpu": str(MIG), "placement": self.by_hand.pop()}
+            await self._sim({**by_hand, "change": "destroy"})
         for gpu in list(self.unsure):
             with anyio.move_on_after(PROBE_S):
                 while not await self._ask({"command": "uncordon", "gpu": str(gpu)}):  # noqa: ASYNC110
@@ -387,7 +497,8 @@ class Chaos:
     def _amounts(self, missing: Iterable[str]) -> dict[str, int]:
         self.look()
         amounts = self.cluster.kubelet.allocatable()
-        gone = [name for name in missing if amounts.get(name)]
+        turns = self.configuration == "turns"
+        gone = [name for name in missing if amounts.get(name) and not turns]
         return {name: amounts.get(name, 0) for name in (*self._expected(missing), *gone)}
 
     def _expected(self, missing: Iterable[str]) -> dict[str, int]:
@@ -510,13 +621,24 @@ class Chaos:
             for result in allocation["devices"]["results"]:
                 for uid in claim.pods & running.keys():
                     running[uid][1].add(self.account.of_result(claim.ref.name, result))
+        by_hand = {Holding(MIG, "mig", place) for place in self.by_hand}
+        running[BY_HAND] = (BY_HAND, by_hand)
+        self.account.pods.pop(BY_HAND, None)
         self.account.saw(running)
 
     async def watch(self) -> None:
         """Look at the kubelet's side all the time."""
         while True:
             self.look()
+            for sentence in self.work.judge({pod.uid for pod in self.cluster.kubelet.pods}):
+                self.account.add(sentence)
             await anyio.sleep(0.05)
+
+    async def tend(self) -> None:
+        """Keep the driver informed of the processes."""
+        while True:
+            await self._tell_driver()
+            await anyio.sleep(0.5)
 
     # ---- daemons -----------------------------------------------------------------------------
 
@@ -539,13 +661,14 @@ class Chaos:
         program = [
             sys.executable,
             "-c",
-            f"{QUICK}\n{self.plant}\n{first}\n{_ARGUMENTS}",
+            f"{QUICK}\n{HOST.format(folder=str(self.work.machine.folder))}\n{self.plant}\n{first}\n{_ARGUMENTS}",
             "run",
             "--take-over",
         ]
         daemon = Daemon(await anyio.open_process([*program, *options]))
         self.group.start_soon(daemon.read)
         self.daemons.append(daemon)
+        self.by_hand.clear()  # a start takes over what nobody uses
 
     def _server(self) -> Daemon | None:
         """Return the oldest daemon that runs."""
@@ -627,7 +750,9 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
     cluster = SingleNodeCluster(node, folder)
     account = Account(tuple(str(gpu.id) for gpu in node.gpus), driver)
     async with cluster.running(), anyio.create_task_group() as group:
-        found = Chaos(folder, cluster, account, group, plant)
+        (folder / "host").mkdir()
+        work = Work(SimHost(folder / "host"))
+        found = Chaos(folder, cluster, account, group, work, plant)
         really = cluster.kubelet.admit
         cluster.kubelet.admit = lambda pod: found.admit(pod, really)  # type: ignore[method-assign]
 
@@ -640,6 +765,7 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
         setattr(kubelet_process, "PodResourcesV1", Lister)  # noqa: B010 - for mypy
         await cluster.restart_kubelet()
         group.start_soon(found.watch)
+        group.start_soon(found.tend)
         try:
             await found.start()
             yield found
@@ -650,8 +776,17 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
                     if daemon.process.returncode is None:
                         daemon.process.kill()
                         await daemon.process.wait()
+                work.end()
                 await to_thread.run_sync(_end_stand_ins, folder)
             group.cancel_scope.cancel()
+
+
+def _limit_files(pid: int, spare: int | None) -> None:
+    """Let a process open some more files, or as many as may be."""
+    with suppress(OSError):
+        _, most = prlimit(pid, RLIMIT_NOFILE)
+        number = most if spare is None else len(list(Path(f"/proc/{pid}/fd").iterdir())) + spare
+        prlimit(pid, RLIMIT_NOFILE, (number, most))
 
 
 def _end_stand_ins(folder: Path) -> None:

@@ -26,6 +26,8 @@ STOPS: Final = ("prepare", "standby", "take", "registered", "withdraw", "release
 """Steps of a daemon at which it gets a signal (`tests.rigs.exchange.PLACES`)."""
 RESETTABLE: Final = (*MIXED, MPS, CLAIMS)
 """The GPUs that have faults: a reset of the other one ends MIG instances in use."""
+FAILURES: Final = ("failures", "compute_failures", "removal_failures")
+"""What a driver can fail to do of MIG; with `done`, it does it and reports an error."""
 FATAL_XIDS: Final = (48, 79)
 
 
@@ -63,6 +65,12 @@ _WEIGHTS: Final = {
     "xid": 2,
     "lose": 1,
     "reset": 1,
+    "work": 10,
+    "provisioning": 3,
+    "instance": 2,
+    "api": 3,
+    "descriptors": 1,
+    "remove": 2,
     "quiet": 1,
 }
 _CRITICAL: Final = (
@@ -77,21 +85,26 @@ def draw(seed: int, length: int = 9) -> list[Step]:
     """Draw a schedule."""
     chance = random.Random(seed)  # noqa: S311 - repeatable
     kinds = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)
-    steps = [_step(chance, "pod") for _ in range(4)]  # a node without pods proves nothing
+    steps = [
+        _step(chance, name) for name in ("pod", "pod", "pod", "pod", "work")
+    ]  # not an idle node
     for kind in kinds:
         steps.append(_step(chance, kind))
         if kind in _CRITICAL:
             steps += [_step(chance, name) for name in ("pod", "old_list")]
+        elif kind == "provisioning":
+            steps += [_step(chance, name) for name in ("mig_pod", "mig_pod", "end")]
     return steps
 
 
-def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
+def _step(chance: random.Random, what: str) -> Step:  # noqa: C901, PLR0912 - a table
     pick = chance.choice
     given: Mapping[str, Value] = {}
-    if what == "pod":
-        resource = pick((*_SHARES, *_SHARES, *MIG_RESOURCES))
+    if what in {"pod", "mig_pod"}:
+        others = () if what == "mig_pod" else (*_SHARES, *_SHARES)
+        what, resource = "pod", pick((*others, *MIG_RESOURCES))
         size = chance.randint(1, _SHARES.get(resource, 1))
-        shape = pick(("one", "one", "one", "two", "init", "sidecar"))
+        shape = pick(("one", "one", "one", "two", "init", "sidecar", "many"))
         given = {"resource": resource, "size": size, "shape": shape}
     elif what == "claim":
         given = {"kind": pick(list(CLASSES)), "size": chance.randint(10, 100)}
@@ -109,13 +122,31 @@ def _step(chance: random.Random, what: str) -> Step:  # noqa: C901 - a table
     elif what == "exchange" and chance.random() < 0.5:
         given = {"at": pick(STOPS), "by": pick(("KILL", "STOP"))}
     elif what == "reload":
-        given = {"to": pick(("all", "no slices", "wrong"))}
+        given = {"to": pick(("all", "no slices", "turns", "wrong"))}
     elif what in {"cordon", "uncordon"}:
         given = {"gpu": chance.randrange(CLAIMS + 1)}
     elif what == "xid":
         given = {"gpu": pick(RESETTABLE), "code": pick((13, 31, *FATAL_XIDS))}
     elif what in {"lose", "reset"}:
         given = {"gpu": pick(RESETTABLE)}
+    elif what == "work":
+        percent, count = pick((40, 45, 90, 110, 300)), pick((1, 1, 3, 12))
+        given = {"number": chance.randrange(8), "percent": percent, "count": count}
+        given |= {"stubborn": pick((0, 1))}
+    elif what == "provisioning":
+        given = {
+            pick(FAILURES): pick((1, 2)),
+            "done": pick((False, True)),
+            "duration": pick((0, 1)),
+        }
+    elif what == "instance":
+        given = {"placement": pick(("1g.5gb@6", "2g.10gb@4", "3g.20gb@0", "3g.20gb@4"))}
+    elif what == "api":
+        given = {"how": pick(("410", "429", "500", "away")), "seconds": pick((1, 5, 15))}
+    elif what == "descriptors":
+        given = {"spare": pick((0, 2, 8)), "seconds": pick((1, 5))}
+    elif what == "remove":
+        given = {"what": pick(("cdi", "device-plugins", "pods"))}
     return Step(what, given, pick((0, 0, 0.1, 0.5, 1.0, 2.0)))
 
 

@@ -160,6 +160,8 @@ class ProvisioningCommand(SimCommand, frozen=True, tag="provisioning"):
     compute_duration: float = 0.0
     failures: int = 0
     compute_failures: int = 0
+    removal_failures: int = 0
+    done: bool = False
     in_use: float = 0.0
 
     def apply(self, node: SimNode) -> str:
@@ -172,6 +174,8 @@ class ProvisioningCommand(SimCommand, frozen=True, tag="provisioning"):
                 self.duration,
                 self.failures,
                 self.compute_failures,
+                self.removal_failures,
+                self.done,
                 in_use_until=time.monotonic() + self.in_use,
                 compute_duration=self.compute_duration,
             )

@@ -153,7 +153,8 @@ class ClaimManager:
         await self._save()
         for ref in pod.drivers:
             async with self._locks.setdefault(ref.uid, anyio.Lock()):
-                known = self._prepared[ref.uid]
+                if (known := self._prepared.get(ref.uid)) is None:
+                    raise ClaimPrepareError(f"claim {ref.name}: its last pod ended meanwhile")
                 if ref.uid not in self._settled:
                     for driver, devices in known.drivers.items():
                         devices.extend(await self._prepare_by(driver, ref))
