@@ -153,8 +153,9 @@ class ClaimManager:
         await self._save()
         for ref in pod.drivers:
             async with self._locks.setdefault(ref.uid, anyio.Lock()):
-                if (known := self._prepared.get(ref.uid)) is None:
+                if ref.uid not in self._prepared:
                     raise ClaimPrepareError(f"claim {ref.name}: its last pod ended meanwhile")
+                known = self._prepared[ref.uid]
                 if ref.uid not in self._settled:
                     for driver, devices in known.drivers.items():
                         devices.extend(await self._prepare_by(driver, ref))
