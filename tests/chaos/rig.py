@@ -375,7 +375,7 @@ class Chaos:
                         yield Place(pod.uid, holder, resource, gpu, gpus.count(gpu))
 
     async def _tell_driver(self) -> None:
-        """Tell the driver of all processes: it starts with each daemon."""
+        """Report all processes to the driver, which starts with each daemon."""
         while self.work.ended:
             pid, gpu = self.work.ended.pop()
             await self._sim({"do": "process", "change": "end", "gpu": str(gpu), "pid": pid})
@@ -392,7 +392,7 @@ class Chaos:
         ]
 
     async def do_provisioning(self, **faults: int) -> None:
-        """Have the driver fail at its next changes of MIG instances."""
+        """Make the driver fail at its next changes of MIG instances."""
         await self._sim({"do": "provisioning", "gpu": str(MIG), **faults})
 
     async def do_instance(self, placement: str) -> None:
@@ -402,7 +402,7 @@ class Chaos:
             self.by_hand.add(placement)
 
     async def do_api(self, how: str, seconds: int) -> None:
-        """Have the API server fail for some seconds."""
+        """Make the API server fail for some seconds."""
         api = self.cluster.api
         if how == "away":
             api.failing += [(method, "/") for method in ("GET", "PATCH", "POST", "PUT", "DELETE")]
@@ -417,7 +417,7 @@ class Chaos:
         self.cluster.api.failures.clear()
 
     async def do_descriptors(self, spare: int, seconds: int) -> None:
-        """Let the daemon open few more files for some seconds."""
+        """Limit the files that the daemon can open for some seconds."""
         if daemon := self._server():
             pid = daemon.process.pid
             _limit_files(pid, spare)
@@ -782,7 +782,7 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
 
 
 def _limit_files(pid: int, spare: int | None) -> None:
-    """Let a process open some more files, or as many as may be."""
+    """Limit the files of a process to some more than now, or to as many as may be."""
     with suppress(OSError):
         _, most = prlimit(pid, RLIMIT_NOFILE)
         number = most if spare is None else len(list(Path(f"/proc/{pid}/fd").iterdir())) + spare

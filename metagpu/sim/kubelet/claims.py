@@ -153,11 +153,10 @@ class ClaimManager:
         await self._save()
         for ref in pod.drivers:
             async with self._locks.setdefault(ref.uid, anyio.Lock()):
-                if ref.uid not in self._prepared:
+                if (claim := self._prepared.get(ref.uid)) is None:
                     raise ClaimPrepareError(f"claim {ref.name}: its last pod ended meanwhile")
-                known = self._prepared[ref.uid]
                 if ref.uid not in self._settled:
-                    for driver, devices in known.drivers.items():
+                    for driver, devices in claim.drivers.items():
                         devices.extend(await self._prepare_by(driver, ref))
                     self._settled.add(ref.uid)
                     await self._save()
