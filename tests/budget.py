@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 14000, ("sim/*",)),
+    Capability("simulator", 14010, ("sim/*",)),
     Capability(
         "DRA",
         4630,

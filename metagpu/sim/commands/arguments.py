@@ -74,6 +74,13 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
         "default": 0,
         "help": "number of compute instances that fail next (default: 0)",
     },
+    "--removal-failures": {
+        "metavar": "N",
+        "type": int,
+        "default": 0,
+        "help": "number of removals of GPU instances that fail next (default: 0)",
+    },
+    "--done": {"action": "store_true", "help": "what fails is done all the same"},
     "--gi": {"metavar": "N", "type": int, "help": "ID of the MIG GPU instance"},
     "--ci": {"metavar": "N", "type": int, "help": "ID of the compute instance in it"},
     "--sm": {
