@@ -1,7 +1,9 @@
-"""Options about the output, the same in all programs."""
+"""Options that programs share: about the output, and times."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
 
 from metagpu.display.encoding import FORMATS
 
@@ -33,6 +35,18 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_const", const="json", dest="output", help="the same as -o json"
     )
+
+
+def seconds(least: float) -> Callable[[str], float]:
+    """Return a reader of seconds, of a least number of them."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if least <= (given := float(text)) < inf:
+                return given
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds, {least:g} or more")
+
+    return read
 
 
 def add_watch(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from math import inf
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +20,7 @@ from metagpu.cli.parser import (
 )
 from metagpu.cli.resource_names import add_resource_names
 from metagpu.display.encoding import LIST_FORMATS, WIDE_FORMATS
-from metagpu.display.options import add_output, add_sort_by, add_watch
+from metagpu.display.options import add_output, add_sort_by, add_watch, seconds
 from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
 from metagpu.translation.vocabularies import VOCABULARIES
 
@@ -104,10 +102,7 @@ def _top(commands: Any) -> None:  # noqa: ANN401 - argparse names the type of it
         "show load, memory and shares; live on a terminal, until q is pressed",
         "kubectl metagpu top gpus --sort-by utilization",
     )
-    for one in _objects(command, "show", "kubectl metagpu top {kind}"):
-        add_output(one, WIDE_FORMATS)
-        add_watch(one)
-        _add_connection(one)
+    _add_objects(command, "show", "kubectl metagpu top {kind}", WIDE_FORMATS)
 
 
 def _get(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -117,22 +112,26 @@ def _get(commands: Any) -> None:  # noqa: ANN401 - as above
         "list nodes, gpus, pods or namespaces, for people or programs",
         "kubectl metagpu get pods -A -o json",
     )
-    for one in _objects(command, "list", "kubectl metagpu get {kind} -o wide"):
-        add_output(one, LIST_FORMATS)
+    for one in _add_objects(command, "list", "kubectl metagpu get {kind} -o wide", LIST_FORMATS):
         one.add_argument("--no-headers", action="store_true", help="print rows alone")
-        add_watch(one)
-        _add_connection(one)
 
 
-def _objects(command: Parser, verb: str, example: str) -> Iterator[Parser]:
-    """Add a command for each kind of objects, and yield its parser for more options."""
+def _add_objects(
+    command: Parser, verb: str, example: str, formats: Sequence[str]
+) -> Sequence[Parser]:
+    """Add a command for each kind of objects; return their parsers."""
+    added = []
     kinds = command.add_subparsers(title="objects", required=True, metavar="OBJECT")
     for kind, aliases in OBJECTS.items():
         summary = f"{verb} {_SUMMARIES[kind]}"
         one = add_command(kinds, kind, summary, example.format(kind=kind), aliases)
         one.set_defaults(kind=kind)
         _add_selection(one, kind)
-        yield one
+        add_output(one, formats)
+        add_watch(one)
+        _add_connection(one)
+        added.append(one)
+    return added
 
 
 def _why(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -222,7 +221,7 @@ def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
         "--timeout",
         metavar="SECONDS",
         dest="drain_timeout",
-        type=_seconds(SHORTEST_TIMEOUT),
+        type=seconds(SHORTEST_TIMEOUT),
         default=DRAIN_TIMEOUT,
         help="until the last pod has left the GPU (default: %(default)g)",
     )
@@ -341,7 +340,7 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
     command.add_argument(
         "--interval",
         metavar="SECONDS",
-        type=_seconds(SHORTEST_INTERVAL),
+        type=seconds(SHORTEST_INTERVAL),
         default=2.0,
         help="between two looks at the nodes, while a browser shows the page "
         "(default: %(default)g)",
@@ -387,18 +386,6 @@ def _pod_or_controller(text: str) -> str:
 def _namespace(text: str) -> str:
     """Read the name of a namespace; an empty one is that of the context."""
     return _name(text) if text else ""
-
-
-def _seconds(least: float) -> Callable[[str], float]:
-    """Return a reader of seconds, of a least number of them."""
-
-    def read(text: str) -> float:
-        with suppress(ValueError):
-            if least <= (seconds := float(text)) < inf:
-                return seconds
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds, {least:g} or more")
-
-    return read
 
 
 def _add_selection(command: argparse.ArgumentParser, kind: str) -> None:
@@ -454,7 +441,7 @@ def _add_connection(command: argparse.ArgumentParser, *, timeout: bool = True) -
         command.add_argument(
             "--timeout",
             metavar="SECONDS",
-            type=_seconds(SHORTEST_TIMEOUT),
+            type=seconds(SHORTEST_TIMEOUT),
             default=ANSWER_TIMEOUT,
             help="for each node's answer (default: %(default)g)",
         )
