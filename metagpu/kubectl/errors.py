@@ -4,6 +4,7 @@ MetagpuError
 ├── CordonFailed            a node's daemon: it does not follow the annotation of a cordon
 ├── DrainFailed             pods: they still hold the GPU
 ├── UnknownPod              the user: there is no such pod
+├── NotListed               the user: no object of that name is listed
 ├── NoKubeconfig            the user: there are no credentials for the API server
 ├── NotInstalled            the cluster: it has no daemon of metagpu, that the user may see
 ├── SeveralNamespaces       the cluster: more than one namespace has daemons

@@ -226,15 +226,15 @@ class SimApiServer(SimCluster):
         add_evictions(app, self.store)
         self.add_routes(app, f"/{self.key}")
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = runner.addresses[0][1]
         try:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+            self.port = runner.addresses[0][1]
             yield self
         finally:
             self.end_watches()
-            await runner.cleanup()
+            with anyio.CancelScope(shield=True):  # a cancelled cleanup leaves a session open
+                await runner.cleanup()
 
     def kubeconfig(self, folder: Path) -> Path:
         """Write a kubeconfig with the current address and token; return its path."""

@@ -93,7 +93,7 @@ def test_no_limit_passes_the_gpus_memory(shares: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["0", "5O", "-5", "0Gi", "16 GiB", "", "1e3", "\u00b2", pytest.param("9" * 5000, id="digits")],
+    ["0", "5O", "-5", "0Gi", "16 GiB", "", "\u00b2", pytest.param("9" * 5000, id="digits")],
 )
 def test_a_wrong_amount_is_refused_in_words(value: str) -> None:
     """A wrong amount changes nothing, and its rejection has an example."""
