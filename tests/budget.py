@@ -56,28 +56,28 @@ CAPABILITIES: Final = (
         ),
     ),
     Capability("device plugin", 4000, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5515, ("plugins/cluster/*",)),
-    Capability("agent", 3725, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4865, (
+    Capability("cluster: labels, Events, Node", 5525, ("plugins/cluster/*",)),
+    Capability("agent", 3740, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 4905, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 1930, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2055, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 4315, ("core/config/*", "compat/*")),
+    Capability("contracts and runtime", 2080, ("core/contracts/*", "core/runtime/*")),
+    Capability("configuration and other formats", 4325, ("core/config/*", "compat/*")),
     Capability("health", 1000, ("core/health/*",)),
-    Capability("enforcement and usage", 3010, ("core/usage/*",)),
+    Capability("enforcement and usage", 3070, ("core/usage/*",)),
     Capability("MIG", 3840, ("backends/mig/*",)),
     Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1050, ("backends/*",)),
-    Capability("NVML and host", 5150, ("nvml/*", "host/*")),
+    Capability("NVML and host", 5155, ("nvml/*", "host/*")),
     Capability("metrics", 1840, ("plugins/metrics/*",)),
     Capability("web", 1510, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1655, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6795, (
+    Capability("cli, display, reports", 6895, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4605, ("kubectl/*",)),
-    Capability("webhook and translation", 3730, ("webhook/*", "translation/*")),
+    Capability("kubectl", 4660, ("kubectl/*",)),
+    Capability("webhook and translation", 3735, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 565, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
@@ -87,14 +87,14 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 80100, 75000),
-    Limit("test lines", 99865, 92300),
+    Limit("product lines", 81350, 75000),
+    Limit("test lines", 101600, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
     Limit("decisions", 48, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 65000, 65000),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 65200, 65000),
 )
 
 

@@ -100,7 +100,7 @@ def test_a_display_card_is_left_out_as_by_nvidias_plugin(
     assert report["resources"]["nvidia.com/gpu"]["capacity"] == 4
     assert main(["explain", "--config", str(file), "--simulate", station]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # a narrow terminal folds the reason
-    assert "no pool selects it (all: it is a display card)" in shown
+    assert "no pool selects it (gpu: it is a display card)" in shown
 
 
 def test_every_simulated_model_is_healthy(
