@@ -7,16 +7,18 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import anyio
 import structlog
 from anyio import to_thread
 
 from metagpu.core.errors import FaultNoteUnusable, MetagpuError, describe_error
 from metagpu.core.health.verdicts import SIZE_LIMIT, FaultNote, decode, encode
 from metagpu.core.health.watch import HealthWatch
+from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.registry import Registry
 
 FILE_NAME: Final = "faults.json"
@@ -32,12 +34,15 @@ class FaultNoteFile:
     Attributes:
         folder: the run folder, which a reboot empties.
         read_boot_id: reads the id of this boot of the machine.
+        retry_delay: seconds from a note that could not be written to the next try.
     """
 
     folder: Path
     registry: Registry
     health: HealthWatch
     read_boot_id: Callable[[], str] = _BOOT_ID.read_text
+    retry_delay: float = 1.0
+    _failures: LogOnce = field(default_factory=LogOnce)
 
     @property
     def path(self) -> Path:
@@ -51,17 +56,25 @@ class FaultNoteFile:
 
     async def save(self) -> None:
         """Write the present note, for the daemon after this one."""
-        if not self.health.surveyed.is_set():
-            return
+        if self.health.surveyed.is_set():
+            await self._is_kept(self.health.note)
+
+    async def _is_kept(self, note: FaultNote) -> bool:
+        """Write a note; log a failure once, and return whether it is written."""
         try:
-            await to_thread.run_sync(self._write, self.health.note)
+            await to_thread.run_sync(self._write, note)
         except OSError as error:
-            log.warning(
-                "note of faults not written",
-                file=str(self.path),
-                error=describe_error(error),
-                effect="the next daemon does not know the latest faults and cordons",
-            )
+            problem = describe_error(error)
+            if self._failures.is_new(FILE_NAME, problem):
+                log.warning(
+                    "note of faults not written",
+                    file=str(self.path),
+                    error=problem,
+                    effect="the next daemon does not know the latest faults and cordons",
+                )
+            return False
+        self._failures.clear(FILE_NAME)
+        return True
 
     async def _read_usable(self) -> tuple[FaultNote, float] | None:
         try:
@@ -78,14 +91,15 @@ class FaultNoteFile:
             return None
 
     async def follow(self) -> None:
-        """Write the note at each change until cancelled."""
+        """Write the note at each change until cancelled; a failure is tried again soon."""
         await self.health.surveyed.wait()
         written: FaultNote | None = None
         async for _ in self.registry.watch(lambda _: self.health.note):
-            note = self.health.note
-            if note != written:
-                await to_thread.run_sync(self._write, note)
-                written = note
+            while (note := self.health.note) != written:
+                if await self._is_kept(note):
+                    written = note
+                else:
+                    await anyio.sleep(self.retry_delay)
 
     def _read(self) -> tuple[FaultNote, float]:
         """Return the note, and the time at which it was written."""

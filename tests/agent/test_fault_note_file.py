@@ -19,6 +19,7 @@ from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 NOTE = FaultNote((NotedFault(GpuId("GPU-x"), "XID 95", 7, Fault.XID, needs_proof=True),))
 
@@ -64,6 +65,25 @@ async def test_a_fatal_xid_of_a_gpu_that_is_out_already_is_noted(tmp_path: Path)
                 while not await proof_is_noted(file):
                     await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
+
+
+async def test_a_note_that_could_not_be_written_is_written_soon(tmp_path: Path) -> None:
+    """A full disk, or no free descriptor, costs no fault or cordon once it has passed."""
+    file = note_file(tmp_path / "later")
+    file.retry_delay = 0.01
+    async with file.health.driver.session():
+        await file.health.survey()
+        [gpu] = file.registry.snapshot.gpus
+        file.health.surveyed.set()
+        with capture_module_logs(fault_note_file) as entries:
+            async with anyio.create_task_group() as group:
+                group.start_soon(file.follow)
+                file.health.verdicts.fault(gpu, "XID 79: gone", Fault.XID, proof=True)
+                await becomes(lambda: bool(entries))
+                file.folder.mkdir()
+                await becomes(lambda: file.path.exists() and b"XID 79" in file.path.read_bytes())
+                group.cancel_scope.cancel()
+    assert [entry["event"] for entry in entries] == ["note of faults not written"]
 
 
 async def test_the_next_daemon_restores_what_the_file_says(tmp_path: Path) -> None:
