@@ -120,7 +120,8 @@ class DraRegistration:
                 await self._serve_once()
             except OSError as error:
                 self.status.registered = False
-                self.status.problem = describe_error(error)
+                where = error.filename or self._endpoint.parent
+                self.status.problem = f"{where}: {describe_error(error)}"
                 if self._logged.is_new(self._socket, self.status.problem):
                     log.error("dra sockets failed", error=self.status.problem)
                 await anyio.sleep(self._timing.poll)

@@ -295,6 +295,19 @@ async def test_pods_of_a_refused_claim_are_annotated_once_it_can_be_prepared(
         assert not node.dra.preparer.states.refused
 
 
+async def test_a_folder_that_takes_no_socket_is_named(node: DraNode) -> None:
+    """The status names the path, and the driver registers once it can be used."""
+    blocked = node.root / "plugins" / node.driver
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.write_text("not a folder")
+    async with anyio.create_task_group() as group:
+        group.start_soon(node.dra.run)
+        await polling.becomes(lambda: str(blocked) in (node.dra.report().problem or ""))
+        blocked.unlink()
+        await node.wait_registration()
+        group.cancel_scope.cancel()
+
+
 async def test_a_refusal_that_the_kubelet_repeats_is_logged_once(node: DraNode) -> None:
     """The kubelet repeats a refused call for as long as the pod is there."""
     claim = node.allocate("first", node.fraction(gpu(0), 60))
