@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import conflicting_shares, orphaned_leases
 from metagpu.core.availability.reasons import count_free
-from metagpu.core.model.shares import Lease, ResourceName, ShareId
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Lease, ResourceName, ShareId
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
     KubeletStarted,
@@ -187,6 +187,15 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
     freed, _ = reduce(snapshot, LeasesObserved({}, at=10))
 
     assert conflicting_shares(freed.gpus[A.id]) == frozenset()
+
+
+def test_a_share_that_the_kubelet_names_otherwise_is_of_the_other_name() -> None:
+    """A GPU that a pod got under another plugin's name is not one of the pod's earlier shares."""
+    share, other = A_SHARES[0].id, ResourceName("nvidia.com/gpu")
+    snapshot, _ = reduce(LEASED, LeasesObserved({share: ALICE}, at=20, resources={share: other}))
+
+    held = leases(snapshot)[share].share
+    assert (held.resource, held.backend) == (other, UNKNOWN_BACKEND)
 
 
 def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:
