@@ -15,6 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from metagpu.kubectl.tables import (
     draw_top,
     in_namespace,
     named_rows,
+    not_listed,
     object_names,
     read_rows,
 )
@@ -62,21 +64,20 @@ _DEFAULT_KUBECONFIG: Final = Path("~/.kube/config")
 def _get(args: argparse.Namespace) -> int:
     with connect(args) as (runner, viewer):
         rows = Rows(args, runner, viewer)
-        wide = args.output == "wide"
-        if args.output in ("json", "yaml"):
+        if args.output in ("json", "yaml", "name"):
             if args.watch:
                 return repeat(lambda: print_text(_encode(args, *rows.read(), compact=True)))
             shown, answers = rows.read()
             print_text(_encode(args, shown, answers))
             return report_silence(answers)
+        draw = partial(
+            draw_items, args.kind, wide=args.output == "wide", has_head=not args.no_headers
+        )
         if args.watch:
-            return _show_live(rows, lambda shown: draw_items(args.kind, shown, wide=wide))
+            return _show_live(rows, draw)
         shown, answers = rows.read()
-        if args.output == "name":
-            print_text("".join(f"{name}\n" for name in object_names(args.kind, shown)))
-        elif shown or not all(answer.report for answer in answers):
-            tables = draw_items(args.kind, shown, wide=wide, has_head=not args.no_headers)
-            print_text(render(tables, stdout_terminal()))
+        if shown or not all(answer.report for answer in answers):
+            print_text(render(draw(shown), stdout_terminal()))
         else:
             print(rows.nothing, file=sys.stderr)  # noqa: T201 - as kubectl does
         return report_silence(answers)
@@ -205,6 +206,7 @@ class Rows:
         self._runner = runner
         self._viewer = viewer
         self._questions = RepeatedQuestions(viewer)
+        self._shown = False
         one_namespace = args.kind == "pods" and not args.all_namespaces
         self._namespace = namespace_of(args) if one_namespace else ""
 
@@ -234,7 +236,10 @@ class Rows:
         if self._namespace:
             rows = in_namespace(rows, self._namespace)
         if args.names:
-            rows = named_rows(args.kind, rows, args.names, self._namespace)
+            rows, missing = named_rows(args.kind, rows, args.names)
+            if missing and not self._shown and all(answer.report for answer in answers):
+                raise not_listed(args.kind, missing[0], self._namespace)
+        self._shown = True  # what ends while it is watched is no error
         return sort_items(rows, args.sort_by) if args.sort_by else rows, answers
 
     async def _chosen_pods(self, viewer: ClusterViewer) -> frozenset[tuple[str, str]]:
@@ -324,6 +329,8 @@ def _encode(
     *,
     compact: bool = False,
 ) -> str:
+    if args.output == "name":
+        return "".join(f"{name}\n" for name in object_names(args.kind, rows))
     silent = [
         {"node": answer.node, "problem": answer.problem}
         for answer in answers

@@ -221,24 +221,23 @@ def object_names(kind: str, items: Iterable[Item]) -> Iterable[str]:
 
 
 def named_rows(
-    kind: str, items: Sequence[Item], names: Sequence[str], namespace: str
-) -> Sequence[Item]:
-    """Return the rows of objects with these names.
-
-    Raises:
-        NotListed: no row has one of the names.
-    """
+    kind: str, items: Sequence[Item], names: Sequence[str]
+) -> tuple[Sequence[Item], Sequence[str]]:
+    """Return the rows of objects with these names, and the names without a row."""
     found = [item for item in items if not set(names).isdisjoint(_names(kind, item))]
     known = {name for item in found for name in _names(kind, item)}
-    if missing := [name for name in names if name not in known]:
+    return found, [name for name in names if name not in known]
+
+
+def not_listed(kind: str, name: str, namespace: str) -> NotListed:
+    """Return the error about a name that no row has, once all nodes have answered."""
+    if kind == "pods":
         where = f" in namespace {namespace}" if namespace else ""
-        if kind == "pods":
-            raise NotListed(
-                f"pod {missing[0]} holds no GPU shares{where}; `kubectl metagpu why "
-                f"{missing[0]}` says why it gets none"
-            )
-        raise NotListed(f"{missing[0]} is not among the {kind}; `kubectl metagpu get {kind}`")
-    return found
+        return NotListed(
+            f"pod {name} holds no GPU shares{where}; `kubectl metagpu why {name}` says why it "
+            "gets none"
+        )
+    return NotListed(f"{name} is not among the {kind}; `kubectl metagpu get {kind}` lists them")
 
 
 def draw_items(

@@ -27,7 +27,7 @@ from metagpu.translation.requests import GpuRequest
 from metagpu.translation.translate import translate_among
 from metagpu.translation.values import NodeOffer, Object, Translation, TranslationSettings
 from metagpu.translation.vocabularies import read_requests
-from metagpu.translation.warnings import warnings_for
+from metagpu.translation.warnings import cores_text, warnings_for
 
 DRIVER: Final = "gpu.metagpu.io"
 NVIDIA: Final = "gpu.nvidia.com"
@@ -70,6 +70,9 @@ def claim_pod(
     requests = [request for request in found.requests if request.count]
     if not outcome.operations or not requests:
         return ClaimedPod(apply_patch(pod, outcome.operations), None, outcome)
+    if not all(request.container for request in requests):
+        unnamed = "a container without a name gets no claim: give it a name"
+        return ClaimedPod(pod, None, Translation((), impossible=unnamed))
     techniques = techniques_of(pod, requests, settings)
     allowed = [
         parts for parts in survey(pod, groups, found.others & groups.offered) if not parts.refused
@@ -219,10 +222,15 @@ def _warnings(
     for request in requests:
         if request.cores and not request.whole:
             yield (
-                f"container {request.container}: {settings.cores}: {request.cores} has no effect "
+                f"container {request.container}: {cores_text(request, settings)} has no effect "
                 "but on shares of backend mps, which limit threads by their number"
             )
-    yield from warnings_for(pod, (), settings)
+        if request.limit:
+            yield (
+                f"container {request.container}: gpu-memory.limit counts on fractions alone, "
+                "where the pool has `allowAnnotations: [limit]` (docs/enforcement.md)"
+            )
+    yield from warnings_for(pod, (), settings, requests)
     if names_model(annotations_of(pod)):
         yield (
             f"{USE_TYPE} and {NOUSE_TYPE} choose the alternatives of the claim, and no GPU: add a "

@@ -54,7 +54,7 @@ def _requests(
     pod: Object, texts: Mapping[str, str], settings: TranslationSettings
 ) -> Iterator[GpuRequest]:
     containers = {
-        str(document.get("name")): (path, document) for path, document in containers_of(pod)
+        str(document.get("name") or ""): (path, document) for path, document in containers_of(pod)
     }
     first = next((name for name, (path, _) in containers.items() if "/containers/" in path), "")
     target = texts.get(_CONTAINER) or first
@@ -87,7 +87,7 @@ def _request(
     Raises:
         ValueError: a value is none that its program takes, or two of them exclude each other.
     """
-    name = str(container["name"])
+    name = str(container.get("name") or "")
     sizes = [keys[size] for size in _SIZES if size in keys]
     if not sizes:
         key = next(iter(keys.values()))

@@ -30,9 +30,9 @@ from metagpu.translation.node_offers import (
     memory_label,
 )
 from metagpu.translation.plans import NodeParts, Plan
-from metagpu.translation.requests import GpuRequest
+from metagpu.translation.requests import GpuRequest, amounts_of, containers_of
 from metagpu.translation.values import Object
-from metagpu.translation.vocabularies import VOCABULARIES
+from metagpu.translation.vocabularies import scheduler_left_by
 
 DEFAULT_SCHEDULER: Final = "default-scheduler"
 _json: Final = json.JSONEncoder(sort_keys=True).encode
@@ -59,7 +59,7 @@ def operations_for(
         *(resource for request, choice in served for resource in _resources(pod, request, choice)),
         *(operation for request in released for operation in _removed(pod, request)),
         *_affinity(pod.get("spec") or {}, expressions),
-        *_scheduler(pod.get("spec") or {}),
+        *_scheduler(pod, (*(request for request, _ in served), *released)),
     )
 
 
@@ -77,7 +77,8 @@ def _annotations(
         divided = choice.part.technique in (FRACTION, MPS)
         if request.count > 1 and divided and not request.whole:
             added[GPUS_PREFIX + request.container] = str(request.count)
-        if (limit := limit_of(choice, served)) and LIMIT_PREFIX + choice.resource not in present:
+        limit = limit_of(pod, choice, served)
+        if limit and LIMIT_PREFIX + choice.resource not in present:
             added[LIMIT_PREFIX + choice.resource] = f"{limit}Mi"
 
     if not pod.get("metadata"):
@@ -91,17 +92,25 @@ def _annotations(
         yield {"op": "remove", "path": f"/metadata/annotations/{_escaped(key)}"}
 
 
-def limit_of(choice: Choice, served: Iterable[tuple[GpuRequest, Choice]]) -> int:
+def limit_of(pod: Object, choice: Choice, served: Sequence[tuple[GpuRequest, Choice]]) -> int:
     """Return the MiB that the containers of a choice may use, 0 for its shares alone.
 
-    An annotation names a resource, so that all containers with it have one limit.
+    An annotation names a resource, so that all containers with it have one limit, also one that
+    asks for the resource by its name.
     """
     limits = {request.limit for request, other in served if other.resource == choice.resource}
+    translated = {request.path for request, _ in served}
+    if any(
+        choice.resource in amounts_of(container)
+        for path, container in containers_of(pod)
+        if path not in translated
+    ):
+        return 0
     return max(limits) if len(limits) == 1 and choice.part.technique == FRACTION else 0
 
 
-def _scheduler(spec: Object) -> Iterator[Operation]:
-    if spec.get("schedulerName") in {vocabulary.scheduler for vocabulary in VOCABULARIES.values()}:
+def _scheduler(pod: Object, requests: Iterable[GpuRequest]) -> Iterator[Operation]:
+    if scheduler_left_by(pod, requests):
         yield _add("/spec/schedulerName", DEFAULT_SCHEDULER)
 
 

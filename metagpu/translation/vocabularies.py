@@ -1,6 +1,6 @@
 """The vocabularies that pods may ask in, each read into the same requests."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from metagpu.core.model.quantities import whole_number
@@ -22,20 +22,37 @@ class Vocabulary(NamedTuple):
             problems what cannot be read.
         scheduler: the program's own, which a translated pod no longer needs.
         is_annotation: whether the annotation of a key is part of a request.
+        in_annotations: whether its requests are annotations, and no resources.
     """
 
     read: Callable[[Object, TranslationSettings, frozenset[str], list[str]], Iterator[GpuRequest]]
     scheduler: str
     is_annotation: Callable[[str], bool] = lambda _: False
+    in_annotations: bool = False
 
 
 VOCABULARIES: Final[Mapping[str, Vocabulary]] = {
     "hami": Vocabulary(requests_in_resources, "hami-scheduler"),
     "kai": Vocabulary(
-        kai_annotations.requests_in_annotations, "kai-scheduler", kai_annotations.is_request
+        kai_annotations.requests_in_annotations,
+        "kai-scheduler",
+        kai_annotations.is_request,
+        in_annotations=True,
     ),
 }
 """By the names that settings have for them."""
+
+
+def scheduler_left_by(pod: Object, requests: Iterable[GpuRequest]) -> str:
+    """Return the pod's scheduler if its requests need it no longer, else nothing.
+
+    A pod that asks in another vocabulary than its scheduler's stays with it, for its queue and its
+    group.
+    """
+    name = str((pod.get("spec") or {}).get("schedulerName") or "")
+    ways = {bool(request.annotations) for request in requests}
+    left = {known.scheduler for known in VOCABULARIES.values() if known.in_annotations in ways}
+    return name if name in left else ""
 
 
 class PodRequests(NamedTuple):
@@ -66,6 +83,11 @@ def read_requests(
         for name in settings.vocabularies
         for request in VOCABULARIES[name].read(pod, settings, offered, problems)
     }
+    problems += [
+        f"a container without a name asks for {request.count} GPUs: give it a name"
+        for request in found.values()
+        if request.count > 1 and not request.container
+    ]
     containers = list(containers_of(pod))
     others: set[str] = set()
     for path, container in containers:

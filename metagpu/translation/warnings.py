@@ -9,7 +9,7 @@ from metagpu.translation.node_offers import FRACTION, MIG, MPS
 from metagpu.translation.patch import DEFAULT_SCHEDULER, limit_of
 from metagpu.translation.requests import GpuRequest
 from metagpu.translation.values import POLICIES, Object, TranslationSettings
-from metagpu.translation.vocabularies import VOCABULARIES
+from metagpu.translation.vocabularies import scheduler_left_by
 
 _UUID: Final = ("nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid")
 _INDEX: Final = "an index means another GPU on each node; name uuids"
@@ -24,18 +24,21 @@ _NO_EFFECT: Final = {
 
 
 def warnings_for(
-    pod: Object, served: Iterable[tuple[GpuRequest, Choice]], settings: TranslationSettings
+    pod: Object,
+    served: Iterable[tuple[GpuRequest, Choice]],
+    settings: TranslationSettings,
+    claimed: Iterable[GpuRequest] = (),
 ) -> Iterator[str]:
     """Yield what a pod asks for and does not get, each with the reason."""
     served = list(served)
     for request, choice in served:
         for sentence in (
             *_of_container(request, choice, settings),
-            *_of_limit(request, choice, limit_of(choice, served)),
+            *_of_limit(request, choice, limit_of(pod, choice, served)),
         ):
             yield f"container {request.container}: {sentence}"
         yield from _of_priority(request, settings)
-    yield from _of_annotations(pod)
+    yield from _of_annotations(pod, (*(request for request, _ in served), *claimed))
 
 
 def warnings_for_released(
@@ -68,15 +71,18 @@ def _of_container(
         has = "limits memory alone; shares of backend mps limit threads too"
         if technique == MIG:
             has = "has the multiprocessors of its profile"
-        asked = f"{settings.cores}: {request.cores}"
-        if settings.cores not in request.names:
-            asked = f"gpu-compute.portion of {request.cores} %"
-        yield f"{asked} has no effect: {choice.resource} {has}"
+        yield f"{cores_text(request, settings)} has no effect: {choice.resource} {has}"
     if request.count > 1 and technique == FRACTION and not request.whole:
         yield (
             f"its shares come from {request.count} GPUs where the pool has `split: accept`, and "
             "from one elsewhere (docs/placement.md)"
         )
+
+
+def cores_text(request: GpuRequest, settings: TranslationSettings) -> str:
+    """Return the percents of multiprocessors as the pod asks for them."""
+    by_name = settings.cores in request.names
+    return f"{settings.cores if by_name else 'gpu-compute.portion'}: {request.cores}"
 
 
 def _of_limit(request: GpuRequest, choice: Choice, limit: int) -> Iterator[str]:
@@ -89,7 +95,7 @@ def _of_limit(request: GpuRequest, choice: Choice, limit: int) -> Iterator[str]:
         yield f"gpu-memory.limit has no effect: {choice.resource} limits it to its request"
 
 
-def _of_annotations(pod: Object) -> Iterator[str]:
+def _of_annotations(pod: Object, requests: Iterable[GpuRequest]) -> Iterator[str]:
     annotations, spec = annotations_of(pod), pod.get("spec") or {}
     for key in _UUID:
         if annotations.get(key):
@@ -101,7 +107,7 @@ def _of_annotations(pod: Object) -> Iterator[str]:
         if annotations.get(key):
             yield f"{key} has no effect: {_NO_EFFECT[key]}"
     scheduler = str(spec.get("schedulerName") or "")
-    if scheduler in {vocabulary.scheduler for vocabulary in VOCABULARIES.values()}:
+    if scheduler_left_by(pod, requests):
         yield f"schedulerName: {scheduler} becomes {DEFAULT_SCHEDULER}, Kubernetes' own"
     policy = annotations.get(NODE_POLICY)
     if policy and policy not in POLICIES:

@@ -369,7 +369,12 @@ async def test_get_takes_names_and_prints_them(
         assert (status, "pod bob holds no GPU shares in namespace default" in err) == (1, True)
         status, _, err = await live_cluster.run("get", "gpus", f"{NODE}/7")
         assert (status, f"{NODE}/7 is not among the gpus" in err) == (1, True)
-        status, out, _ = await live_cluster.run("version")
+        server = live_cluster.scene.server
+        server.add_pod(SYSTEM, "silent", "gpu-2")["status"]["podIP"] = "127.0.0.1"
+        make_daemon(server, "silent", 1)
+        status, _, err = await live_cluster.run("get", "nodes", "gpu-2", "--timeout", "1")
+        assert (status, "not among" in err, "gpu-2: " in err) == (0, False, True)
+        status, out, _ = await live_cluster.run("version", "--timeout", "1")
         assert (status, f"metagpu {__version__} on 1 node\n" in out) == (0, True)
         with pytest.raises(SystemExit):
             await live_cluster.run("get", "pods", "-o", "jsonpath={.items}")

@@ -141,6 +141,39 @@ def test_a_limit_above_the_request_is_an_annotation_of_the_resource() -> None:
     assert any("c0: gpu-memory.limit has no effect" in warning for warning in outcome.warnings)
 
 
+def test_a_limit_does_not_change_that_of_another_container() -> None:
+    """A container that names the resource itself keeps the limit of its own shares."""
+    request = {f"{OWN}gpu-memory.request": "4Gi", f"{OWN}gpu-memory.limit": "8Gi"}
+    asked = pod({}, {"cnvrg.io/metagpu": 60}, annotations=request)
+    outcome = translate(asked, [FRACTIONS], KAI)
+
+    assert limits(asked, outcome, 0) == {"cnvrg.io/metagpu": "11"}
+    assert "gpu-mem-limit" not in str(outcome.operations)
+    assert any("gpu-memory.limit has no effect" in warning for warning in outcome.warnings)
+
+
+def test_a_pod_that_asks_in_another_vocabulary_keeps_its_scheduler() -> None:
+    """KAI has the queue and the gang of a pod that asks for whole GPUs by their resource."""
+    asked = pod({"nvidia.com/gpu": 1, "nvidia.com/gpumem": 8000}, schedulerName="kai-scheduler")
+    for settings in (KAI, TranslationSettings()):
+        outcome = translate(asked, [FRACTIONS], settings)
+        assert applied(asked, outcome.operations)["spec"]["schedulerName"] == "kai-scheduler"
+        assert not any("becomes default-scheduler" in warning for warning in outcome.warnings)
+
+
+def test_a_container_may_lack_its_name() -> None:
+    """A template, as of Knative, may leave it out; several GPUs, and claims, need it."""
+    asked = kai_pod({"gpu-fraction": "0.5"})
+    del asked["spec"]["containers"][0]["name"]
+    outcome = translate(asked, [FRACTIONS], KAI)
+    assert limits(asked, outcome, 0) == {"cnvrg.io/metagpu": "50"}
+    assert not (claimed := claim_pod(asked, "gpus", [FRACTIONS], KAI, "gpu.metagpu.io")).template
+    assert "give it a name" in str(claimed.outcome.impossible)
+
+    asked["metadata"]["annotations"]["gpu-fraction-num-devices"] = "2"
+    assert "give it a name" in str(translate(asked, [FRACTIONS], KAI).warnings)
+
+
 @pytest.mark.parametrize(
     ("annotations", "sentence"),
     [
