@@ -57,7 +57,7 @@ CAPABILITIES: Final = (
     ),
     Capability("device plugin", 4000, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5525, ("plugins/cluster/*",)),
-    Capability("agent", 3740, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("agent", 3770, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 4905, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
@@ -77,7 +77,7 @@ CAPABILITIES: Final = (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 4660, ("kubectl/*",)),
-    Capability("webhook and translation", 3735, ("webhook/*", "translation/*")),
+    Capability("webhook and translation", 3780, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 565, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
@@ -87,14 +87,14 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 210, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 49, 45),
     Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 81350, 75000),
-    Limit("test lines", 101600, 92300),
+    Limit("product lines", 81700, 75000),
+    Limit("test lines", 102100, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
     Limit("decisions", 48, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 65200, 65000),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 65000, 65000),
 )
 
 

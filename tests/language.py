@@ -30,11 +30,13 @@ _IT: Final = re.compile(r"\bit\b *(,|\)|:| in\b|=)")
 
 
 def words_not_used(root: Path) -> re.Pattern[str]:
-    """Return a pattern of the words that the glossary refuses."""
-    glossary = (root / "docs" / "glossary.md").read_text(encoding="utf-8")
-    table = glossary.split("## Words not used")[1]
+    """Return a pattern of the words that are not used."""
+    table = (root / WORDS).read_text(encoding="utf-8")
     words = re.findall(r"^\| ([a-z]+)", table, re.MULTILINE)
     return re.compile(rf"(?<![a-z])({'|'.join(words)})s?(?![a-z])", re.IGNORECASE)
+
+
+WORDS: Final = "docs/development/words.md"
 
 
 def private_words_of_code(root: Path) -> Iterator[str]:
@@ -55,7 +57,7 @@ def private_words_of_pages(root: Path) -> Iterator[str]:
     """Yield lines of README.md and docs that have a word of no use."""
     private = words_not_used(root)
     for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        if page.name != "glossary.md":
+        if page.name != "words.md":
             for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
                 if private.search(line):
                     yield f"{page.relative_to(root)}:{number}: {line[:80]}"
@@ -109,8 +111,8 @@ def packages_without_a_charter(root: Path) -> Iterator[str]:
 
 
 RULES: Final[Mapping[str, Callable[[Path], Iterator[str]]]] = {
-    "a word that docs/glossary.md refuses": private_words_of_code,
-    "a word that docs/glossary.md refuses, on a page": private_words_of_pages,
+    "a word of words.md": private_words_of_code,
+    "a word of words.md, on a page": private_words_of_pages,
     "a class name for two things": classes_of_one_name,
     f"a docstring whose first line has more than {LONGEST} characters": long_first_lines,
     "a docstring that begins with neither a verb nor a named subject": docstrings_without_a_subject,

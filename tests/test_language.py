@@ -1,15 +1,21 @@
-"""The language of the project: `docs/glossary.md` and the code belong together."""
+"""The language of the project: `docs/development/words.md` and the code belong together."""
 
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.language import ROOT, RULES, words_not_used
+from tests.language import ROOT, RULES, WORDS, words_not_used
 
 BROKEN: Final = {
-    "a word that docs/glossary.md refuses": ("metagpu/planted.py", "class NodeLedger: ..."),
-    "a word that docs/glossary.md refuses, on a page": ("docs/planted.md", "Three rivals."),
+    "a word of words.md": (
+        "metagpu/planted.py",
+        "class NodeLedger: ...",
+    ),
+    "a word of words.md, on a page": (
+        "docs/planted.md",
+        "Three rivals.",
+    ),
     "a class name for two things": ("metagpu/planted.py", "class Twice: ...\nclass Twice: ..."),
     "a docstring whose first line has more than 80 characters": (
         "metagpu/planted.py",
@@ -29,7 +35,7 @@ BROKEN: Final = {
 
 
 def test_there_is_a_list_of_private_words() -> None:
-    """The glossary's table is read; without it no test of this file could fail."""
+    """The table of words is read; without it no test of this file could fail."""
     private = words_not_used(ROOT)
 
     assert private.pattern.count("|") > 10
@@ -49,8 +55,9 @@ def test_what_breaks_a_rule_is_found(rule: str, tmp_path: Path) -> None:
     for folder in ("metagpu", "tests", "bench", "docs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "README.md").touch()
-    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    (tmp_path / "docs" / "glossary.md").write_text(glossary, encoding="utf-8")
+    words = (ROOT / WORDS).read_text(encoding="utf-8")
+    (tmp_path / WORDS).parent.mkdir()
+    (tmp_path / WORDS).write_text(words, encoding="utf-8")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
 

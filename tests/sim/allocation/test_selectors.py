@@ -171,8 +171,8 @@ DEVICES: dict[str, tuple[str, Device]] = {
 }
 """The devices of the recorded answers, with their drivers."""
 DEVIATIONS = (
-    (r"driverVersion\.size\(\)", "a version is a map here, so it has a size"),
-    (r"in device\S+\.ver$", "a version is a map here, so nothing is in it"),
+    (r"driverVersion\.size\(\)", "a version is a map here"),
+    (r"in device\S+\.ver$", "a version is a map here"),
     (r"^\[device\S+driverVersion\] == ", "Kubernetes takes any two such lists for equal"),
     (r"\?ver == optional", "Kubernetes fails for a version in an optional value"),
     (r"isQuantity\('1e100'\)", "Kubernetes takes the largest quantity for it"),
