@@ -4,7 +4,7 @@ Each claim of a call has its own answer: the error of one does not fail the othe
 """
 
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -197,13 +197,24 @@ class DeviceState(msgspec.Struct, frozen=True):
 
 
 def device_states(snapshot: Snapshot, node: str) -> tuple[DeviceState, ...]:
-    """Return the health of all devices of a node."""
+    """Return the health of all devices of a node, also by the pools of earlier claims.
+
+    The kubelet looks for a device by the pool in its claim's allocation.
+    """
     return tuple(
-        DeviceState(pool_name(node), device.name, not reason, reason)
+        DeviceState(pool, device.name, not reason, reason)
         for state in snapshot.gpus.values()
+        for pools in (sorted({pool_name(node), *_earlier_pools(state)}),)
         for device in devices_of(state)
         for reason in (_fault(state, device),)
+        for pool in pools
     )
+
+
+def _earlier_pools(state: GpuState) -> Iterator[str]:
+    for lease in state.leases.values():
+        if lease.pool:
+            yield lease.pool.partition("/")[2]
 
 
 def _fault(state: GpuState, device: Device) -> str:

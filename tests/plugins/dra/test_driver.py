@@ -725,6 +725,9 @@ async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
         assert (answer.error, answer.devices[0].pool_name) == ("", pool)
         leases = node.registry.snapshot.gpus[gpu(0).id].leases
         assert {lease.pool for lease in leases.values()} == {f"{DRIVER}/{pool}"}
+        states = service.device_states(node.registry.snapshot, "node-1")
+        told = {(state.pool, state.device.startswith(gpu(0).id.lower())) for state in states}
+        assert told == {("node-1", True), ("node-1", False), (pool, True)}
     node.write_checkpoint({claim: answer.devices})
 
     node.registry = Registry()
