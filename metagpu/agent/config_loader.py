@@ -116,7 +116,7 @@ class ConfigLoader:
         self._reading = anyio.Lock()
 
         self._layout = initial.loaded.layout  # of what was read last, be it in force or not
-        self._take(initial.loaded)
+        self._take(initial.loaded, source)
         if initial.error is None:
             self._count_accepted()
         else:
@@ -188,7 +188,7 @@ class ConfigLoader:
                     InternalError.reason,
                 )
                 return self.error
-            self._take(loaded)
+            self._take(loaded, source)
             self._count_accepted()
             await to_thread.run_sync(_return_memory)
             log.info("configuration applied", config=loaded.config.file)
@@ -305,10 +305,13 @@ class ConfigLoader:
         self._rejected += 1
         self._rejected_at = time()
 
-    def _take(self, loaded: Loaded) -> None:
-        """Record the configuration in force; log each setting that is not honoured once."""
+    def _take(self, loaded: Loaded, source: ConfigSource) -> None:
+        """Record the configuration in force and the source that it was read from.
+
+        A setting that is not honoured is logged once.
+        """
         self.loaded, self.error, self.reason = loaded, None, None
-        self._accepted_choice = self._source.cluster
+        self._accepted_choice = source.cluster
         self._source = replace(self._source, last_layout=loaded.layout.name)
         for note in loaded.notes:
             if str(note) not in self._logged:

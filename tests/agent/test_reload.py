@@ -15,7 +15,7 @@ from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.availability.conflict import orphaned_leases
 from metagpu.core.availability.reasons import count_free
 from metagpu.core.config.config import Config
-from metagpu.core.config.errors import ConfigError
+from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.status import explain_report
 from metagpu.nvml.driver import NvmlDriver
@@ -100,6 +100,32 @@ async def test_a_choice_of_the_cluster_during_a_reload_is_applied(
             await anyio.wait_all_tasks_blocked()
             goes_on.set()
         assert contexts == [None, "all-balanced"]
+
+
+async def test_a_choice_that_is_refused_after_a_reload_was_not_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outcome is that of the cluster's choice, not of the reload that was under way."""
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        loader = scene.agent.config_loader
+        entered, goes_on = anyio.Event(), anyio.Event()
+
+        async def apply(_: LayoutManager, __: Config) -> None:
+            if goes_on.is_set():
+                raise ConfigError("no GPU can have this", ConfigReason.NO_GPU, file="f")
+            entered.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(LayoutManager, "apply", apply)
+        choice = replace(loader._source.cluster, mig_config="all-balanced")
+        async with anyio.create_task_group() as group:
+            group.start_soon(loader.reload)
+            await entered.wait()
+            group.start_soon(loader.follow_cluster, choice)
+            await anyio.wait_all_tasks_blocked()
+            goes_on.set()
+        assert loader.outcome().rejection == loader.error == "f: no GPU can have this"
 
 
 async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
