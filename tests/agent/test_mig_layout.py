@@ -180,7 +180,7 @@ async def test_foreign_instances_are_the_reason(tmp_path: Path) -> None:
         await until(lambda: any(other in text for text in blocked(scene)))
 
         await change(scene, mig_pool("layout: {7g.40gb: 1}"))
-        await until(lambda: f"instance {other} existed before metagpu started" in blocker(scene))
+        await until(lambda: f"instance {other} may be of another program" in blocker(scene))
         scene.node.start_process(scene.node.gpus[0], SimProcess(4242, None, *number(scene, other)))
         await scene.until(1, 0, "nvidia.com/mig-7g.40gb")
         assert placements(scene.node) == sorted([place, other])
@@ -422,7 +422,7 @@ async def test_gpus_that_do_not_suit_single_are_excluded_alone(tmp_path: Path) -
     async with agent_at_work(tmp_path, node, config) as scene:
         await scene.until(21, 7, one)
         await until(lambda: "MIG mode is off; turn it on" in blocker(scene, 2))
-        kept = "instance 2g.10gb@0 existed before metagpu started"
+        kept = "instance 2g.10gb@0 may be of another program"
         await until(lambda: kept in blocker(scene, 1))
         await scene.kubelet.admit(SimPod.single("served", {one: 7}))
 

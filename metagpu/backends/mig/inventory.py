@@ -115,13 +115,16 @@ class InstanceInventory:
         changing: the slots of which an instance is being created or removed.
         creating: those of which an instance is being created.
         removal_failures: the instances that could not be removed.
-        unsettled: the slots of which a creation failed or was late, or a removal failed, since the
-            last scan: an instance there is ours.
+        unsettled: the slots of which a creation failed or was late since the last scan: an instance
+            there is ours, unless scans failed meanwhile and it may be anybody's.
+        half_removed: the GPU instances whose removal failed since the last scan, by slot: without
+            compute instances they have another identity, and are still ours.
         failed: the leases for which no instance could be created.
         lost: the shares that pods hold and whose instances are gone.
         daemon_problems: why the MPS control daemon of a device takes no clients, by uuid; empty
             text where it does.
         scanned: whether there was a scan.
+        outage: whether scans have failed since: others may have changed all instances.
     """
 
     settings: InstanceSettings
@@ -136,10 +139,12 @@ class InstanceInventory:
     creating: set[str] = field(default_factory=set)
     removal_failures: dict[str, RetryState] = field(default_factory=dict)
     unsettled: set[str] = field(default_factory=set)
+    half_removed: dict[str, int] = field(default_factory=dict)
     failed: dict[ShareId, ProvisionFailure] = field(default_factory=dict)
     lost: frozenset[ShareId] = frozenset()
     daemon_problems: dict[str, str] = field(default_factory=dict)
     scanned: bool = False
+    outage: bool = False
 
     def update_instances(self, state: GpuState, listed: Sequence[MigInstance], now: float) -> None:
         """Take over NVML's list; no request to create or remove may be open meanwhile."""
@@ -155,16 +160,20 @@ class InstanceInventory:
         }
 
         for slot, instance in self.present.items():
-            if slot in held or slot in self.unsettled or identity(instance) in reported:
+            ours = slot in held or identity(instance) in reported
+            if ours or self._was_left_over(state, slot, instance):
                 self.owned.add(identity(instance))
             elif self._may_be_ours(slot, instance):
                 self.unclaimed[slot] = now
 
+        if self.outage:  # another instance may be in the slot since
+            self.unclaimed = dict.fromkeys(self.unclaimed, now)
         self._forget_absent(listed)
         for slot in held & self.unclaimed.keys():
             del self.unclaimed[slot]
         self.unsettled.clear()
-        self.scanned = True
+        self.half_removed.clear()
+        self.scanned, self.outage = True, False
         self.lost = frozenset(
             share
             for share, lease in state.leases.items()
@@ -346,14 +355,23 @@ class InstanceInventory:
         useful = self.present[slot].compute_instances and not self.is_faulty(state, slot)
         return self.idle[slot] + (self.settings.keep_warm if useful else 0.0)
 
-    def _may_be_ours(self, slot: str, instance: MigInstance) -> bool:
-        """Return whether an earlier agent may have created an instance.
+    def _was_left_over(self, state: GpuState, slot: str, instance: MigInstance) -> bool:
+        """Return whether a creation or removal of ours left this instance."""
+        if not instance.compute_instances and self.half_removed.get(slot) == instance.number:
+            return True
+        foreign = state.kubelet.mig_devices_of_other_plugins or ()
+        late = slot in self.unsettled and not self.outage
+        return late and _has_our_form(instance) and identity(instance) not in foreign
 
-        Only the first scan finds such an instance: its profile is allowed, and it has one compute
-        instance, or none if it was not finished.
+    def _may_be_ours(self, slot: str, instance: MigInstance) -> bool:
+        """Return whether this agent or an earlier one may have created an instance.
+
+        An earlier one's is found by the first scan, with an allowed profile. Ours is in the slot of
+        a creation that failed in an outage.
         """
         allowed = slot.rpartition("@")[0] in self.settings.allowed
-        return not self.scanned and allowed and len(instance.compute_instances) <= 1
+        found = slot in self.unsettled or (not self.scanned and allowed)
+        return found and not self.is_owned(slot) and _has_our_form(instance)
 
 
 def schedule_retry(
@@ -373,6 +391,11 @@ def identity(instance: MigInstance) -> str:
     """Return the unique name of an instance: earlier ones in its slot had others."""
     uuids = [compute.uuid for compute in instance.compute_instances if compute.uuid]
     return uuids[0] if uuids else f"GPU instance {instance.number}"
+
+
+def _has_our_form(instance: MigInstance) -> bool:
+    """Return whether an instance has one compute instance, or none if unfinished."""
+    return len(instance.compute_instances) <= 1
 
 
 def _is_in_admission(lease: Lease) -> bool:

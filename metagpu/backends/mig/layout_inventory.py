@@ -67,8 +67,8 @@ def blocking_reason(inventory: InstanceInventory, state: GpuState, slot: str) ->
     """Return why an instance excludes all shares on its slots, empty if it does not."""
     if slot in inventory.unclaimed:
         return (
-            f"instance {slot} existed before metagpu started; metagpu takes it over once it has "
-            "been unused for a while"
+            f"instance {slot} may be of another program; metagpu takes it over once it has been "
+            "unused for a while"
         )
     if not inventory.is_owned(slot):
         return f"instance {slot} was not created by metagpu"

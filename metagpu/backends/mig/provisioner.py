@@ -273,7 +273,7 @@ class InstanceProvisioner:
             async with self.lock:
                 if inventory.present.get(slot) != instance:
                     return None  # it went meanwhile, and its number may be another's by now
-                await self._destroy(instance.number)
+                await self._destroy(instance)
                 del inventory.present[slot]
         except DriverError as error:
             return await self._removal_failed(slot, instance, error)
@@ -383,20 +383,26 @@ class InstanceProvisioner:
             if (error := await self.remove(slot)) is not None:
                 raise error
 
-    async def _destroy(self, number: int) -> None:
+    async def _destroy(self, instance: MigInstance) -> None:
         """Destroy an instance; an error of NVML counts only while the instance is listed.
 
         Raises:
             DriverError: the instance stays, or may.
         """
-        mig, gpu = self._context.mig, self._context.gpu.id
+        if (await self._listed()).get(instance.number) != identity(instance):
+            return  # it is gone, and its number may be another's
         try:
-            await mig.destroy(gpu, number)
+            await self._context.mig.destroy(self._context.gpu.id, instance.number)
         except DriverError:
             with suppress(DriverError):
-                if number not in {instance.number for instance in await mig.instances(gpu)}:
+                if instance.number not in await self._listed():
                     return
             raise
+
+    async def _listed(self) -> Mapping[int, str]:
+        """Return the identities of the GPU's instances, by NVML's number."""
+        listed = await self._context.mig.instances(self._context.gpu.id)
+        return {instance.number: identity(instance) for instance in listed}
 
     async def _removal_failed(
         self, slot: str, instance: MigInstance, error: DriverError
@@ -407,7 +413,7 @@ class InstanceProvisioner:
             if pids and isinstance(error, InUse):
                 error = InUse(f"{error}: process {', '.join(map(str, pids))} runs on {slot}")
 
-        self._inventory.unsettled.add(slot)  # without compute instance it has another identity
+        self._inventory.half_removed[slot] = instance.number
         now = anyio.current_time()
         if self._inventory.record_removal_failure(slot, str(error), now):
             log.warning(

@@ -260,6 +260,7 @@ class MigReconciler:
         return Blocker("it has none of the MIG profiles of its pool")
 
     def _scan_failed(self, error: DriverError) -> None:
+        self._inventory.outage = True
         if self._problems.is_new("scan", str(error)):
             log.warning("mig instance scan failed", gpu=self._gpu, error=str(error))
         if not self._inventory.scanned:

@@ -66,7 +66,7 @@ def test_an_instance_of_before_is_taken_over_after_a_while() -> None:
     inventory.update_instances(now, [TWO], 0)
     inventory.update_processes(now, NO_PROCESSES, 2 * GRACE)
     assert inventory.unclaimed == {"2g.10gb@4": 2 * GRACE}
-    assert "existed before metagpu started" in report(inventory, now).blocked["s4"]
+    assert "may be of another program" in report(inventory, now).blocked["s4"]
 
     now = state(observed())
     inventory.update_processes(now, NO_PROCESSES, 3 * GRACE - 1)
@@ -154,6 +154,59 @@ def test_an_instance_created_after_its_deadline_is_ours() -> None:
     other.update_instances(now, [], 1)
     other.update_instances(now, [TWO], 2)
     assert not other.owned
+
+
+@pytest.mark.parametrize(
+    ("found", "ours"),
+    [
+        (instance(GPU, "2g.10gb@4", 5, computes=0), True),
+        (instance(GPU, "2g.10gb@4", 6, computes=0), False),
+        (TWO, False),
+    ],
+    ids=["without its compute instance", "another GPU instance", "with a compute instance"],
+)
+def test_a_failed_removal_leaves_the_same_instance_or_nothing(
+    found: MigInstance, *, ours: bool
+) -> None:
+    """Another program created what else is in the slot of a failed removal."""
+    now = state(observed())
+    inventory = empty_inventory(now)
+    inventory.half_removed["2g.10gb@4"] = 5
+    inventory.update_instances(now, [found], 1)
+    assert inventory.is_owned("2g.10gb@4") is ours
+
+
+def test_an_instance_that_appears_in_an_outage_is_taken_over_like_one_of_before() -> None:
+    """After a creation that failed in an outage, the instance in its slot may be anybody's."""
+    now = state(observed())
+    inventory = empty_inventory(now)
+    inventory.unsettled.add("2g.10gb@4")
+    inventory.outage = True
+    inventory.update_instances(now, [TWO], 100)
+    inventory.update_processes(now, {5: [77]}, 100 + GRACE)
+    assert not inventory.owned
+    inventory.update_processes(now, NO_PROCESSES, 100 + 2 * GRACE)
+    assert inventory.owned
+
+
+def test_after_an_outage_the_wait_of_an_instance_of_before_begins_again() -> None:
+    """Another instance may be in its slot since."""
+    now = state(observed())
+    inventory = empty_inventory(now, scanned=False)
+    inventory.update_instances(now, [TWO], 0)
+    inventory.outage = True
+    inventory.update_instances(now, [TWO], 2 * GRACE)
+    inventory.update_processes(now, NO_PROCESSES, 2 * GRACE)
+    assert not inventory.owned
+
+
+def test_a_late_instance_that_another_plugin_gave_is_foreign() -> None:
+    """The failed call of ours did not create what a pod holds by its uuid."""
+    now = state(observed(others=[TWO_UUID]))
+    inventory = empty_inventory(now)
+    inventory.unsettled.add("2g.10gb@4")
+    inventory.update_instances(now, [TWO], 1)
+    assert not inventory.owned
 
 
 def test_an_instance_requested_under_another_configuration_is_ours() -> None:

@@ -137,7 +137,7 @@ def test_an_instance_outside_the_layout_is_taken_over_after_a_while() -> None:
     """An instance of any other profile blocks the layout until it is taken over."""
     layout_inventory = scanned(TWO)
     assert layout_inventory.waiting_reason(IDLE) == (
-        "the layout waits: instance 2g.10gb@4 existed before metagpu started; metagpu takes it "
+        "the layout waits: instance 2g.10gb@4 may be of another program; metagpu takes it "
         "over once it has been unused for a while"
     )
 

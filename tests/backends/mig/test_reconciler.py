@@ -16,11 +16,14 @@ from structlog.testing import capture_logs
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.backend import MigBackend
 from metagpu.backends.mig.inventory import MigTiming
+from metagpu.backends.mig.mps_daemons import MpsDaemons
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.grants.injection import Injection
-from metagpu.core.model.shares import Share
+from metagpu.core.model.mig import slot_of
+from metagpu.core.model.shares import Holder, Share, ShareId
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.nvml import mig
+from metagpu.sim.machine.foreign_instances import create_instance
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.mig_state import SimProvisioning
 from tests.rigs.gpu_context import BackendRig, run_backends
@@ -183,6 +186,62 @@ async def test_a_scan_that_fails_changes_nothing() -> None:
     assert [line["event"] for line in logs] == ["mig instance scan failed"]
 
 
+@pytest.mark.parametrize("call", ["create_instance", "destroy_instance"])
+async def test_what_others_create_in_an_outage_stays(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A call of ours that failed as the driver began to fail claims nothing in its slot."""
+    async with run_backends(
+        on_demand_pool("keepWarm: 0s"), gpu_models="a100-40gb:1", mig_enabled=True
+    ) as care:
+        care.registry.apply(LeasesObserved({}, at=0))
+        await _until(lambda: "mig" not in care.state().suspended)
+        node, share, call_nvml = Node(care), care.share("mig"), getattr(mig, call)
+
+        def begin_to_fail(*args: object) -> object:
+            node.gpu.failure = pynvml.NVML_ERROR_UNKNOWN
+            return call_nvml(*args)
+
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(mig, call, begin_to_fail)
+            care.claim(share)
+            await _until(lambda: node.gpu.failure or care.state().provisioned["mig"].devices)
+            care.release(share)
+            await _until(lambda: "mig instance scan failed" in [line["event"] for line in logs])
+
+        node.reset(0)
+        uuid = _create_as_administrator(node, share)
+        care.registry.apply(LeasesObserved({ShareId(uuid): Holder("ns", "theirs", "main")}, at=1))
+        node.gpu.failure = None
+        reason = f"instance {slot_of(share.id)} was not created by metagpu"
+        await _until(lambda: reason in care.state().provisioned["mig"].blocked.values())
+        await anyio.sleep(0.2)  # several scans
+        assert node.present()
+
+
+async def test_an_instance_that_took_the_number_of_ours_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A removal destroys the instance that was idle, and none that came after the last scan."""
+    stop = MpsDaemons.stop
+    async with _with_idle_instance("keepWarm: 0s") as (care, share):
+        node = Node(care)
+
+        async def replace_instance(daemons: MpsDaemons, slot: str) -> None:
+            monkeypatch.setattr(MpsDaemons, "stop", stop)
+            number = next(iter(node.gpu.mig.instances))
+            node.reset(0)
+            _create_as_administrator(node, share)
+            assert next(iter(node.gpu.mig.instances)) == number
+            await stop(daemons, slot)
+
+        monkeypatch.setattr(MpsDaemons, "stop", replace_instance)
+        node.end(0)
+        await _until(lambda: MpsDaemons.stop is stop)
+        await anyio.sleep(0.2)  # several scans
+        assert node.present()
+
+
 async def test_the_next_pod_gets_the_instance_of_the_last_one_at_once() -> None:
     """A lease that began after the last scan, too, leaves its instance to the next container."""
     async with _with_idle_instance("keepWarm: 1h") as (care, share):
@@ -218,6 +277,14 @@ async def _with_idle_instance(options: str) -> AsyncIterator[tuple[BackendRig, S
         Node(care).run(0)
         care.release(share)
         yield care, share
+
+
+def _create_as_administrator(node: Node, share: Share) -> str:
+    """Create an instance in the slot of a share; return its uuid."""
+    number = create_instance(node.care.node, node.gpu, slot_of(share.id))
+    with node.care.node.changed:
+        [made] = node.gpu.mig.instances[number].compute_instances.values()
+    return made.uuid
 
 
 def _running(folder: str) -> set[str]:
