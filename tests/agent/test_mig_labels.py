@@ -12,6 +12,7 @@ from metagpu.compat.contract import ConversionContext
 from metagpu.core.model.shares import ResourceName
 from metagpu.plugins.cluster.settings import ClusterSettings
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.kubelet.kubelet import SimPod
 from tests.rigs.agent import METAGPU, Scene, agent_at_work
 from tests.rigs.mig import a_node, hurry
 from tests.rigs.waiting import becomes
@@ -213,6 +214,30 @@ async def test_a_label_that_is_not_read_yet_is_not_absent(
         assert error.endswith("which layout the label nvidia.com/mig.config chooses")
         async with cluster.server.running():
             await agent.until(2, 2, mig("3g.40gb"))
+            await cluster.answers("success")
+
+
+async def test_a_pod_delays_the_layout_of_a_label_that_is_read_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout of the GPUs has no file that says so: a silent API server leaves them whole."""
+    hurry(monkeypatch)
+    cluster = Cluster(tmp_path, mig__config="all-1g.10gb")
+    node = await a_node(tmp_path, "{model: h100-80gb, count: 2}")
+    async with cluster.server.running():
+        settings = replace(cluster.settings(), choice_timeout=0.05)
+
+    async with agent_at_work(
+        tmp_path, node, source=ConfigSource(), cluster_settings=settings
+    ) as scene:
+        await scene.until(200, 200, METAGPU)
+        whole = SimPod.single("whole", {METAGPU: 100})
+        await scene.kubelet.admit(whole)
+        async with cluster.server.running():
+            await scene.until(14, 7, mig("1g.10gb"))
+            await cluster.answers("pending")
+            await scene.kubelet.delete(whole)
+            await scene.until(14, 14, mig("1g.10gb"))
             await cluster.answers("success")
 
 
