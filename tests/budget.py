@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 14010, ("sim/*",)),
     Capability(
         "DRA",
-        4630,
+        4700,
         (
             "plugins/dra/*",
             "core/devices/*",

@@ -14,8 +14,8 @@ import pytest
 from deploy.image import debian, layer
 from tests.e2e.rig.images import IMAGE_EPOCH, metagpu_image
 
-LIMIT = 80e6
-"""Bytes beside the base."""
+LIMIT = 95e6
+"""Bytes beside the base; 14 MB are CEL's library, which `explain --claim` loads."""
 UNCHECKED = b"\x01\0\0\0"
 """The flags of a compiled module by PEP 552: a hash of the source, which nobody compares."""
 _MACHINE = re.compile(r"x86_64|aarch64")
