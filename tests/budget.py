@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 14010, ("sim/*",)),
     Capability(
         "DRA",
-        4700,
+        4830,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -85,10 +85,10 @@ CAPABILITIES: Final = (
 LIMITS: Final = (
     Limit("modules without the simulator", 287, 290),
     Limit("lines of a module, the median", 210, 190, at_least=True),
-    Limit("modules with one importer, in their own folder", 49, 45),
+    Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 81700, 75000),
-    Limit("test lines", 102100, 92300),
+    Limit("product lines", 82000, 75000),
+    Limit("test lines", 102600, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

@@ -1,4 +1,4 @@
-"""The ResourceSlices that metagpu wrote for this node, and their dry runs.
+"""The ResourceSlices that metagpu wrote for this node, and DeviceClasses.
 
 A dry run says which fields the API server still drops.
 """
@@ -7,16 +7,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2s
 from typing import TYPE_CHECKING, Any, Final
 
-from metagpu.core.availability.reasons import CORDONED
-from metagpu.core.devices.devices import gpu_of_device
-from metagpu.core.devices.slices import dropped_fields, sent_fields
+from metagpu.core.availability.reasons import CORDONED, UNHEALTHY
+from metagpu.core.devices.devices import (
+    ExtendedResource,
+    classes_of_driver,
+    extended_resource_of,
+    gpu_of_device,
+)
+from metagpu.core.devices.slices import GpuSlices, dropped_fields, sent_fields
 from metagpu.core.model.gpu import GpuId
+from metagpu.core.model.shares import Fault
 from metagpu.plugins.cluster.node_object import FIELD_MANAGER, KubeObject
 from metagpu.plugins.cluster.watch import Informer
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
+CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 _MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 _MAX_NODE: Final = 140
@@ -84,6 +91,34 @@ class OwnSlices(Informer):
         }
 
 
+class DeviceClasses(Informer):
+    """The DeviceClasses that have an extended resource."""
+
+    def __init__(self, client: "KubeClient") -> None:
+        super().__init__(client, CLASSES, "", "DeviceClasses")
+        self._known: dict[str, ExtendedResource] = {}
+
+    def on_list(self, items: Sequence[KubeObject]) -> None:
+        """Take in all DeviceClasses."""
+        self._known = {}
+        for item in items:
+            self.on_update(item)
+
+    def on_update(self, item: KubeObject) -> None:
+        """Take in one of them; it may have lost its extended resource."""
+        self.on_delete(item)
+        if (found := extended_resource_of(item)) is not None:
+            self._known[found.device_class] = found
+
+    def on_delete(self, item: KubeObject) -> None:
+        """Take in a deletion."""
+        self._known.pop(item["metadata"]["name"], None)
+
+    def of_driver(self, driver: str) -> Mapping[str, str]:
+        """Return the class of each extended resource whose selectors name a driver."""
+        return classes_of_driver(self._known.values(), driver)
+
+
 def named(specs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the slices of a pool by name: in this order the scheduler reads them.
 
@@ -125,10 +160,69 @@ def pool_of(item: KubeObject) -> str:
     return str(item["spec"]["pool"]["name"])
 
 
+def gpus_of(spec: Mapping[str, Any]) -> list[GpuId]:
+    """Return the GPUs whose counters or devices a slice has."""
+    parts = (*(spec.get("sharedCounters") or ()), *(spec.get("devices") or ()))
+    return list(dict.fromkeys(gpu_of_device(part["name"]) for part in parts))
+
+
+def are_apart(due: Mapping[str, Mapping[str, Any]], before: Mapping[str, KubeObject]) -> bool:
+    """Return whether slices may be replaced one by one in a pool that is used.
+
+    Counters change alone, and a slice keeps its GPUs: between two writes, one would be in two.
+    """
+    counted = any("sharedCounters" in spec for spec in due.values())
+    return len(due) <= 1 or (
+        not counted
+        and all(gpus_of(spec) == gpus_of(before[name]["spec"]) for name, spec in due.items())
+    )
+
+
 def gpu_of_slice(item: KubeObject) -> GpuId:
     """Return the GPU of a slice that has counters or devices of one GPU."""
+    return gpus_of(item["spec"])[0]
+
+
+def unread_slices(
+    pool: Iterable[KubeObject], monitoring: Iterable[KubeObject]
+) -> dict[GpuId, GpuSlices]:
+    """Return what slices say of GPUs, in order, for those that cannot be read now.
+
+    Their devices have a taint: claims keep them, and no other gets one.
+    """
+    looking = {
+        gpu_of_device(device["name"]): device
+        for old in monitoring
+        for device in old["spec"].get("devices") or ()
+    }
+    found: dict[GpuId, list[KubeObject]] = {}
+    for old in sorted(pool, key=lambda old: str(old["metadata"]["name"])):
+        for gpu in gpus_of(old["spec"]):
+            found.setdefault(gpu, []).append(old)
+    return {
+        gpu: GpuSlices(tuple(map(_unread, _of_newest(parts))), looking[gpu])
+        for gpu, parts in found.items()
+        if gpu in looking
+    }
+
+
+def _of_newest(parts: Sequence[KubeObject]) -> list[KubeObject]:
+    newest = max(map(generation_of, parts))
+    return [old for old in parts if generation_of(old) == newest]
+
+
+def _unread(item: KubeObject) -> Mapping[str, Any]:
+    """Return what one slice has in its pool, with a taint on each device."""
     spec = item["spec"]
-    return gpu_of_device((spec.get("sharedCounters") or spec["devices"])[0]["name"])
+    if not spec.get("devices"):
+        return {"sharedCounters": spec["sharedCounters"]}
+    taint = {"key": UNHEALTHY, "value": Fault.NO_ANSWER, "effect": "NoSchedule"}
+    return {"devices": [{**device, "taints": [taint]} for device in spec["devices"]]}
+
+
+def count_of(item: KubeObject) -> int:
+    """Return how many slices the pool of a slice has."""
+    return int(item["spec"]["pool"].get("resourceSliceCount") or 0)
 
 
 def generation_of(item: KubeObject) -> int:

@@ -4,7 +4,7 @@ The kubelet deletes the slices of all drivers when it starts, and people may edi
 publisher watches its own slices. Loaded only where a pool has DRA.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +15,7 @@ import structlog
 from anyio import to_thread
 
 from metagpu.core.devices.devices import (
-    ExtendedResource,
-    classes_of_driver,
-    extended_resource_of,
+    monitor_pool_name,
     pool_name,
 )
 from metagpu.core.devices.slices import (
@@ -42,55 +40,27 @@ from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.reconciler import Reconciler
 from metagpu.plugins.cluster.resource_slices import (
     SLICES,
+    DeviceClasses,
     OwnSlices,
+    are_apart,
+    count_of,
     find_still_dropped,
     generation_of,
-    gpu_of_slice,
     has_needed,
     named,
     pool_of,
-    probe_of,
     slice_object,
+    unread_slices,
 )
-from metagpu.plugins.cluster.watch import Informer, WatchedObject
+from metagpu.plugins.cluster.slice_refusals import SliceRefusals
+from metagpu.plugins.cluster.watch import WatchedObject
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
-CLASSES: Final = "/apis/resource.k8s.io/v1/deviceclasses"
-
-
-class DeviceClasses(Informer):
-    """The DeviceClasses that have an extended resource."""
-
-    def __init__(self, client: "KubeClient") -> None:
-        super().__init__(client, CLASSES, "", "DeviceClasses")
-        self._known: dict[str, ExtendedResource] = {}
-
-    def on_list(self, items: Sequence[KubeObject]) -> None:
-        """Take in all DeviceClasses."""
-        self._known = {}
-        for item in items:
-            self.on_update(item)
-
-    def on_update(self, item: KubeObject) -> None:
-        """Take in one of them; it may have lost its extended resource."""
-        self.on_delete(item)
-        if (found := extended_resource_of(item)) is not None:
-            self._known[found.device_class] = found
-
-    def on_delete(self, item: KubeObject) -> None:
-        """Take in a deletion."""
-        self._known.pop(item["metadata"]["name"], None)
-
-    def of_driver(self, driver: str) -> Mapping[str, str]:
-        """Return the class of each extended resource whose selectors name a driver."""
-        return classes_of_driver(self._known.values(), driver)
-
-
+_NO_DRY_RUN: Final = 400
 _NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
-_INVALID: Final = 422
 
 log = structlog.get_logger()
 
@@ -125,13 +95,6 @@ class _Published(msgspec.Struct, frozen=True):
     answer: KubeObject
 
 
-class _Refused(msgspec.Struct, frozen=True):
-    """The slices of a GPU that the API server refuses, and its answer."""
-
-    slices: GpuSlices | None
-    error: ClusterError
-
-
 @dataclass(eq=False)
 class SlicePublisher:
     """Compares the slices of the node with the snapshot, and writes what differs.
@@ -156,12 +119,12 @@ class SlicePublisher:
     _edited: dict[str, float] = field(default_factory=dict)
     _roots: dict[GpuId, str | None] = field(default_factory=dict)
     _rendered: dict[GpuId, _Rendered] = field(default_factory=dict)
-    _refused: dict[GpuId, _Refused] = field(default_factory=dict)
     _written: dict[str, float] = field(default_factory=dict)
     _probe_at: float = inf
 
     def __post_init__(self) -> None:
         self._bucket = TokenBucket(0, self.timing.rate)
+        self._refused = SliceRefusals(self.client, self.node.name, self.driver)
         self.classes = DeviceClasses(self.client)
         self.own = OwnSlices(self.client, self.node.name, self.driver, self._on_change)
         self.reconciler = Reconciler("resource slices", self.reconcile, self.client.timing)
@@ -181,7 +144,11 @@ class SlicePublisher:
 
         A resource is contested that the device plugin has on this node, and a DeviceClass too.
         """
-        problem = self.reconciler.problem or self.own.problem or self._dropped_problem
+        problem = (
+            self.reconciler.problem
+            or self.own.problem
+            or next(iter(self._refused.problems.values()), self._dropped_problem)
+        )
         resources = self.classes.of_driver(self.driver())
         by_plugin = self.registry.snapshot.offers_of(Api.DEVICE_PLUGIN)
         return SlicesReport(
@@ -201,13 +168,10 @@ class SlicePublisher:
         if not self.own.known or node is None or not snapshot.offers:
             return None  # before a layout is applied, slices of an earlier daemon stay
         await self._render(snapshot)
-        for gpu, refused in list(self._refused.items()):
-            same = gpu in self._rendered and self._rendered[gpu].slices is refused.slices
-            if not same or refused.slices is None or await self._is_taken(refused.slices, node):
-                del self._refused[gpu]
+        await self._refused.ask({gpu: each.slices for gpu, each in self._rendered.items()}, node)
         waits = await self._write_all(node)
-        if self._refused:
-            raise next(iter(self._refused.values())).error
+        if (wait := self._refused.wait()) is not None:
+            waits.append(wait)
         if self.dropped:
             if anyio.current_time() >= self._probe_at:
                 self._probe_at = anyio.current_time() + self.timing.probe
@@ -233,7 +197,25 @@ class SlicePublisher:
                     gpu_slices(snapshot, gpu, node, driver, root, plain=plain, counted=counted),
                 )
             rendered[gpu] = known
+        if snapshot.unreadable_gpus:
+            rendered = self._with_unread(rendered)
         self._rendered = rendered
+
+    def _with_unread(self, rendered: Mapping[GpuId, _Rendered]) -> dict[GpuId, _Rendered]:
+        """Add what is published of GPUs that cannot be read now, in the order of the pool.
+
+        An index that cannot be read names no GPU: each that the snapshot lacks may be it.
+        """
+        driver, node = self.driver(), self.node.name
+        present = unread_slices(
+            self.own.in_pool(driver, pool_name(node)).values(),
+            self.own.in_pool(driver, monitor_pool_name(node)).values(),
+        )
+        found = {gpu: _Rendered((), slices) for gpu, slices in present.items()}
+        found = {**found, **self._rendered, **rendered}
+        place = {gpu: number for number, gpu in enumerate(present)}
+        order = sorted(found, key=lambda gpu: place.get(gpu, len(place)))
+        return {gpu: found[gpu] for gpu in order}
 
     async def _write_all(self, node: KubeObject) -> list[float]:
         """Write what differs in all pools; return the seconds until more may be written.
@@ -241,60 +223,62 @@ class SlicePublisher:
         A GPU whose slices the API server refuses is left out: the pool of the others is complete.
         """
         while True:
-            refused = dict(self._refused)
-            taken = (
-                rendered.slices for gpu, rendered in self._rendered.items() if gpu not in refused
-            )
-            pools = pools_of(list(filter(None, taken)), self.node.name, self.driver())
+            refused, found = set(self._refused.problems), self._rendered.items()
+            taken = [each.slices for gpu, each in found if each.slices and gpu not in refused]
+            if refused and not taken:
+                return []  # slices of before stay
+            pools = pools_of(taken, self.node.name, self.driver())
             self._bucket.burst = self.timing.burst * sum(map(len, pools.values()))
-            # First: in a pool of before the scheduler would find the same GPUs once more.
-            await self._delete_others(pools)
             try:
+                # First: in a pool of before the scheduler would find the same GPUs once more.
+                await self._delete_others(pools, node)
                 waits = [await self._reconcile_pool(specs, node) for specs in pools.values()]
             except ClusterError:
-                if self._refused == refused:
+                if self._refused.problems.keys() == refused:
                     raise
+                for gpu, each in found:
+                    if gpu not in self._refused.problems:
+                        await self._refused.is_taken(each.slices, node)
             else:
                 return [wait for wait in waits if wait is not None]
-
-    async def _is_taken(self, slices: GpuSlices, node: KubeObject) -> bool:
-        """Return whether the API server takes the slices of a GPU, by a dry run."""
-        specs = pools_of([slices], self.node.name, self.driver())[pool_name(self.node.name)]
-        try:
-            for name, spec in named(specs).items():
-                body = probe_of(slice_object(name, spec, 1, node))
-                await self.client.call("POST", SLICES, query={"dryRun": "All"}, body=body)
-        except ClusterError:
-            return False
-        return True
 
     async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
         """Write what differs in a pool; return the seconds until more may be written.
 
         Slices that differ are replaced in their generation, one by one: the pool stays complete.
-        If slices come or go, or counters change together with devices, all are written in the next
-        generation.
+        If slices come or go, or change together, all are written in the next generation. Nobody
+        uses an incomplete pool: it is completed in the generation that it has.
         """
         before = self.own.in_pool(specs[0]["driver"], specs[0]["pool"]["name"])
-        generations, now = set(map(generation_of, before.values())), anyio.current_time()
-        wanted, generation = named(specs), max(generations, default=0)
+        wanted, now = named(specs), anyio.current_time()
+        generation = max((1, *map(generation_of, before.values())))
+        newest = {name: old for name, old in before.items() if generation_of(old) == generation}
         differing = {
-            text: spec for text, spec in wanted.items() if not self._is_as_wanted(text, spec)
+            name: spec
+            for name, spec in wanted.items()
+            if name not in newest or not self._is_as_wanted(name, spec)
         }
-        waits = {name: self._edit_ends(name, spec) - now for name, spec in differing.items()}
-        due = {name: differing[name] for name, wait in waits.items() if wait <= 0}
-        is_complete = before.keys() == wanted.keys() and len(generations) == 1
-        if is_complete and not due:
-            return min(waits.values(), default=None)
-        apart = len(due) == 1 or not any("sharedCounters" in document for document in due.values())
-        if is_complete and apart:
-            later = min((wait for wait in waits.values() if wait > 0), default=None)
-            return await self._write(due, generation, node) or later
+        is_same_pool = newest.keys() <= wanted.keys() and all(
+            count_of(old) == len(wanted) for old in newest.values()
+        )
+        is_complete = is_same_pool and len(newest) == len(wanted)
+        if is_complete:
+            waits = {name: self._edit_ends(name, spec) - now for name, spec in differing.items()}
+            due = {name: differing[name] for name, wait in waits.items() if wait <= 0}
+            if are_apart(due, newest):
+                later = min((wait for wait in waits.values() if wait > 0), default=None)
+                wait = await self._write(due, generation, node)
+                await self._delete_all(before.keys() - wanted.keys())
+                return wait or later
         if (wait := self._bucket.wait(now)) > 0:
             return wait
-        await self._write(wanted, generation + 1, node, together=True)
-        for name in before.keys() - wanted.keys():
-            await self._delete(name)
+        if is_complete or not is_same_pool:
+            differing, newest, generation = wanted, {}, generation + 1
+        # Last what is missing: once all are there, all are as wanted.
+        for missing in (False, True):
+            due = {n: spec for n, spec in differing.items() if (n not in newest) is missing}
+            await self._write(due, generation, node, together=True)
+        await self._delete_all(before.keys() - wanted.keys())
         return None
 
     async def _write(
@@ -357,31 +341,45 @@ class SlicePublisher:
             if error.status == _NOT_FOUND:
                 self.own.objects.pop(name, None)  # the next attempt creates it
             elif error.status == _CONFLICT:
-                unread = {key: wanted["spec"][key] for key in ("driver", "pool")}
+                pool = {**wanted["spec"]["pool"], "generation": 0}
+                unread = {"driver": wanted["spec"]["driver"], "pool": pool}
                 self.own.objects[name] = {**wanted, "spec": unread}  # the next attempt replaces it
-            elif error.status == _INVALID and pool_of(wanted) == pool_name(self.node.name):
-                gpu = gpu_of_slice(wanted)
-                self._refused[gpu] = _Refused(self._rendered[gpu].slices, error)
+            self._refused.note(wanted, error)
             raise
         self._bucket.reserve(anyio.current_time())
         self.own.objects[name] = answer
         return answer
 
-    async def _delete(self, name: str) -> None:
-        try:
-            await self.client.call("DELETE", f"{SLICES}/{name}")
-        except ClusterError as error:
-            if error.status != _NOT_FOUND:
-                raise
-        self.own.objects.pop(name, None)
-        self._published.pop(name, None)
+    async def _delete_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                await self.client.call("DELETE", f"{SLICES}/{name}")
+            except ClusterError as error:
+                if error.status != _NOT_FOUND:
+                    raise
+            self.own.objects.pop(name, None)
+            self._published.pop(name, None)
 
-    async def _delete_others(self, pools: Mapping[str, object]) -> None:
-        """Delete the slices of pools that are published no more, or under another driver."""
+    async def _delete_others(
+        self, pools: Mapping[str, tuple[SliceSpec, ...]], node: KubeObject
+    ) -> None:
+        """Delete the slices of pools that are published no more, or under another driver.
+
+        They stay while the API server refuses those that replace them, as an older policy may.
+        """
         driver = self.driver()
-        for name, published_slice in list(self.own.objects.items()):
-            if published_slice["spec"]["driver"] != driver or pool_of(published_slice) not in pools:
-                await self._delete(name)
+        others = [
+            name
+            for name, old in self.own.objects.items()
+            if old["spec"]["driver"] != driver or pool_of(old) not in pools
+        ]
+        try:
+            for specs in pools.values() if others else ():
+                await self._refused.try_slices(specs[:1], node)
+        except ClusterError as error:
+            if error.status != _NO_DRY_RUN:
+                raise
+        await self._delete_all(others)
 
     async def _probe_dropped(self, snapshot: Snapshot, node: KubeObject) -> None:
         """Ask by a dry run which fields are still dropped; write again if fewer are.
@@ -447,4 +445,4 @@ class SlicePublisher:
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     states: Iterable[GpuState] = snapshot.gpus.values()
     dra = tuple(state for state in states if state.api is Api.DRA)
-    return dra, snapshot.versions, bool(snapshot.offers)
+    return dra, snapshot.versions, bool(snapshot.offers), snapshot.unreadable_gpus

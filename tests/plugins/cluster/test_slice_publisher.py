@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from aiohttp import web
 
 from metagpu.core.model.shares import Fault, ResourceClaimRef
 from metagpu.core.reports.schema import SlicesReport
@@ -15,20 +16,36 @@ from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuCordoned,
     GpuFaulted,
+    GpusFound,
     GpuUncordoned,
     SharesClaimed,
+    UnreadableGpusFound,
 )
 from metagpu.plugins.cluster.leftovers import find_at_api_server
-from metagpu.plugins.cluster.settings import ClusterSettings, Feature
+from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming, Feature
 from metagpu.plugins.cluster.slice_publisher import SliceTiming
+from metagpu.sim.apiserver.objects import ApiError
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import FOUR
-from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
-from tests.rigs.build import gpu, pool
+from tests.plugins.cluster.rig import NODE, QUICK, Scene, client_of, cluster_at_work
+from tests.rigs.build import gpu, layout_of, pool
 from tests.rigs.reported import complete
 from tests.rigs.waiting import becomes, skip
 
 COLLECTION = "resourceslices"
+WHOLE = """\
+version: metagpu/v1
+pools: [{name: all, api: dra, backends: [{backend: whole}]}]
+"""
+ONE_OF_TWO = """\
+version: metagpu/v1
+pools:
+  - {name: b, gpus: {index: 0}, backends: [{backend: whole, resource: example.com/gpu}]}
+  - name: all
+    api: dra
+    backends: [{backend: whole}, {backend: timeslice, replicas: 4}]
+"""
+SLOW = ClusterTiming(backoff_first=20)
 UUIDS = tuple(gpu(n).id for n in range(2))
 PATH = "/apis/resource.k8s.io/v1/resourceslices"
 
@@ -218,24 +235,136 @@ async def test_faults_of_all_gpus_keep_the_pool_complete(tmp_path: Path) -> None
 async def test_slices_that_come_are_of_a_new_generation(tmp_path: Path) -> None:
     """Readers of a pool see all of a change, or nothing: an incomplete pool is not read."""
     async with publishing(tmp_path) as scene:
-        scene.server.store.delete((COLLECTION, "", names(scene.server)[0]))
+        scene.offer(FOUR, count=3)
         await scene.server.until(lambda: generations(scene.server, 0) == [2, 2])
         await scene.server.until(lambda: generations(scene.server, 1) == [2, 2])
+        await scene.server.until(lambda: is_complete(scene.server))
+
+
+async def test_an_incomplete_pool_is_completed_in_its_generation(tmp_path: Path) -> None:
+    """Only the slice that is missing is written: also after a write that failed."""
+    async with publishing(tmp_path) as scene:
+        before = names(scene.server)
+        count = len(writes(scene.server))
+        scene.server.store.delete((COLLECTION, "", before[0]))
+        await scene.server.until(lambda: names(scene.server) == before)
+        await anyio.sleep(0.3)
+        assert writes(scene.server)[count:] == ["POST resourceslices"]
+        assert generations(scene.server, 0) == generations(scene.server, 1) == [1, 1]
+
+
+class FlakyServer(SimApiServer):
+    """An API server that throttles some writes of slices.
+
+    Attributes:
+        every: it answers every such write, in order, with 429; none with 0.
+        method: the method of these writes, any with an empty text.
+    """
+
+    every, method, _count = 0, "", 0
+
+    def _check(self, request: web.Request) -> None:
+        super()._check(request)
+        if request.method != "GET" and COLLECTION in request.path and self.every:
+            if request.method != (self.method or request.method):
+                return
+            self._count += 1
+            if self._count % self.every == 0:
+                raise ApiError(429, "TooManyRequests", "slow")
+
+
+async def test_a_throttled_pool_becomes_complete(tmp_path: Path) -> None:
+    """After a write that failed the others of its generation stay."""
+    server = FlakyServer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server, timing=QUICK) as scene:
+        server.every = 6
+        scene.offer(FOUR, count=8)
+        await server.until(lambda: is_complete(server), within=5)
+        assert generations(server, 0) == [1, 1]
+        assert writes(server).count("POST resourceslices") == 17 + 3  # three were refused
+
+
+async def test_deletions_that_fail_are_tried_alone(tmp_path: Path) -> None:
+    """A pool that is whole is not written again, since a surplus slice is still there."""
+    server = FlakyServer()
+    async with publishing(tmp_path, server=server) as scene:
+        server.every, server.method = 1, "DELETE"
+        count = len(writes(server))
+        scene.offer(ONE_OF_TWO)
+        await becomes(lambda: sum("DELETE" in w for w in writes(server)) >= 3)
+        assert sum("PUT" in w for w in writes(server)[count:]) == 2
+        assert generations(server, 1)[:2] == [2, 2]
+        server.every = 0
+        await server.until(lambda: len(names(server)) == 3)
+
+
+async def test_gpus_that_change_places_are_of_a_new_generation(tmp_path: Path) -> None:
+    """Replaced one by one, the slices would show one GPU twice in a complete pool."""
+    async with publishing(tmp_path, WHOLE) as first:
+        assert generations(first.server, 1) == [1]
+    server = first.server
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as second:
+        _offer(second, 1, 2, text=WHOLE)
+        await server.until(lambda: slices(server, 0) == [] and is_complete(server))
+        assert generations(server, 1) == [2]
+
+
+def _offer(scene: Scene, *indices: int, text: str = FOUR) -> None:
+    gpus = tuple(map(gpu, indices))
+    scene.registry.apply(GpusFound(gpus, at=0))
+    scene.registry.apply(layout_of(*gpus, text=text).offer_fact)
+
+
+async def test_gpus_that_cannot_be_read_keep_their_slices(tmp_path: Path) -> None:
+    """A daemon that cannot read a GPU at its start takes it for unknown, not for gone."""
+    async with publishing(tmp_path) as first:
+        server, before = first.server, names(first.server)
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as second:
+        second.registry.apply(UnreadableGpusFound({0: "Unknown Error"}, at=0))
+        _offer(second, 1)
+        await server.until(lambda: taints(server, 0) == {"metagpu.io/unhealthy"})
+        second.registry.apply(GpuCordoned(UUIDS[1], "x", 1))
+        await server.until(lambda: taints(server, 1) == {"metagpu.io/cordoned"})
+        assert (names(server), generations(server, 0)) == (before, [1, 1])
+        second.registry.apply(UnreadableGpusFound({}, at=0))
+        await server.until(lambda: slices(server, 0) == [] and is_complete(server))
 
 
 async def test_slices_of_an_earlier_shape_go_before_the_new_ones_come(tmp_path: Path) -> None:
     """In two pools at once the scheduler would allocate one GPU twice."""
     server = SimApiServer()
+    name, earlier = _leave_earlier_shape(server)
+    async with publishing(tmp_path, server=server) as scene:
+        tried = ["POST resourceslices"] * 2  # of both pools, by dry runs
+        assert writes(server)[:3] == [*tried, f"DELETE {name}"]
+        scene.registry.apply(_claimed(scene, earlier))
+        await server.until(lambda: taints(server, 0) == {"metagpu.io/held"})
+
+
+def _leave_earlier_shape(server: SimApiServer) -> tuple[str, str]:
+    """Leave a slice in a pool of one GPU; return the names of both."""
     earlier = f"{NODE}/{UUIDS[0].lower()}"
     pool = {"name": earlier, "generation": 1, "resourceSliceCount": 1}
     name = f"gpu.metagpu.io-{NODE}-{UUIDS[0].lower()}-00"
     metadata = {"name": name, "labels": {"app.kubernetes.io/managed-by": "metagpu"}}
     spec = {"driver": "gpu.metagpu.io", "nodeName": NODE, "pool": pool, "devices": []}
     server.store.put((COLLECTION, "", name), {"metadata": metadata, "spec": spec})
-    async with publishing(tmp_path, server=server) as scene:
-        assert writes(server)[0] == f"DELETE {name}"
-        scene.registry.apply(_claimed(scene, earlier))
-        await server.until(lambda: taints(server, 0) == {"metagpu.io/held"})
+    return name, earlier
+
+
+async def test_slices_of_an_earlier_shape_stay_while_the_new_ones_are_refused(
+    tmp_path: Path,
+) -> None:
+    """A policy of an earlier version knows no pool of a node."""
+    server = SimApiServer()
+    name, _ = _leave_earlier_shape(server)
+    server.denied.append(("POST", COLLECTION))
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
+        scene.offer(FOUR)
+        await becomes(lambda: _problem(scene))
+        assert names(server) == [name]
+        server.denied.clear()
+        await server.until(lambda: name not in names(server) and is_complete(server))
 
 
 async def test_slices_that_another_driver_of_the_name_left_go(tmp_path: Path) -> None:
@@ -256,8 +385,9 @@ async def test_a_slice_that_exists_unknown_is_replaced(tmp_path: Path) -> None:
         assert scene.cluster.connection.slices
         del scene.cluster.connection.slices.own.objects[names(scene.server)[0]]
         scene.registry.events.publish(LayoutApplied())
-        await scene.server.until(lambda: generations(scene.server, 0) > [1, 1])
-        await scene.server.until(lambda: len(set(generations(scene.server, 0))) == 1)
+        name = names(scene.server)[0]
+        await scene.server.until(lambda: f"PUT {name}" in writes(scene.server))
+        assert generations(scene.server, 0) == [1, 1]
 
 
 async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
@@ -293,10 +423,12 @@ async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) ->
 async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
     """Slices of before that are as wanted stay, whatever their generation; others go."""
     async with publishing(tmp_path) as first:
-        first.server.store.delete((COLLECTION, "", names(first.server)[0]))
-        await first.server.until(lambda: generations(first.server, 0) == [2, 2])
-        await first.server.until(lambda: is_complete(first.server))
+        pass
     server, count = first.server, len(writes(first.server))
+    for name in names(server):
+        spec = server.store.objects[COLLECTION, "", name]["spec"]
+        later = {**spec, "pool": {**spec["pool"], "generation": 7}}
+        server.store.merge((COLLECTION, "", name), {"spec": later}, status=False, manager="x")
 
     async with publishing(tmp_path, server=server) as second:
         await anyio.sleep(0.2)
@@ -430,11 +562,43 @@ async def test_a_gpu_that_is_refused_keeps_no_other_from_being_published(tmp_pat
     async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as scene:
         scene.offer(FOUR)
         await becomes(lambda: "a test made it invalid" in _problem(scene))
+        await server.until(lambda: is_complete(server))
         assert slices(server, 0) == []
         assert [spec["pool"]["resourceSliceCount"] for spec in slices(server, 1)] == [2, 2]
         assert len(set(generations(server, 1))) == 1
         server.resource_slices.refused.clear()
         await server.until(lambda: len(slices(server, 0)) == 2)
+
+
+async def test_slices_stay_where_all_gpus_are_refused(tmp_path: Path) -> None:
+    """A policy that refuses every write takes nothing from the node."""
+    server = SimApiServer()
+    async with publishing(tmp_path, server=server) as scene:
+        before = names(server)
+        server.resource_slices.refused.update(f"{uuid.lower()}-mps" for uuid in UUIDS)
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await becomes(lambda: "a test made it invalid" in _problem(scene))
+        await anyio.sleep(0.5)
+        assert (names(server), generations(server, 0)) == (before, [1, 1])
+        assert is_complete(server)
+        server.resource_slices.refused.clear()
+        await server.until(lambda: taints(server, 0) == {"metagpu.io/cordoned"})
+        await becomes(lambda: not _problem(scene))
+
+
+async def test_a_refused_gpu_that_changes_stays_refused(tmp_path: Path) -> None:
+    """Only a dry run of its slices brings it back; a fault of another GPU does not wait for it."""
+    server = SimApiServer()
+    server.resource_slices.refused.add(f"{UUIDS[0].lower()}-mps")
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server, timing=SLOW) as scene:
+        scene.offer(FOUR)
+        await server.until(lambda: is_complete(server) and slices(server, 1))
+        before = len(writes(server))
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        scene.registry.apply(GpuFaulted(UUIDS[1], "XID 79", 1, Fault.XID))
+        await server.until(lambda: taints(server, 1), within=3)
+        assert writes(server)[before:] == [f"PUT {named_slices(server, 1)[1][0]}"]
+        assert "a test made it invalid" in _problem(scene)
 
 
 BOTH_APIS = """\
