@@ -4,6 +4,7 @@ PyYAML's YAML 1.1 takes `5:30` for a number and `2026-01-01` for a date; in a ma
 text. A text that kubectl would take for something else is quoted.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -21,7 +22,7 @@ _TEXT_TO_QUOTE: Final = re.compile(r"[yYnN]$|[-+.0-9]")
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the numbers that kubectl knows, and no times.
+    """Knows the numbers that kubectl knows, and no times; keys are text, as in JSON.
 
     A value that contains itself is an error.
     """
@@ -34,6 +35,14 @@ class _Loader(yaml.SafeLoader):
     def construct_document(self, node: yaml.Node) -> Any:  # noqa: ANN401 - YAML holds anything
         self.deep_construct = True  # otherwise PyYAML completes values after those around them
         return super().construct_document(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's
+        self.flatten_mapping(node)
+        for place, (key, value) in enumerate(node.value):
+            if isinstance(found := self.construct_object(key, deep=True), int | float):
+                text = json.dumps(found).removesuffix(".0")
+                node.value[place] = (yaml.ScalarNode(f"{_TAG}str", text, key.start_mark), value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))

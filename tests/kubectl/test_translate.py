@@ -267,6 +267,19 @@ def test_values_are_those_that_kubectl_reads(
     assert json.loads(as_json)["data"] == yaml.safe_load(f"key: {printed}")
 
 
+def test_keys_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers and truth values become what kubectl makes of them; none takes another's place."""
+    manifest, nodes = tmp_path / "manifest.yaml", nodes_file(tmp_path, MIG)
+    data = "&a {1: one, true: tru, 0x10: hex, 1.5: half, 2.0: two, no: n}"
+    manifest.write_text(f"kind: ConfigMap\ndata: {data}\nmore: {{<<: *a}}\n", encoding="utf-8")
+    expected = {"1": "one", "true": "tru", "16": "hex", "1.5": "half", "2": "two", "false": "n"}
+    for read in (
+        yaml.safe_load(run(capsys, manifest, nodes)[1]),
+        json.loads(run(capsys, manifest, nodes, "-o", "json")[1]),
+    ):
+        assert read == {"kind": "ConfigMap", "data": expected, "more": expected}
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
