@@ -111,6 +111,17 @@ def _parse(text: str, file: str) -> "Sequence[tuple[Any, yaml.Node | None]]":
     return found
 
 
+def _listed(value: Object) -> Sequence[Any] | None:
+    """Return the objects of a list; a custom kind may have other `items`."""
+    found = value.get("items")
+    if not isinstance(found, list):
+        return None
+    of_objects = all(
+        isinstance(each, dict) and {"kind", "apiVersion"} <= each.keys() for each in found
+    )
+    return found if value.get("apiVersion", "v1") == "v1" or (found and of_objects) else None
+
+
 def _objects_in(document: KubeDocument, node: "yaml.Node | None") -> Iterator[KubeDocument]:
     """Yield an object, or those of a List.
 
@@ -121,7 +132,7 @@ def _objects_in(document: KubeDocument, node: "yaml.Node | None") -> Iterator[Ku
     if not isinstance(kind, str) or not kind:
         problem = "no object of Kubernetes; write it with apiVersion and kind"
         raise document.error(problem, ConfigReason.UNKNOWN_FORMAT)
-    if kind.endswith("List") and isinstance(listed := document.value.get("items"), list):
+    if kind.endswith("List") and (listed := _listed(document.value)) is not None:
         from metagpu.compat.kube_yaml import items_of  # noqa: PLC0415 - for lists alone
 
         nodes = chain(items_of(node), repeat(None))  # none for JSON

@@ -267,6 +267,27 @@ def test_values_are_those_that_kubectl_reads(
     assert json.loads(as_json)["data"] == yaml.safe_load(f"key: {printed}")
 
 
+@pytest.mark.parametrize(
+    ("items", "printed"),
+    [
+        ("[]", "items: []"),
+        ("[{host: a}]", "items:\n- host: a"),
+        ("[{kind: A}, 3]", "items:\n- kind: A\n- 3"),
+    ],
+)
+def test_a_custom_kind_of_items_is_no_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], items: str, printed: str
+) -> None:
+    """The object stays as it is; a list of objects gives them."""
+    manifest, about = tmp_path / "manifest.yaml", "apiVersion: example.com/v1\nkind: AllowList\n"
+    manifest.write_text(f"{about}items: {items}\n", encoding="utf-8")
+    assert run(capsys, manifest, nodes_file(tmp_path, MIG))[1] == f"{about}{printed}\n"
+    one = "{apiVersion: example.com/v1, kind: Allow}"
+    manifest.write_text(f"{about}items: [{one}]\n", encoding="utf-8")
+    printed = run(capsys, manifest, nodes_file(tmp_path, MIG))[1]
+    assert printed == about.replace("AllowList", "Allow")
+
+
 def test_keys_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers and truth values become what kubectl makes of them; none takes another's place."""
     manifest, nodes = tmp_path / "manifest.yaml", nodes_file(tmp_path, MIG)
