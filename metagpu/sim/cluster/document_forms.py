@@ -185,11 +185,20 @@ class _PodForm(_PodClaimsForm, frozen=True, kw_only=True):
                 raise ValueError(f"container {container.name}: no {name} in `resourceClaims`")
 
 
+class _OwnerForm(_Form, frozen=True):
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+    controller: bool | None = None
+
+
 class _MetadataForm(_Form, frozen=True):
     name: str = ""
     namespace: str | None = None
     labels: Mapping[str, str] | None = None
     annotations: Mapping[str, str] | None = None
+    owner_references: list[_OwnerForm] | None = None
 
 
 class _PodTemplateForm(_Form, frozen=True):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+import structlog
+
 from metagpu.sim.apiserver.objects import KINDS, Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
@@ -12,6 +14,8 @@ from metagpu.sim.cluster.claim_versions import as_v1
 from metagpu.sim.cluster.document_forms import check_document, stored_spec
 from metagpu.sim.cluster.workloads import WORKLOADS, control, owner_of
 from metagpu.sim.machine.gpu import SimError
+
+log = structlog.get_logger()
 
 _TIMEOUT: Final = 20.0
 """Seconds that a command waits for what becomes of its pods; the client waits 30."""
@@ -117,18 +121,24 @@ class Manifests:
         """Run each controller once, and delete what has lost its owner."""
         store = self._api.store
         for collection in WORKLOADS:
-            for workload in [entry for key, entry in store.objects.items() if key[0] == collection]:
-                uid = workload["metadata"]["uid"]
-                children = [entry for entry in store.objects.values() if owner_of(entry) == uid]
-                made, surplus = control(workload, children)
-                for key, content in (_content(entry, "") for entry in made):
-                    store.put(key, content)
-                for document in surplus:
-                    self._remove(_key(document))
+            for key in [key for key in store.objects if key[0] == collection]:
+                try:
+                    self._control(store.objects[key])
+                except Exception:  # one that was patched may have any form
+                    log.exception("workload failed", workload="/".join(key))
         uids = {entry["metadata"]["uid"] for entry in store.objects.values()}
         for key, document in list(store.objects.items()):
             if key[0] in _OWNED and owner_of(document) and owner_of(document) not in uids:
                 self._remove(key)
+
+    def _control(self, workload: Object) -> None:
+        store, uid = self._api.store, workload["metadata"]["uid"]
+        children = [entry for entry in store.objects.values() if owner_of(entry) == uid]
+        made, surplus = control(workload, children)
+        for key, content in (_content(entry, "") for entry in made):
+            store.put(key, content)
+        for document in surplus:
+            self._remove(_key(document))
 
     def _contents(self, documents: Sequence[Document], namespace: str) -> dict[Key, Object]:
         found: dict[Key, Object] = {}
@@ -146,7 +156,7 @@ class Manifests:
         Raises:
             SimError: the object is not valid.
         """
-        newest = as_v1(document)
+        newest = as_v1(_without_nulls(document))
         check_document(newest)
         return _content(newest, namespace)
 
@@ -240,3 +250,14 @@ def _said(document: Object) -> Object:
         if key not in {"metadata", "status", "apiVersion", "kind"}
     }
     return rest | {"spec": spec, "labels": metadata.get("labels") or {}}
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a document without nulls, but for those in a driver's parameters."""
+    if isinstance(value, Mapping):
+        return {
+            name: each if name == "parameters" else _without_nulls(each)
+            for name, each in value.items()
+            if each is not None
+        }
+    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value

@@ -7,6 +7,7 @@ is gone is made again; one that has failed stays, but for those of a Job.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -33,8 +34,10 @@ def control(workload: Object, children: Sequence[Object]) -> Children:
 
 def owner_of(document: Object) -> str:
     """Return the uid of an object's controller, empty without one."""
-    owners = document["metadata"].get("ownerReferences") or ()
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+    with suppress(AttributeError, KeyError, TypeError):  # of any form after a patch
+        owners = document["metadata"].get("ownerReferences") or ()
+        return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+    return ""
 
 
 def _deployment(workload: Object, children: Sequence[Object]) -> Children:
@@ -106,7 +109,7 @@ def _job(workload: Object, children: Sequence[Object]) -> Children:
     if spec.get("completionMode") != "Indexed":
         return Children([_pod(workload, labels=labels) for _ in range(left - len(active))])
     taken = {
-        child["metadata"]["annotations"][_INDEX]
+        (child["metadata"].get("annotations") or {}).get(_INDEX)
         for child in children
         if phase_of(child) != "Failed"
     }

@@ -100,6 +100,8 @@ def test_what_kubernetes_takes_is_taken(entry: Mapping[str, Any]) -> None:
             "the selector does not match the labels of the pod template",
         ),
         (document("Pod", {}, name=""), "the Pod cannot be named ''"),
+        (document("Secret", None, ownerReferences=[{"controller": True}]), "ownerReferences[0]"),
+        (document("Secret", None, ownerReferences=["a"]), "$.metadata.ownerReferences[0]"),
         ({"kind": "Pod", "metadata": "a"}, "$.metadata"),
         ({"kind": ["Pod"]}, "$.kind"),
     ],

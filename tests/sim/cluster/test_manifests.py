@@ -84,3 +84,36 @@ async def test_a_namespace_goes_with_what_is_in_it(tmp_path: Path) -> None:
         assert len(phases(cluster)) == 1
         with pytest.raises(SimError, match="none of these objects exists"):
             await cluster.manifests.delete([space], "default")
+
+
+async def test_null_is_absent(tmp_path: Path) -> None:
+    """Workloads, claims and pods have the defaults of Kubernetes for it."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        for kind in ("Deployment", "StatefulSet"):
+            await apply(cluster, workload(kind, kind.lower(), replicas=None))
+        await apply(cluster, workload("Job", "job", parallelism=None, backoffLimit=None))
+        await cluster.api.until(lambda: list(phases(cluster).values()) == ["Running"] * 3)
+        request = {"deviceClassName": "c", "selectors": None, "tolerations": None}
+        parameters = [{"opaque": {"driver": "d", "parameters": {"a": None}}}]
+        devices = {"requests": [{"name": "r", "exactly": request}], "config": parameters}
+        claim = {"kind": "ResourceClaim", "metadata": {"name": "c"}, "spec": {"devices": devices}}
+        assert await apply(cluster, claim) == {"created"}
+        assert await apply(cluster, claim) == {"unchanged"}
+        kept = cluster.api.store.objects["resourceclaims", "default", "c"]["spec"]["devices"]
+        assert kept["requests"] == [{"name": "r", "exactly": {"deviceClassName": "c"}}]
+        assert kept["config"] == parameters  # a driver's own form
+
+
+@pytest.mark.parametrize(
+    "broken", [{"spec": {"replicas": "x"}}, {"metadata": {"ownerReferences": [3]}}]
+)
+async def test_a_broken_workload_costs_itself_alone(tmp_path: Path, broken: Any) -> None:  # noqa: ANN401 - an object
+    """A patch is not checked: the other workloads have their pods, and the cluster runs."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        await apply(cluster, workload("ReplicaSet", "a"), workload("ReplicaSet", "b"))
+        key = ("replicasets", "default", "a")
+        cluster.api.store.merge(key, broken, status=False, manager="kubectl")
+        [old] = [name for name in phases(cluster) if name.startswith("b-")]
+        assert await cluster.end_pod(old, "default")
+        await cluster.api.until(lambda: len(phases(cluster)) == 2)
+        assert old not in phases(cluster)
