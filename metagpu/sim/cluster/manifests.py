@@ -136,7 +136,8 @@ class Manifests:
         children = [entry for entry in store.objects.values() if owner_of(entry) == uid]
         made, surplus = control(workload, children)
         for key, content in (_content(entry, "") for entry in made):
-            store.put(key, content)
+            if key not in store.objects or owner_of(store.objects[key]) == uid:
+                store.put(key, content)
         for document in surplus:
             self._remove(_key(document))
 

@@ -117,3 +117,17 @@ async def test_a_broken_workload_costs_itself_alone(tmp_path: Path, broken: Any)
         assert await cluster.end_pod(old, "default")
         await cluster.api.until(lambda: len(phases(cluster)) == 2)
         assert old not in phases(cluster)
+
+
+async def test_a_workload_leaves_the_pod_of_another(tmp_path: Path) -> None:
+    """A StatefulSet waits until the pod of the name is gone."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        spec = {"containers": [{"name": "other"}]}
+        pod = {"kind": "Pod", "metadata": {"name": "w-0"}, "spec": spec}
+        await apply(cluster, pod)
+        [uid] = [each.uid for each in cluster.pods()]
+        await apply(cluster, workload("StatefulSet"))
+        [found] = cluster.api.pods()
+        assert found["spec"] == {**spec, "nodeName": "sim"}
+        await cluster.end_pod("w-0", "default")
+        await cluster.api.until(lambda: [each.uid for each in cluster.pods()] not in ([], [uid]))
