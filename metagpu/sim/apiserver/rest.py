@@ -134,7 +134,8 @@ APPLY: Final = "application/apply-patch+yaml"
 STRATEGIC: Final = "application/strategic-merge-patch+json"
 _BASE: Final = "/{api:api/v1|apis/[^/]+/[^/]+}"
 _LISTS: Final = (f"{_BASE}/{{collection}}", f"{_BASE}/namespaces/{{namespace}}/{{collection}}")
-_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+"""The annotation with what a user last said of an object."""
 
 
 class RestApi:
@@ -245,14 +246,14 @@ class RestApi:
         target, body = Target.of(request), json.loads(await request.read())
         key = target.key
         status, manager = "part" in request.match_info, request.query.get("fieldManager", "metagpu")
-        applied = (body.get("metadata", {}).get("annotations") or {}).get(_APPLIED)
+        applied = (body.get("metadata", {}).get("annotations") or {}).get(APPLIED)
 
         if request.content_type == APPLY:
             force = request.query.get("force") == "true"
             document = self.store.apply(key, body, status=status, manager=manager, force=force)
         elif request.content_type == STRATEGIC and applied:  # of `kubectl apply`: all that it said
             said = json.loads(applied)
-            said["metadata"].setdefault("annotations", {})[_APPLIED] = applied
+            said["metadata"].setdefault("annotations", {})[APPLIED] = applied
             document = self._put(key, said)
         elif request.content_type in {MERGE, STRATEGIC}:
             document = self.store.merge(key, body, status=status, manager=manager)
@@ -268,16 +269,34 @@ class RestApi:
 
     def _put(self, key: Key, said: Object) -> Object:
         """Replace what a user said of an object."""
-        before = self.store.get_object(key)
-        _, content = self._admitted(said, key[1])
-        bound = {
-            name: value for name, value in (before.get("spec") or {}).items() if name == "nodeName"
-        }
-        if key[0] in _FIXED and before["spec"] != {**content["spec"], **bound}:
-            raise ApiError(422, "Invalid", "spec: Forbidden: nobody changes it; delete the object")
-        content["metadata"] = {**before["metadata"], **content["metadata"]}
-        content |= {"spec": {**content["spec"], **bound}} if bound else {}
-        return self.store.put(key, {**content, "status": before.get("status") or {}})
+        self.store.get_object(key)
+        return self.store.put(key, self.changed(key, self._admitted(said, key[1])[1]))
+
+    def changed(self, key: Key, content: Object) -> Object:
+        """Return an object as it is after a user's change: what others wrote of it stays.
+
+        Raises:
+            ApiError: nobody changes that.
+        """
+        before = self.store.objects.get(key)
+        if before is None:
+            return content
+        old, new = before.get("spec") or {}, content.get("spec") or {}
+        if key[0] == "pods" and "nodeName" in old:
+            new = {**new, "nodeName": old["nodeName"]}
+        fixed = _fixed_part(key, old)
+        if fixed != _fixed_part(key, new):
+            problem = f"{content['kind'].lower()} {key[2]} exists with another {fixed[0]}"
+            raise ApiError(422, "Invalid", f"{problem}; end it first")
+        kept, said = before["metadata"], content["metadata"]
+        created = kept.get("creationTimestamp", said["creationTimestamp"])
+        metadata = {**kept, **said, "creationTimestamp": created}
+        for name, last in _last_said(kept).items():
+            known = (kept.get(name) or {}).items()
+            others = {each: value for each, value in known if each not in last}
+            metadata[name] = {**others, **(said.get(name) or {})}
+        spec = {"spec": new} if "spec" in content else {}
+        return {**content, **spec, "metadata": metadata, "status": before.get("status") or {}}
 
     async def _create_any(self, request: web.Request) -> web.StreamResponse:
         target = Target.of(request)
@@ -306,6 +325,21 @@ class RestApi:
         if body.get("dryRun") != ["All"]:
             self.remove(target.key)
         return web.json_response(target.typed(document))
+
+
+def _fixed_part(key: Key, spec: Object) -> tuple[str, object]:
+    """Return the part of a specification that nobody changes, with its name."""
+    if key[0] == "jobs":
+        return "completionMode", spec.get("completionMode") or "NonIndexed"
+    return "spec", spec if key[0] in _FIXED else None
+
+
+def _last_said(metadata: Object) -> Mapping[str, Object]:
+    """Return the labels and annotations that a user last applied, if anybody knows."""
+    said: Object = {}
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        said = dict(json.loads(metadata["annotations"][APPLIED])["metadata"])
+    return {name: said.get(name) or {} for name in ("labels", "annotations")}
 
 
 async def _answer(document: Object, _: web.Request) -> web.StreamResponse:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from metagpu.sim.apiserver.objects import Key, Object
+from metagpu.sim.apiserver.rest import APPLIED
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import claim_objects, pod_objects
 from metagpu.sim.cluster.inspection import view_claim
@@ -15,7 +16,9 @@ _OF_CHART: Final = {"app.kubernetes.io/managed-by": "Helm"}
 
 
 def _is_of_chart(document: Object) -> bool:
-    return _OF_CHART.items() <= (document["metadata"].get("labels") or {}).items()
+    metadata = document["metadata"]
+    is_applied = APPLIED in (metadata.get("annotations") or {})
+    return not is_applied and _OF_CHART.items() <= (metadata.get("labels") or {}).items()
 
 
 class ClusterClaims:

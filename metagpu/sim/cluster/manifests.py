@@ -1,5 +1,6 @@
 """Objects of manifests at the simulated cluster, and its controllers."""
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -7,7 +8,8 @@ from typing import Any, Final
 
 import structlog
 
-from metagpu.sim.apiserver.objects import KINDS, Key, Object
+from metagpu.sim.apiserver.objects import KINDS, ApiError, Key, Object
+from metagpu.sim.apiserver.rest import APPLIED
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
 from metagpu.sim.cluster.claim_versions import as_v1
@@ -19,8 +21,6 @@ log = structlog.get_logger()
 
 _TIMEOUT: Final = 20.0
 """Seconds that a command waits for what becomes of its pods; the client waits 30."""
-_FIXED: Final = frozenset(("Pod", "ResourceClaim", "ResourceClaimTemplate"))
-"""The kinds whose specification nobody changes."""
 _OWNED: Final = frozenset(("pods", "replicasets", "resourceclaims"))
 """The collections of what controllers make."""
 
@@ -68,14 +68,18 @@ class Manifests:
             SimError: a document is not valid, or changes what nobody can change.
         """
         contents, objects = self._contents(documents, namespace), self._api.store.objects
-        outcomes = {key: _outcome(objects.get(key), document) for key, document in contents.items()}
+        outcomes, changed = {}, {}
         for key, content in contents.items():
-            if outcomes[key] == "configured" and content["kind"] in _FIXED:
-                title = f"{content['kind'].lower()} {key[2]}"
-                raise SimError(f"{title} exists with another spec; end it first")
-        changed = {
-            key: document for key, document in contents.items() if outcomes[key] != "unchanged"
-        }
+            _note(content)
+            try:
+                after = self._api.changed(key, content)
+            except ApiError as error:
+                raise SimError(str(error)) from None
+            outcomes[key] = "configured" if key in objects else "created"
+            if after == objects.get(key):
+                outcomes[key] = "unchanged"
+            else:
+                changed[key] = after
         return outcomes, await self._put(changed, contents)
 
     async def delete(self, documents: Sequence[Document], namespace: str) -> bool:
@@ -217,7 +221,8 @@ def _content(document: Document, namespace: str) -> tuple[Key, Object]:
     """Return an object as the API server stores it, with its key."""
     kind = KINDS[document["kind"]]
     metadata = {**(document.get("metadata") or {})}
-    metadata.setdefault("annotations", {})
+    for name in ("labels", "annotations"):
+        metadata.setdefault(name, {})
     metadata["creationTimestamp"] = pod_objects.timestamp(time.time())
     for name in ("uid", "resourceVersion", "managedFields", "deletionTimestamp"):
         metadata.pop(name, None)
@@ -234,23 +239,14 @@ def _key(document: Object) -> Key:
     return kind.collection, metadata.get("namespace", ""), metadata["name"]
 
 
-def _outcome(before: Object | None, content: Object) -> str:
-    if before is None:
-        return "created"
-    return "unchanged" if _said(before) == _said(content) else "configured"
-
-
-def _said(document: Object) -> Object:
-    """Return what a user said of an object, without what others wrote."""
-    metadata, spec = document["metadata"], document.get("spec")
-    if isinstance(spec, dict):
-        spec = {name: value for name, value in spec.items() if name != "nodeName"}
-    rest = {
-        key: document[key]
-        for key in document
-        if key not in {"metadata", "status", "apiVersion", "kind"}
-    }
-    return rest | {"spec": spec, "labels": metadata.get("labels") or {}}
+def _note(content: Object) -> None:
+    """Note in an object what the user says of it, as kubectl does."""
+    metadata = content["metadata"]
+    metadata["annotations"].pop(APPLIED, None)
+    about = {name: value for name, value in metadata.items() if name != "creationTimestamp"}
+    said = {**content, "metadata": about}
+    del said["status"]
+    metadata["annotations"][APPLIED] = json.dumps(said)
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON

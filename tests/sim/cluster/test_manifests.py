@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from metagpu.sim.apiserver.rest import APPLIED
 from metagpu.sim.cluster.single_node import SingleNodeCluster
 from metagpu.sim.machine.gpu import SimError
 from tests.sim.cluster.test_single_node import cluster_of, four, phases
@@ -104,6 +105,18 @@ async def test_null_is_absent(tmp_path: Path) -> None:
         assert kept["config"] == parameters  # a driver's own form
 
 
+async def test_the_completion_mode_of_a_job_stays(tmp_path: Path) -> None:
+    """Kubernetes refuses the change too; nothing else of the file is applied."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        await apply(cluster, workload("Job"))
+        changed = workload("Job", completions=2, completionMode="Indexed")
+        with pytest.raises(SimError, match="job w exists with another completionMode; end it"):
+            await apply(cluster, workload("Deployment"), changed)
+        assert len(phases(cluster)) == 1
+        same = workload("Job", parallelism=2, completions=2, completionMode="NonIndexed")
+        assert await apply(cluster, same) == {"configured"}
+
+
 @pytest.mark.parametrize(
     "broken", [{"spec": {"replicas": "x"}}, {"metadata": {"ownerReferences": [3]}}]
 )
@@ -131,3 +144,37 @@ async def test_a_workload_leaves_the_pod_of_another(tmp_path: Path) -> None:
         assert found["spec"] == {**spec, "nodeName": "sim"}
         await cluster.end_pod("w-0", "default")
         await cluster.api.until(lambda: [each.uid for each in cluster.pods()] not in ([], [uid]))
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Deployment"])
+async def test_labels_and_annotations_change(tmp_path: Path, kind: str) -> None:
+    """As by kubectl: what is no longer said goes, what others wrote stays, and the pod runs on."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        document = workload("Deployment")
+        if kind == "Pod":
+            document = {**document, "kind": kind, "spec": document["spec"]["template"]["spec"]}
+        said = {"name": "w", "labels": {"a": "1", "b": "1"}, "annotations": {"n": "1"}}
+        assert await apply(cluster, {**document, "metadata": said}) == {"created"}
+        before, key = cluster.pods(), (f"{kind.lower()}s", "default", "w")
+        patch = {"metadata": {"annotations": {"other": "1"}}}
+        cluster.api.store.merge(key, patch, status=False, manager="other")
+        assert await apply(cluster, {**document, "metadata": said}) == {"unchanged"}
+        said = {"name": "w", "labels": {"a": "2"}, "annotations": {"n": "2"}}
+        assert await apply(cluster, {**document, "metadata": said}) == {"configured"}
+        metadata = cluster.api.store.objects[key]["metadata"]
+        assert metadata["labels"] == {"a": "2"}
+        assert metadata["annotations"].pop(APPLIED)
+        assert metadata["annotations"] == {"n": "2", "other": "1"}
+        [(now, then)] = zip(cluster.pods(), before, strict=True)
+        assert (now.uid, now.phase, now.devices) == (then.uid, then.phase, then.devices)
+
+
+async def test_a_class_of_the_chart_becomes_the_users(tmp_path: Path) -> None:
+    """The class that a user applies stays, though it keeps the label of the chart."""
+    async with cluster_of(tmp_path, four()) as cluster:
+        key = ("deviceclasses", "", "gpu.metagpu.io")
+        await cluster.api.until(lambda: key in cluster.api.store.objects)
+        own = {"kind": "DeviceClass", "metadata": {"name": key[2]}, "spec": {"selectors": []}}
+        assert await apply(cluster, own) == {"configured"}
+        cluster.claims.keep()
+        assert cluster.api.store.objects[key]["spec"] == own["spec"]
