@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 14010, ("sim/*",)),
+    Capability("simulator", 14080, ("sim/*",)),
     Capability(
         "DRA",
         4830,
@@ -63,7 +63,7 @@ CAPABILITIES: Final = (
     )),
     Capability("layout and grants", 1930, ("core/layout/*", "core/grants/*")),
     Capability("contracts and runtime", 2080, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 4325, ("core/config/*", "compat/*")),
+    Capability("configuration and other formats", 4350, ("core/config/*", "compat/*")),
     Capability("health", 1000, ("core/health/*",)),
     Capability("enforcement and usage", 3070, ("core/usage/*",)),
     Capability("MIG", 3840, ("backends/mig/*",)),
