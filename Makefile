@@ -104,7 +104,7 @@ e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
 e2e: export METAGPU_PIECE = $(PIECE)
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34; PIECE=N of the long ones)
 	$(BIN)/python -m tests.e2e.rig prepare
-	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/web -m e2e -rs --timeout 600
+	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/cli tests/web -m e2e -rs --timeout 600
 
 pictures: $(VENV)/.test ## take the pictures of docs/images again, in Debian's Chromium
 	METAGPU_SCREENSHOTS=1 $(BIN)/python -m pytest tests/web -m e2e -k pictures

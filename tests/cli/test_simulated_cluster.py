@@ -481,7 +481,7 @@ def test_a_manifest_is_taken_as_a_whole(tmp_path: Path) -> None:
 KUBECTL = Path(Tools.cached().path("kubectl"))
 
 
-@pytest.mark.skipif(not KUBECTL.exists(), reason="`make e2e` builds kubectl")
+@pytest.mark.e2e
 def test_kubectl_itself_reads_and_writes_the_cluster(tmp_path: Path) -> None:
     """Objects are applied, scaled, listed, described and deleted, with the simulator's checks."""
     (tmp_path / "plugin.yaml").write_text(TIME_SLICING)
