@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
         "--before",
         type=lambda text: Path(text).resolve(),
         metavar="PATH",
-        help="a source tree of another commit; `starts` and `commands` alternate between both",
+        help="another commit's source tree; `before`, `starts` and `commands` alternate",
     )
     parser.add_argument(
         "--out",

@@ -17,7 +17,7 @@ import grpc
 from metagpu.plugins.kubelet.pb import v1beta1
 
 _SERVICE: Final = "/v1beta1.DevicePlugin"
-_TIMEOUT: Final = 30.0
+_TIMEOUT: Final = 120.0
 _OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for every client
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),  # grpc-go's, so the kubelet's
@@ -94,6 +94,7 @@ class Lists:
 def connected(socket: Path) -> Iterator[Client]:
     """Connect to a plugin until the block ends."""
     with grpc.insecure_channel(f"unix:{socket}", options=_OPTIONS) as channel:
+        grpc.channel_ready_future(channel).result(_TIMEOUT)  # bound is not yet listening
         yield Client(channel)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from metagpu.plugins.control.client import send_request
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 
 HERE: Final = Path(__file__).parents[1]
 """The root of this source tree."""
@@ -33,7 +33,7 @@ FOUR_POOLS: Final = "version: metagpu/v1\npools:\n" + "".join(
     for n, name in enumerate(FOUR)
 )
 
-_TIMEOUT: Final = 30.0
+_TIMEOUT: Final = 120.0
 
 
 class Daemon:

@@ -9,6 +9,8 @@ from typing import Final
 
 import grpc
 
+from bench import client
+from bench.client import Client
 from metagpu.plugins.kubelet.pb import v1
 
 _SERVICE: Final = "v1.PodResourcesLister"
@@ -31,6 +33,15 @@ class PodResources:
         container = v1.ContainerResources(name="main", devices=devices)
         pod = v1.PodResources(name="pod", namespace="bench", containers=[container])
         self._answer = bytes(v1.ListPodResourcesResponse(pod_resources=[pod] if ids else []))
+
+    def lease_all(self, plugin: Client, resource: str) -> None:
+        """Allocate all shares of a plugin for the pod, and wait until the daemon has read it."""
+        ids = client.ids_in(plugin.first_list())
+        for at in range(0, len(ids), 50):
+            plugin.allocate(client.allocate_request(ids[at : at + 50]))
+        self.hold({resource: ids})
+        for _ in range(2):
+            self.wait_for_list()
 
     def wait_for_list(self) -> None:
         """Wait for the next call of List.

@@ -4,6 +4,8 @@ python mgctl/build.py [--check | --verify]     needs the package ziglang: requir
 """
 
 import argparse
+import ast
+import json
 import os
 import shutil
 import subprocess
@@ -11,9 +13,13 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-SOURCE = Path(__file__).with_name("mgctl.c")
-PROGRAMS = SOURCE.parents[1] / "metagpu" / "programs"
+FOLDER = Path(__file__).parent
+SOURCES = ("mgctl.c", "hook.c", "hook.h")
+PROGRAMS = FOLDER.parent / "metagpu" / "programs"
 MACHINES = ("x86_64", "aarch64")
+PACKAGE = PROGRAMS.parent
+COMMANDS = PACKAGE / "plugins" / "pod_api" / "command.py"
+"""The daemon's side, whose help and commands the program has for the time without a daemon."""
 FLAGS = ("-static", "-Os", "-s", "-std=gnu11", "-Wall", "-Wextra", "-Werror")
 
 
@@ -25,7 +31,8 @@ def program(machine: str) -> Path:
 def is_fresh(machine: str) -> bool:
     """Return whether the program was built after the last change."""
     built = program(machine)
-    newest = max(SOURCE.stat().st_mtime, Path(__file__).stat().st_mtime)
+    sources = (*map(FOLDER.joinpath, SOURCES), Path(__file__), COMMANDS)
+    newest = max(path.stat().st_mtime for path in sources)
     return built.exists() and built.stat().st_mtime >= newest
 
 
@@ -33,26 +40,54 @@ def build(machine: str) -> None:
     """Build the program for a machine; a half-built one never has its name."""
     PROGRAMS.mkdir(exist_ok=True)
     half = program(machine).with_suffix(".new")
-    compile_to(half, machine, SOURCE)
+    compile_to(half, machine, FOLDER)
     half.replace(program(machine))
 
 
-def compile_to(output: Path, machine: str, source: Path, **environment: str) -> None:
-    """Compile the source for a machine, with further variables of the environment."""
+def compile_to(output: Path, machine: str, sources: Path, **environment: str) -> None:
+    """Compile the sources for a machine, with further variables of the environment."""
     target = ("-target", f"{machine}-linux-musl")
-    command = [sys.executable, "-m", "ziglang", "cc", *target, *FLAGS, source, "-o", output]
-    subprocess.run(command, check=True, env={**os.environ, **environment})  # noqa: S603 - our own compiler, our own source
+    with TemporaryDirectory() as folder:
+        Path(folder, "usage.h").write_text(usage())
+        flags = (*target, *FLAGS, "-I", folder)
+        programs = [sources / name for name in SOURCES if name.endswith(".c")]
+        command = [sys.executable, "-m", "ziglang", "cc", *flags, *programs, "-o", output]
+        subprocess.run(command, check=True, env={**os.environ, **environment})  # noqa: S603 - our own compiler, our own source
+
+
+def usage() -> str:
+    """Return the header with the texts of the daemon's side."""
+    texts = {**constants(COMMANDS), **constants(PACKAGE / "__init__.py")}
+    words = ", ".join(json.dumps(word) for word in texts["WORDS"])
+    return (
+        f"#define HELP {json.dumps(texts['HELP'])}\n"
+        f"#define VERSION {json.dumps(texts['__version__'])}\n"
+        f"#define WORDS {words}\n"
+    )
+
+
+def constants(module: Path) -> dict[str, object]:
+    """Return the literals among the constants of a module, which need not be installed."""
+    found = {}
+    for node in ast.parse(module.read_text()).body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(name), value=ast.Constant() | ast.Tuple() as value):
+                found[name] = ast.literal_eval(value)
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Constant() as value):
+                found[name] = ast.literal_eval(value)
+    return found
 
 
 def differs(machine: str) -> bool:
     """Return whether a build elsewhere, which shares nothing with the first, has other bytes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        source, output = folder / SOURCE.name, folder / "mgctl"
-        shutil.copy(SOURCE, source)
+        output = folder / "mgctl"
+        for source in SOURCES:
+            shutil.copy(FOLDER / source, folder)
         # The compiler keeps what it has built, its libc too: from there it would only copy.
         caches = {f"ZIG_{it}_CACHE_DIR": str(folder / it) for it in ("GLOBAL", "LOCAL")}
-        compile_to(output, machine, source, **caches)
+        compile_to(output, machine, folder, **caches)
         return output.read_bytes() != program(machine).read_bytes()
 
 

@@ -2,7 +2,8 @@
  * mgctl in a container: sends its command line to the node's metagpu daemon, and prints the answer.
  *
  * The daemon parses the command, and asks the kernel for the caller's identity. So this program
- * needs nothing of the image it runs in, and stays the same when commands change.
+ * needs nothing of the image it runs in, and stays the same when commands change. Where no daemon
+ * answers, it has the help of its own build.
  *
  * Request: two bytes of length, then texts that each end in a zero: first one line of facts,
  *     mgctl/1 tty=0|1 columns=N rows=N old=0|1
@@ -28,6 +29,9 @@
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "hook.h"
+#include "usage.h" /* HELP, VERSION and WORDS of the daemon's side: made by build.py */
 
 #define SOCKET_VARIABLE "METAGPU_SOCKET"
 #define DEFAULT_SOCKET "/run/metagpu/mgctl.sock"
@@ -89,6 +93,39 @@ static bool asks_json(const char *argument, const char *next)
     return false;
 }
 
+/* Answers what needs no daemon, where none answers: help, version, and an unknown command. */
+static void answer_alone(char **argv)
+{
+    static const char *const words[] = {WORDS};
+    char *alone[] = {argv[0], "--help", NULL};
+    const char *command = NULL;
+    bool version = false;
+
+    if (argv[1] == NULL)
+        argv = alone;
+    for (argv++; *argv != NULL; argv++) {
+        if (strcmp(*argv, "-h") == 0 || strcmp(*argv, "--help") == 0) {
+            dprintf(STDOUT_FILENO, "%s", HELP);
+            exit(0);
+        }
+        version |= strcmp(*argv, "--version") == 0;
+        bool has_value = strcmp(*argv, "-o") == 0 || strcmp(*argv, "--output") == 0 ||
+                         strcmp(*argv, "--sort-by") == 0;
+        if (has_value && argv[1] != NULL)
+            argv++;
+        else if (**argv != '-' && command == NULL)
+            command = *argv;
+    }
+    if (command == NULL && version) {
+        dprintf(STDOUT_FILENO, "mgctl %s\n", VERSION);
+        exit(0);
+    }
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (command == NULL || strcmp(command, words[i]) == 0)
+            return;
+    die(USAGE_ERROR, "unknown command '%.40s'; `mgctl --help` lists the commands", command);
+}
+
 static bool is_set(const char *variable)
 {
     const char *value = getenv(variable);
@@ -118,7 +155,7 @@ static size_t write_request(unsigned char *request, int argc, char **argv)
     return used + 2;
 }
 
-static int connect_daemon(const char *path)
+static int connect_daemon(const char *path, char **argv)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     struct timeval timeout = {.tv_sec = TIMEOUT};
@@ -135,14 +172,16 @@ static int connect_daemon(const char *path)
     if (connect(daemon, (struct sockaddr *)&address, sizeof address) == 0)
         return daemon;
 
-    if (errno == ENOENT)
+    int problem = errno;
+    answer_alone(argv);
+    if (problem == ENOENT)
         die(FAILED, "there is no %s: metagpu does not run on this node now, or not for containers "
                     "(`mgctl: {inPods: false}`), or this container holds no share of a GPU; "
                     SOCKET_VARIABLE " may name another path", path);
-    if (errno == EAGAIN)
+    if (problem == EAGAIN)
         die(FAILED, "metagpu on %s did not accept the call within %d s", path, TIMEOUT);
     die(FAILED, "no daemon answers on %s (%s): metagpu does not run on this node now", path,
-        strerror(errno));
+        strerror(problem));
 }
 
 static bool write_all(int file, const unsigned char *data, size_t size)
@@ -191,12 +230,14 @@ static void copy_bytes(int daemon, int out, size_t size)
 
 int main(int argc, char **argv)
 {
+    if (argc > 0 && strcmp(argv[0], HOOK_NAME) == 0)
+        return run_hook(argc, argv);
     for (int i = 1; i < argc; i++)
         wants_json |= asks_json(argv[i], argv[i + 1]);
     unsigned char request[2 + REQUEST_LIMIT];
     size_t size = write_request(request, argc, argv);
     const char *path = is_set(SOCKET_VARIABLE) ? getenv(SOCKET_VARIABLE) : DEFAULT_SOCKET;
-    int daemon = connect_daemon(path);
+    int daemon = connect_daemon(path, argv);
 
     /* A daemon that refuses may answer before it has read all: the answer is still read. */
     signal(SIGPIPE, SIG_IGN);

@@ -1,4 +1,4 @@
-"""Write `metagpu/plugins/kubelet/pb/` from the .proto files beside this script.
+"""Write the packages `pb` of metagpu from the .proto files beside this script.
 
     python proto/generate.py            write
     python proto/generate.py --check    compare only; exit 1 when the files differ
@@ -16,16 +16,25 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpc_tools import protoc
 
 PROTO = Path(__file__).resolve().parent
-TARGET = PROTO.parent / "metagpu" / "plugins" / "kubelet" / "pb"
+ROOT = PROTO.parent
+OF_THE_SIMULATOR = ("cel.proto",)
+TARGETS = {
+    "metagpu/plugins/kubelet/pb": sorted(
+        path.name for path in PROTO.glob("*.proto") if path.name not in OF_THE_SIMULATOR
+    ),
+    "metagpu/sim/allocation/pb": OF_THE_SIMULATOR,
+}
+"""The .proto files of each package."""
 
 
-def generate(target: Path) -> None:
-    """Compile every .proto of this directory into `target`, which must exist.
+def generate(target: Path, files: Sequence[str]) -> None:
+    """Compile .proto files of this directory into `target`, which must exist.
 
     Raises:
         SystemExit: protoc or its betterproto2 plugin failed; they print why.
@@ -40,7 +49,7 @@ def generate(target: Path) -> None:
                 f"--plugin={scripts}/protoc-gen-python_betterproto2",
                 f"--python_betterproto2_out={target}",
                 "--python_betterproto2_opt=client_generation=async,server_generation=async",
-                *sorted(path.name for path in PROTO.glob("*.proto")),
+                *files,
             ]
         )
     if status != 0:
@@ -64,20 +73,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Generate the protocol code from proto/*.proto.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
     check: bool = parser.parse_args(arguments).check
+    stale = [path for name, files in TARGETS.items() for path in _write(name, files, check=check)]
+    for path in stale:
+        sys.stderr.write(f"{path}: not what proto/ generates\n")
+    if stale:
+        sys.stderr.write("run `python proto/generate.py` and commit the result\n")
+    return 1 if stale else 0
+
+
+def _write(package: str, files: Sequence[str], *, check: bool) -> list[str]:
+    """Write a package, or return the files of it that differ."""
+    target = ROOT / package
     with tempfile.TemporaryDirectory() as name:
         fresh = Path(name)
-        generate(fresh)
+        generate(fresh, files)
         if check:
-            stale = differences(TARGET, fresh)
-            for path in stale:
-                sys.stderr.write(f"metagpu/plugins/kubelet/pb/{path}: not what proto/ generates\n")
-            if stale:
-                sys.stderr.write("run `python proto/generate.py` and commit the result\n")
-            return 1 if stale else 0
-        shutil.rmtree(TARGET, ignore_errors=True)
-        shutil.copytree(fresh, TARGET)
-        TARGET.chmod(0o755)  # a temporary folder is its owner's alone, and its mode was copied too
-    return 0
+            return [f"{package}/{path}" for path in differences(target, fresh)]
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(fresh, target)
+        target.chmod(0o755)  # a temporary folder is its owner's alone, and its mode was copied too
+    return []
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
-GENERATED: Final = "metagpu/plugins/kubelet/pb/"
+GENERATED: Final = ("metagpu/plugins/kubelet/pb/", "metagpu/sim/allocation/pb/")
 
 
 class Capability(NamedTuple):
@@ -41,10 +41,10 @@ class Limit(NamedTuple):
 
 
 CAPABILITIES: Final = (
-    Capability("simulator", 14080, ("sim/*",)),
+    Capability("simulator", 15145, ("sim/*",)),
     Capability(
         "DRA",
-        4830,
+        4900,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -55,46 +55,46 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 4000, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5525, ("plugins/cluster/*",)),
-    Capability("agent", 3770, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 4905, (
+    Capability("device plugin", 4082, ("plugins/kubelet/*",)),
+    Capability("cluster: labels, Events, Node", 5640, ("plugins/cluster/*",)),
+    Capability("agent", 3825, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 5051, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
-    Capability("layout and grants", 1930, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2080, ("core/contracts/*", "core/runtime/*")),
-    Capability("configuration and other formats", 4350, ("core/config/*", "compat/*")),
+    Capability("layout and grants", 1970, ("core/layout/*", "core/grants/*")),
+    Capability("contracts and runtime", 2245, ("core/contracts/*", "core/runtime/*")),
+    Capability("configuration and other formats", 4550, ("core/config/*", "compat/*")),
     Capability("health", 1000, ("core/health/*",)),
-    Capability("enforcement and usage", 3070, ("core/usage/*",)),
-    Capability("MIG", 3840, ("backends/mig/*",)),
-    Capability("MPS", 1360, ("backends/mps/*", "backends/common/mps_daemon/*")),
+    Capability("enforcement and usage", 3720, ("core/usage/*",)),
+    Capability("MIG", 3847, ("backends/mig/*",)),
+    Capability("MPS", 1421, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1050, ("backends/*",)),
-    Capability("NVML and host", 5155, ("nvml/*", "host/*")),
-    Capability("metrics", 1840, ("plugins/metrics/*",)),
-    Capability("web", 1510, ("plugins/web/*", "plugins/http/*")),
-    Capability("mgctl in containers", 1655, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 6895, (
+    Capability("NVML and host", 5275, ("nvml/*", "host/*")),
+    Capability("metrics", 1850, ("plugins/metrics/*",)),
+    Capability("web", 1514, ("plugins/web/*", "plugins/http/*")),
+    Capability("mgctl in containers", 1657, ("plugins/pod_api/*",)),
+    Capability("cli, display, reports", 7245, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
-    Capability("kubectl", 4660, ("kubectl/*",)),
+    Capability("kubectl", 5640, ("kubectl/*",)),
     Capability("webhook and translation", 3780, ("webhook/*", "translation/*")),
-    Capability("tests of other backends", 565, ("testing/*",)),
+    Capability("tests of other backends", 570, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
 LIMITS: Final = (
-    Limit("modules without the simulator", 287, 290),
-    Limit("lines of a module, the median", 210, 190, at_least=True),
+    Limit("modules without the simulator", 291, 290),
+    Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
-    Limit("modules of more than 450 lines", 4, 1),
-    Limit("product lines", 82000, 75000),
-    Limit("test lines", 102600, 92300),
+    Limit("modules of more than 450 lines", 0, 0),
+    Limit("product lines", 85895, 75000),
+    Limit("test lines", 109360, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
-    Limit("decisions", 48, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 65000, 65000),
+    Limit("decisions", 49, 48),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 64700, 64700),
 )
 
 

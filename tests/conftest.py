@@ -95,6 +95,9 @@ _MAY_BLOCK = (
     ),
     # It is called when there is something to read, though its descriptor is a blocking one.
     ("asyncinotify/__init__.py", {"_get"}, ("os.read",)),
+    # Simulators may block, also where a command of ours runs one in its own loop.
+    ("metagpu/sim/machine/containers.py", {"start", "end", "name", "add_process"}, ()),
+    ("metagpu/sim/cluster/containers.py", {"_begin", "_finish"}, ()),
     # A node's configuration is a small file, read at start and when an operator says so.
     (
         "metagpu/agent/config_source.py",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-GENERATED: Final = "metagpu/plugins/kubelet/pb/"
+GENERATED: Final = ("metagpu/plugins/kubelet/pb/", "metagpu/sim/allocation/pb/")
 LONGEST: Final = 80
 """Characters of a docstring's first line."""
 SHORTEST: Final = 60

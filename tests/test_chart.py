@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -22,6 +23,8 @@ from tests.e2e.rig.tools import Tools
 from tests.rigs.driver_layouts import HOST_FOLDERS
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+OPEN = "networkPolicy.enabled=false"
+"""What a monitor needs, or the place of Prometheus."""
 REVIEWS = ("tokenreviews", "subjectaccessreviews")
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -227,9 +230,76 @@ def test_the_notes_name_the_quota_of_gke() -> None:
     assert scope["values"] == priorities
 
 
+def test_a_digest_names_the_image_in_place_of_the_tag(helm: str) -> None:
+    """The image is the one with the digest, whatever a tag leads to by then."""
+    digest = f"sha256:{'0' * 64}"
+    image = _container(helm, f"image.repository=a/b,image.tag=one,image.digest={digest}")["image"]
+    assert image == f"a/b@{digest}"
+
+
+@pytest.mark.parametrize(
+    ("options", "runtime"),
+    [
+        (("--api-versions=nvidia.com/v1/ClusterPolicy",), "nvidia"),
+        (("--set=runtimeClassName=other",), "other"),
+        (("--set=runtimeClassName=nvidia,cdi.enabled=true",), ""),
+        ((), ""),
+    ],
+)
+def test_the_pod_to_try_names_the_runtime_that_it_needs(
+    helm: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    runtime: str,
+) -> None:
+    """Beside the GPU operator, or where metagpu itself names a runtime, pods do without CDI."""
+    shown = _notes(helm, tmp_path, monkeypatch, *options)
+    [pod] = re.findall(r"^apiVersion: v1\nkind: Pod\n.*?^EOF$", shown, re.DOTALL | re.MULTILINE)
+    found = yaml.safe_load(pod.removesuffix("EOF"))["spec"].get("runtimeClassName", "")
+    assert (found, "Pods need runtimeClassName" in shown) == (runtime, bool(runtime))
+    assert "networkPolicy.from opens them to Prometheus" in shown
+    assert "brings a warning and ends nothing" in shown
+    assert ("gpu.deploy.device-plugin=false" in shown) == ("ClusterPolicy" in "".join(options))
+
+
+def test_the_notes_name_other_programs_that_share_the_gpus(
+    helm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's plugin is named where GPUs are real, and DeviceClasses where the chart has them."""
+    shown = _notes(helm, tmp_path / "a", monkeypatch, "--set=dra.enabled=true")
+    assert "Where NVIDIA's device plugin or DRA driver runs too" in shown
+    assert "Only pools with api: dra serve them." in shown
+    pools = json.dumps({"version": "metagpu/v1", "pools": [{"name": "a", "api": "dra"}]})
+    options = ("--set=dra.enabled=true,simulate=t4", f"--set-json=config.inline={pools}")
+    shown = _notes(helm, tmp_path / "b", monkeypatch, *options)
+    assert "NVIDIA's device plugin" not in shown
+    assert "ResourceClaims name the DeviceClasses" in shown
+    assert "Only pools" not in shown
+
+
+def _notes(helm: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """Return what `helm install` prints with these options."""
+    chart = folder / "chart"
+    shutil.copytree(CHART, chart)
+    notes = chart / "templates" / "NOTES.txt"
+    (chart / "templates" / "_notes.tpl").write_text(
+        f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}'
+    )
+    (chart / "templates" / "notes.yaml").write_text(
+        '{kind: N, n: {{ include "notes" . | toJson }}}'
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "CHART", chart)
+        text = script.render(helm, "--show-only=templates/notes.yaml", *options)
+    shown: str = yaml.safe_load(text)["n"]
+    return shown
+
+
 def test_helm_lints_the_chart(helm: str) -> None:
     """`helm lint` has neither an error nor a warning."""
     command = [helm, "lint", "--strict", str(CHART), "--kube-version", script.KUBERNETES]
+    command += ["--set", f"image.repository={script.IMAGE}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - as render.py
     assert done.returncode == 0, done.stdout
 
@@ -402,10 +472,32 @@ def test_nvidias_class_may_have_shares(helm: str) -> None:
     """For manifests of NVIDIA's consumable shares, the class selects fractions."""
     values = "dra.enabled=true,dra.driver=gpu.nvidia.com,dra.nvidiaGpuType=fraction"
     classes = {
-        document["metadata"]["name"]: document.get("spec") for document in _render(helm, values)
+        document["metadata"]["name"]: document.get("spec") or {}
+        for document in _render(helm, values)
     }
+    # Without a name in `limits`: `nvidia.com/gpu: 1` would be one of a hundred shares.
     assert classes["gpu.nvidia.com"] == classes["fraction.metagpu.io"]
     assert classes["gpu.metagpu.io"] != classes["fraction.metagpu.io"]
+
+
+@pytest.mark.parametrize(
+    ("values", "served"),
+    [
+        ("", {"gpu.nvidia.com"}),
+        (",dra.nvidiaGpuResource=", set()),
+        (",dra.extendedResources={nvidia.com/gpu}", {"gpu.nvidia.com.metagpu.io"}),
+    ],
+)
+def test_one_class_serves_nvidias_name_in_limits(helm: str, values: str, served: set[str]) -> None:
+    """NVIDIA's own, as in its chart, or the one that is asked for."""
+    documents = _render(helm, f"dra.enabled=true,dra.driver=gpu.nvidia.com{values}")
+    found = {
+        document["metadata"]["name"]
+        for document in documents
+        if document["kind"] == "DeviceClass"
+        and document["spec"].get("extendedResourceName") == "nvidia.com/gpu"
+    }
+    assert found == served
 
 
 def test_each_extended_resource_has_a_class(helm: str) -> None:
@@ -514,6 +606,9 @@ def test_a_surge_takes_over(helm: str) -> None:
             "metrics.port=0,metrics.podMonitor.enabled=true,updateStrategy.type=OnDelete",
             "metrics.podMonitor: there are no metrics",
         ),
+        ("metrics.podMonitor.enabled=true", "networkPolicy.from: with a monitor, name Prometheus"),
+        ("image.repository=", "image.repository is not set: name the image in a registry of yours"),
+        ("image.digest=sha256:1", "/image/digest"),
         ("updateStrategy.rollingUpdate.maxSurge=0", "one of maxSurge and maxUnavailable is 0"),
         ("updateStrategy.rollingUpdate.maxUnavailable=1", "one of maxSurge and maxUnavailable"),
         ("cdi.dir=", "/cdi/dir"),
@@ -596,6 +691,22 @@ def test_the_alerts_are_a_prometheus_rule(helm: str) -> None:
     assert not [entry for entry in _render(helm) if entry["kind"] == "PrometheusRule"]
 
 
+def test_several_config_maps_belong_together(helm: str) -> None:
+    """Each is mounted, all are given to the daemon in order, and no watch follows one of them."""
+    spec = _pod(helm, "config.name={plugin,layouts}")
+    [container] = spec["containers"]
+    values = _variables(container)
+    assert values["METAGPU_CONFIG"] == "/etc/metagpu/profiles:/etc/metagpu/profiles-1"
+    assert "METAGPU_CONFIG_MAP" not in values
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    maps = {
+        mounted[volume["name"]]: volume["configMap"]["name"]
+        for volume in spec["volumes"]
+        if "configMap" in volume
+    }
+    assert maps == {"/etc/metagpu/profiles": "plugin", "/etc/metagpu/profiles-1": "layouts"}
+
+
 def test_dashboards_are_config_maps(helm: str) -> None:
     """Each dashboard is a ConfigMap with the label of Grafana's sidecar."""
     documents = _render(helm, "metrics.dashboards.enabled=true,metrics.dashboards.annotations.a=b")
@@ -623,7 +734,7 @@ def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> Non
     """
     name = kind[0].lower() + kind[1:]
     documents = _render(
-        helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled={str(dcgm).lower()}"
+        helm, f"{OPEN},metrics.{name}.enabled=true,metrics.dcgm.enabled={str(dcgm).lower()}"
     )
     [spec] = [document["spec"] for document in documents if document["kind"] == kind]
     endpoints = spec["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
@@ -634,6 +745,7 @@ def test_monitors_label_targets_by_node(helm: str, kind: str, dcgm: bool) -> Non
             {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
         ]
     documents = _render(
-        helm, f"metrics.{name}.enabled=true,metrics.dcgm.enabled=true,metrics.dcgm.honorLabels=true"
+        helm,
+        f"{OPEN},metrics.{name}.enabled=true,metrics.dcgm.enabled=true,metrics.dcgm.honorLabels=true",
     )
     assert str(documents).count("'honorLabels': True") == 2

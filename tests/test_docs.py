@@ -29,7 +29,8 @@ from tests.core.usage.test_report import node as usage_node
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"),
+    *(ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"),
+    ROOT / "bench" / "README.md",
     *(ROOT / "deploy" / "chart" / "README.md", ROOT / "tests" / "e2e" / "README.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -160,33 +161,6 @@ def test_files_of_other_programs_are_good(
     out = capsys.readouterr().out
     for program in ("MetaGPU", "NVIDIA device plugin v1", "mig-parted", "HAMi"):
         assert program in out
-
-
-def test_the_pod_that_uninstalls_sees_what_the_daemon_saw() -> None:
-    """The manifest has the DaemonSet's image, mounts and volumes, and a command that runs."""
-    pod = yaml.safe_load((ROOT / "deploy" / "uninstall.yaml").read_text(encoding="utf-8"))
-    static = (ROOT / "deploy" / "static.yaml").read_text(encoding="utf-8")
-    [daemon_set] = [
-        document for document in yaml.safe_load_all(static) if document["kind"] == "DaemonSet"
-    ]
-    of_pod, of_daemon = pod["spec"], daemon_set["spec"]["template"]["spec"]
-    [mine], [daemons] = of_pod["containers"], of_daemon["containers"]
-    _, *words = mine["command"]
-
-    assert arguments.parser().parse_args(words).yes
-    assert mine["image"] == daemons["image"]
-    assert of_pod["hostPID"] is of_daemon["hostPID"] is True
-    assert {mount["name"] for mount in mine["volumeMounts"]} == {
-        volume["name"] for volume in of_pod["volumes"]
-    }
-    assert all(volume in of_pod["volumes"] for volume in of_daemon["volumes"])
-    places = {
-        (mount["name"], mount["mountPath"], "readOnly" in mount) for mount in mine["volumeMounts"]
-    }
-    assert places >= {
-        (mount["name"], mount["mountPath"], "readOnly" in mount)
-        for mount in daemons["volumeMounts"]
-    }
 
 
 def test_every_block_is_well_formed() -> None:

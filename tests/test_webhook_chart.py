@@ -24,6 +24,7 @@ from tests.test_chart import script
 
 ENDS = "metagpu.io/certificate-ends"
 SERVICE = "metagpu-webhook.kube-system.svc"
+PROMETHEUS = "networkPolicy.from[0].podSelector.matchLabels.app=prometheus"
 
 
 def objects(helm: str, *values: str, version: str = "1.36.0") -> dict[str, Any]:
@@ -112,7 +113,9 @@ def test_its_pods_are_no_daemons(helm: str) -> None:
     """Selectors of the DaemonSet, its NetworkPolicy and its monitors do not select them."""
     labels = objects(helm)["Deployment"]["spec"]["template"]["metadata"]["labels"]
     rendered = [
-        script.render(helm, f"--set=webhook.enabled=true,metrics.{monitor}.enabled=true")
+        script.render(
+            helm, f"--set=webhook.enabled=true,{PROMETHEUS},metrics.{monitor}.enabled=true"
+        )
         for monitor in ("podMonitor", "serviceMonitor")
     ]
     selected = {}
@@ -129,7 +132,9 @@ def test_its_pods_are_no_daemons(helm: str) -> None:
 def test_it_has_a_monitor_of_its_own(helm: str) -> None:
     """With the chart's PodMonitor the webhook has one too, for the port of its metrics."""
     assert "PodMonitor" not in objects(helm)
-    found = objects(helm, "metrics.podMonitor.enabled=true", "metrics.podMonitor.labels.team=a")
+    found = objects(
+        helm, PROMETHEUS, "metrics.podMonitor.enabled=true", "metrics.podMonitor.labels.team=a"
+    )
     pod = found["Deployment"]["spec"]["template"]
     monitor = found["PodMonitor"]
     assert monitor["metadata"]["labels"]["team"] == "a"

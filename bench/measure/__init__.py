@@ -7,6 +7,7 @@ from bench.figures import Figure
 from bench.measure.admissions import admissions
 from bench.measure.amounts import amounts
 from bench.measure.attacked import attacked
+from bench.measure.before import before
 from bench.measure.calls import calls
 from bench.measure.claims import claims
 from bench.measure.commands import commands
@@ -28,6 +29,7 @@ from bench.measure.slices import slices
 from bench.plan import Plan
 
 MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
+    "before": before,
     "calls": calls,
     "preferences": preferences,
     "cordoned": cordoned,

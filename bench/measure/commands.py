@@ -17,7 +17,7 @@ from bench import cluster, daemon
 from bench.figures import Figure, Samples
 from bench.plan import Plan
 from metagpu.core.reports.reading import plain_report, read_report
-from metagpu.core.reports.schema import UsageReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.core.usage.report import without_processes
 
 COMMANDS: Final = ("mgctl get devices", "metagpu --help")

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +20,10 @@ from bench import machine
 from bench.enforcement_node import EnforcementNode, simulated_node
 from bench.figures import Figure, Samples
 from bench.plan import Plan
-from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.memory import Burst, EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.units import Bytes
 from metagpu.core.contracts.capabilities import MemoryGuard
-from metagpu.core.model.gpu import MIB
+from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.usage.collector import UsageCollector
 from metagpu.core.usage.enforcer import Enforcer
@@ -31,6 +33,10 @@ PODS: Final = 25
 """Of each GPU, with four shares and four processes each: 200 pods and 800 processes."""
 NODE: Final = f"a100-40gb:{GPUS}"
 SETTINGS: Final = MemoryEnforcement(policy=EnforcementPolicy.KILL)
+LENDING: Final = MemoryEnforcement(
+    policy=EnforcementPolicy.KILL, burst=Burst(reserve=Bytes(2048 * MIB))
+)
+PATIENT: Final = "print(flush=True); import signal; signal.pause()"
 STUBBORN: Final = (
     "import signal\nsignal.signal(15, signal.SIG_IGN)\n"
     "print(flush=True)\nwhile True: signal.pause()"
@@ -55,14 +61,13 @@ async def _passes(plan: Plan) -> list[Figure]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metagpu-bench-")))
         real = [stack.enter_context(_Child("import signal; signal.pause()")).pid for _ in range(4)]
         async with simulated_node(folder, NODE) as node:
-            _populate(node, real)
-            collector = UsageCollector(node.nvml, node.machine.host, node.registry)
+            collector = populate(node, real)
             found = await collector.collect()
             assert sum(len(u.processes) for a in found.gpus.values() for u in a.containers) == 800
             plan.report(f"enforcement: {count} passes over {GPUS} GPUs and 800 processes")
             for _ in range(count):
                 full.seconds.append(await _cpu_of(lambda: _collect_all(collector)))
-                brief.seconds.append(await _cpu_of(lambda: _collect_gpus(collector, node)))
+                brief.seconds.append(await _cpu_of(lambda: collect_gpus(collector, node)))
 
     name = "8 GPUs, 800 processes, 200 pods"
     return [
@@ -75,7 +80,8 @@ async def _collect_all(collector: UsageCollector) -> None:
     await collector.describe(await collector.collect())
 
 
-async def _collect_gpus(collector: UsageCollector, node: EnforcementNode) -> None:
+async def collect_gpus(collector: UsageCollector, node: EnforcementNode) -> None:
+    """Read what the enforcer's pass reads."""
     for gpu in node.gpus:
         await collector.collect_gpu(gpu.id)
 
@@ -86,7 +92,11 @@ async def _cpu_of(work: Callable[[], Awaitable[object]]) -> float:
     return time.process_time() - before
 
 
-def _populate(node: EnforcementNode, real: Sequence[int]) -> None:
+def populate(node: EnforcementNode, real: Sequence[int]) -> UsageCollector:
+    """Add pods with four processes each to all GPUs; return what reads their use.
+
+    The kernel's data on `real` processes is that of all.
+    """
     pid = 100_000
     for gpu in range(GPUS):
         for number in range(PODS):
@@ -97,6 +107,7 @@ def _populate(node: EnforcementNode, real: Sequence[int]) -> None:
                 node.machine.add_container_process(pid, holder, real=which)
                 node.use(gpu, pid, 300 * MIB, busy=1)
     node.observe()
+    return UsageCollector(node.nvml, node.machine.host, node.registry)
 
 
 class _Child:
@@ -123,11 +134,12 @@ async def _ends(plan: Plan) -> list[Figure]:
     figures = []
     chance = random.Random(1)  # noqa: S311 - when in the period it happens
 
-    for name, code in (
-        ("of a process", "print(flush=True); import signal; signal.pause()"),
-        ("of one that ignores SIGTERM", STUBBORN),
+    for name, code, settings in (
+        ("excess to the end of a process", PATIENT, SETTINGS),
+        ("excess to the end of one that ignores SIGTERM", STUBBORN, SETTINGS),
+        ("a neighbour's need to the end of a borrower", PATIENT, LENDING),
     ):
-        plan.report(f"enforcement: {count} ends {name}")
+        plan.report(f"enforcement: {count} times from {name}")
         samples = Samples()
         with tempfile.TemporaryDirectory(prefix="metagpu-bench-") as folder:
             async with (
@@ -137,37 +149,47 @@ async def _ends(plan: Plan) -> list[Figure]:
                 guards = {"fraction": MemoryGuard.ENFORCER}
                 collector = UsageCollector(node.nvml, node.machine.host, node.registry)
                 enforcer = Enforcer(
-                    collector, node.machine.host, node.registry, lambda _: SETTINGS, guards
+                    collector, node.machine.host, node.registry, partial(_for_all, settings), guards
                 )
                 group.start_soon(enforcer.run)
                 for life in range(count):
-                    await anyio.sleep(chance.random() * SETTINGS.period)
-                    samples.seconds.append(await _one_end(node, code, life))
+                    await anyio.sleep(chance.random() * settings.period)
+                    lends = settings.burst is not None
+                    samples.seconds.append(await _one_end(node, code, life, lends=lends))
                 group.cancel_scope.cancel()
         figures += [
-            samples.figure(f"excess to the end {name}", target=2, unit="s"),
-            samples.worst(f"excess to the end {name}, worst", unit="s"),
+            samples.figure(name, target=2, unit="s"),
+            samples.worst(f"{name}, worst", unit="s"),
         ]
     return figures
 
 
-async def _one_end(node: EnforcementNode, code: str, life: int) -> float:
-    holder = Holder("bench", "greedy", "main")
+def _for_all(settings: MemoryEnforcement, _: GpuId) -> MemoryEnforcement:
+    return settings
+
+
+async def _one_end(node: EnforcementNode, code: str, life: int, *, lends: bool) -> float:
+    """Return the seconds until a process ends that has, or borrows, what it must not keep."""
+    holder, neighbour = Holder("bench", "greedy", "main"), Holder("bench", "modest", "main")
     node.holders.clear()
     node.hold(holder, 0, 0, 25)
+    node.hold(neighbour, 0, 25, 50)
     node.observe()
 
-    with _Child(code) as child:
+    with _Child(code) as child, _Child(PATIENT) as other:
         assert child.stdout is not None
         await to_thread.run_sync(child.stdout.readline)
         node.machine.add_container_process(child.pid, holder, life)
-        node.use(0, child.pid, 1 * MIB)
-        await anyio.sleep(SETTINGS.period)
+        node.machine.add_container_process(other.pid, neighbour, life)
+        node.use(0, child.pid, 36864 * MIB if lends else 1 * MIB)
+        await anyio.sleep(2 * SETTINGS.period)
         began = time.monotonic()
-        node.use(0, child.pid, 20480 * MIB)
+        # Both stay within what the GPU has; the neighbour's is within the reserve.
+        node.use(0, *((other.pid, 2048 * MIB) if lends else (child.pid, 20480 * MIB)))
         await to_thread.run_sync(child.wait)
         took = time.monotonic() - began
-        node.node.end_process(node.node.gpu(0), child.pid)
+        for process in (child, other) if lends else (child,):
+            node.node.end_process(node.node.gpu(0), process.pid)
     return took
 
 

@@ -68,22 +68,22 @@ def _node(plan: Plan, node: Node) -> list[Figure]:
                 break
             if number % 100 == 0:
                 plan.report(f"faults: {node.name}: {number}")
-            took = _raise_xid(subject, streams, well)
-            _recover(subject, streams, well)
+            took = raise_xid(subject, streams, well)
+            recover(subject, streams, well)
             if number >= 0:
                 samples.seconds.append(took)
 
     return [samples.figure(node.name, target=node.target), samples.worst(f"{node.name}, worst")]
 
 
-def _raise_xid(subject: Daemon, streams: list[Lists], well: bytes) -> float:
+def raise_xid(subject: Daemon, streams: list[Lists], well: bytes) -> float:
     """Raise an XID; return the seconds until every stream has the changed list."""
     began = time.perf_counter()
     subject.change_node("xid", gpu=_GPU, code=79)
     return max(stream.changed(well).at for stream in streams) - began
 
 
-def _recover(subject: Daemon, streams: list[Lists], well: bytes) -> None:
+def recover(subject: Daemon, streams: list[Lists], well: bytes) -> None:
     """Reset the GPU, acknowledge it, and wait until it is back on every stream.
 
     The daemon returns the GPU to service once its current wait for events is over, up to a second

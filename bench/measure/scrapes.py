@@ -23,7 +23,7 @@ from metagpu.sim.machine.containers import SimHost
 PODS: Final = 40
 SHARES: Final = 10
 """Of each GPU; each pod holds two."""
-PROCESS: Final = {"memory": 1 << 30, "sm": 10}
+PROCESS: Final = {"memory": 1 << 30, "load": 10}
 """The one process of each pod: its memory and load, within the pod's shares."""
 FIRST_PID: Final = 10_000
 PERIOD: Final = 1.31

@@ -135,7 +135,7 @@ class Agent:
         self.health = build_health(context)
         self.fault_note_file = FaultNoteFile(paths.run_dir, self.registry, self.health)
         self.backend_runner = BackendRunner(
-            self.registry, self.driver, context.programs, context.daemons
+            self.registry, self.driver, context.programs, context.daemons, context.host
         )
         self.cdi_file = build_cdi_file(context)
         self.pod_folder = PodFolder(paths.pod_dir)
@@ -184,6 +184,7 @@ class Agent:
             self._privileges.report,
             self.resource_claims.report,
             self.recent_events.report if self.recent_events else list,
+            self._offering.ready,
         )
         self.exporter = build_exporter(
             context,

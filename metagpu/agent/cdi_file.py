@@ -27,7 +27,7 @@ from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.request_errors import CdiNameMissing
 from metagpu.core.model.shares import HardwareDevice
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import CdiReport
+from metagpu.core.reports.schema.daemon import CdiReport
 from metagpu.core.runtime.files import replace_text
 from metagpu.core.state.registry import Registry
 
@@ -355,7 +355,9 @@ class CdiFile:
             if self._file.exists():
                 self._file.unlink()
             return frozenset()
-        text = cdi.build_spec(named, injection.common_nodes(), self.driver_edits.edits)
+        text = cdi.build_spec(
+            *(named, injection.common_nodes(), self.driver_edits.edits), hook=injection.start_hook
+        )
         if text != self._text:
             replace_text(self._file, text)
             self._text = text

@@ -6,8 +6,10 @@ The status has the capabilities of this process too, beside those that the confi
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import anyio
+import msgspec
 import structlog
 from anyio import to_thread
 from msgspec.structs import asdict, replace
@@ -18,17 +20,18 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.exchange import read_standby
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.core.config.config import parse
+from metagpu.core.contracts.host import StartingContainer
+from metagpu.core.errors import InternalError
 from metagpu.core.model.privileges import Privilege
-from metagpu.core.reports.privileges import needed_privileges, privileges_report
-from metagpu.core.reports.schema import (
+from metagpu.core.reports.diagnosis import needed_privileges, privileges_report
+from metagpu.core.reports.schema.daemon import (
     DraReport,
     EventReport,
-    NodeReports,
     PrivilegeReport,
     StandbyReport,
-    StatusReport,
-    UsageReport,
 )
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import NodeReports, UsageReport
 from metagpu.core.reports.status import explain_report, lease_reports, roots_report
 from metagpu.core.usage.report import without_processes
 from metagpu.core.usage.usage_service import UsageService
@@ -39,6 +42,9 @@ from metagpu.plugins.pod_api.server import PodMgctlServer
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
 
+
+READY_WITHIN: Final = 9.0
+"""Seconds for a container that starts: less than its hook waits at most (mgctl/hook.c)."""
 
 log = structlog.get_logger()
 
@@ -76,6 +82,7 @@ class AgentCommands:
         privileges: reports the capabilities, held and needed.
         resource_claims: reports the DRA driver, `None` where no pool has it.
         recent_events: returns the last events of the node, for viewers.
+        ready: set once GPUs, configuration and leases are known.
     """
 
     context: NodeContext
@@ -87,11 +94,17 @@ class AgentCommands:
     privileges: Callable[[], dict[str, PrivilegeReport]]
     resource_claims: Callable[[], DraReport | None]
     recent_events: Callable[[], Sequence[EventReport]]
+    ready: anyio.Event
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
         """The handlers of the commands, by name."""
-        return {"status": self.status, "plan": self.plan, "usage": self.usage}
+        return {
+            "status": self.status,
+            "plan": self.plan,
+            "usage": self.usage,
+            "container-starting": self.container_starting,
+        }
 
     @property
     def reports(self) -> NodeReports:
@@ -152,6 +165,20 @@ class AgentCommands:
         # In a thread: a plan of very many shares must not keep the kubelet waiting.
         plan = partial(self.layout_manager.plan, config, existing=existing)
         return await to_thread.run_sync(plan)
+
+    async def container_starting(self, request: Mapping[str, Any]) -> object:
+        """Name and limit a container, by the state that its runtime gives to our hook.
+
+        A daemon that has just started does not know yet which limits containers need.
+
+        Raises:
+            MetagpuError: the container has not what it needs in time.
+        """
+        state = msgspec.convert(request.get("state"), StartingContainer)
+        with anyio.move_on_after(READY_WITHIN):
+            await self.ready.wait()
+            return await self.usage_service.container_starting(state)
+        raise InternalError("metagpu has just started, and does not know the GPUs and leases yet")
 
     async def usage(self, _: Mapping[str, Any]) -> UsageReport:
         """Return the usage of the node's GPUs, by container."""

@@ -34,7 +34,7 @@ from metagpu.core.config.profiles import (
 )
 from metagpu.core.errors import InternalError
 from metagpu.core.model.gpu import mig_models
-from metagpu.core.reports.schema import ConfigurationReport
+from metagpu.core.reports.schema.daemon import ConfigurationReport
 from metagpu.core.state.events import ConfigRejected
 
 NOTHING: Final = "<nothing>"
@@ -161,6 +161,7 @@ class ConfigLoader:
                 texts = await to_thread.run_sync(source.read)
                 content = texts, source.meaning
                 if content == self._content and not again:
+                    self._accepted_choice = source.cluster
                     return None
                 self._content = None  # until it is in force: what is cut short is done again
                 loaded = await to_thread.run_sync(source.parse, texts, self._context.backends)
@@ -215,8 +216,11 @@ class ConfigLoader:
         return ConfigOutcome(None, lays_mig, reason if lays_mig else "")
 
     def _ignored_label(self) -> str:
-        """Return which label has no effect, and the option before it; empty for none."""
-        source, choice = self._source, self._source.cluster
+        """Return which label has no effect, and the option before it; empty for none.
+
+        A choice whose configuration is being read now has no outcome yet.
+        """
+        source, choice = self._source, self._accepted_choice
         if choice.profile and not has_profile(self.loaded.profiles, choice.profile):
             instead = ", ".join(self.loaded.profiles) or "a file without profiles"
             return (
@@ -233,7 +237,7 @@ class ConfigLoader:
 
     def _contradicted_label(self) -> str:
         """Return which label a file that knows no layouts contradicts; empty for none."""
-        choice, config = self._source.cluster, self.loaded.config
+        choice, config = self._accepted_choice, self.loaded.config
         wanted = choice.mig_config
         if self.loaded.layout.known or not wanted or choice.mig_manager or choice.profile == wanted:
             return ""
@@ -312,7 +316,11 @@ class ConfigLoader:
         """
         self.loaded, self.error, self.reason = loaded, None, None
         self._accepted_choice = source.cluster
-        self._source = replace(self._source, last_layout=loaded.layout.name)
+        self._source = replace(
+            self._source,
+            last_layout=loaded.layout.name,
+            had_default=source.chooses_in_cluster and source.cluster.profile is None,
+        )
         for note in loaded.notes:
             if str(note) not in self._logged:
                 log.warning("configuration setting not honoured", note=str(note))

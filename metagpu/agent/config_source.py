@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -21,11 +22,13 @@ from metagpu.core.config.document import MAX_TEXT, Document
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.config.paths import parent_path
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.layout.layout import check_layout
+from metagpu.core.layout.checks import check_layout
 
 _MAX_BYTES: Final = 4 * MAX_TEXT
 """Of a file: the most that so many characters can take."""
 
+STDIN: Final = Path("-")
+"""The path of a configuration on stdin."""
 _MAX_ERRORS: Final = 20
 """The errors of one check: after that many, the next ones are seldom independent."""
 
@@ -102,6 +105,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
         choice: the wanted profile.
         context: facts that foreign formats need beside their files.
         cluster: the cluster's profiles; the paths are read if none of them is chosen.
+        had_default: whether one was in force that no label chose: the paths do not replace it.
         last_layout: the MIG layout that stays if a label names an unknown one.
         awaits_cluster: whether the node's labels will be known, and are not yet.
     """
@@ -110,6 +114,7 @@ class ConfigSource(msgspec.Struct, frozen=True):
     choice: profiles.ProfileChoice = msgspec.field(default_factory=profiles.ProfileChoice)
     context: ConversionContext = msgspec.field(default_factory=ConversionContext)
     cluster: profiles.ClusterChoice = msgspec.field(default_factory=profiles.ClusterChoice)
+    had_default: bool = False
     last_layout: str | None = None
     awaits_cluster: bool = False
 
@@ -130,6 +135,12 @@ class ConfigSource(msgspec.Struct, frozen=True):
         return replace(self.choice, chosen=label, option=f"label {self.cluster.label}")
 
     @property
+    def chooses_in_cluster(self) -> bool:
+        """True if one of the cluster's profiles is chosen, be it an invalid one."""
+        known = self.cluster.profiles
+        return known is not None and profiles.has_choice(known, self.profile_choice)
+
+    @property
     def meaning(self) -> object:
         """Returns what changes the meaning of the same files."""
         return self.effective_context, self.cluster.mig_manager
@@ -148,7 +159,8 @@ class ConfigSource(msgspec.Struct, frozen=True):
             ConfigError: if one cannot be read, or no profile can be chosen.
         """
         choice = self.profile_choice
-        if (known := self.cluster.profiles) is not None and profiles.has_choice(known, choice):
+        if self.cluster.profiles is not None and (self.had_default or self.chooses_in_cluster):
+            known = self.cluster.profiles
             name = profiles.choose_profile(known, choice, self.cluster.source)
             return (ConfigText(f"{self.cluster.source}: {name}", known[name], 1, name),)
 
@@ -403,18 +415,27 @@ def _list_files(directory: Path) -> list[Path]:
         raise _unreadable(directory, error) from error
 
 
+@lru_cache(maxsize=1)
+def _read_stdin() -> bytes:
+    """Read stdin once: a configuration is read more than once."""
+    return sys.stdin.buffer.read(_MAX_BYTES + 1)
+
+
 def _read(file: Path) -> str:
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
+        if file == STDIN:
+            raw = _read_stdin()
+        elif not stat.S_ISREG(file.stat().st_mode):
             raise ConfigError(
                 "cannot be read: it is not a regular file, and it has to be read more than once; "
                 "write its text to a file",
                 ConfigReason.UNREADABLE,
                 file=os.fspath(file),
             )
-        # Opened once: another file may replace this one between a check of its size and the read.
-        with file.open("rb") as opened:
-            raw = opened.read(_MAX_BYTES + 1)
+        else:
+            # Opened once: another file may replace it between a check of its size and the read.
+            with file.open("rb") as opened:
+                raw = opened.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             problem = f"cannot be read: more than {_MAX_BYTES} bytes"
             raise ConfigError(problem, ConfigReason.TOO_LARGE, file=os.fspath(file))

@@ -8,7 +8,7 @@ import msgspec
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.config.config import Config
-from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.memory import ComputeEnforcement, EnforcementPolicy, MemoryEnforcement
 from metagpu.core.contracts.backend import InstalledBackends
 from metagpu.core.contracts.driver import Driver
 from metagpu.core.contracts.host import Host
@@ -97,6 +97,11 @@ class NodeContext(msgspec.Struct, frozen=True, eq=False):
         """Return the memory settings of a GPU's pool; policy `off` for a GPU in no pool."""
         pool = pool_of(self.config, self.layout, gpu)
         return pool.memory_enforcement if pool else MemoryEnforcement(policy=EnforcementPolicy.OFF)
+
+    def compute_enforcement(self, gpu: GpuId) -> ComputeEnforcement:
+        """Return the compute settings of a GPU's pool; policy `off` for a GPU in no pool."""
+        pool = pool_of(self.config, self.layout, gpu)
+        return pool.compute_enforcement if pool else ComputeEnforcement()
 
     def find_roots(self) -> DriverRoots:
         """Look for the driver. Blocks."""

@@ -20,10 +20,11 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import DiagnosesGpu, OffersExisting
 from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
-from metagpu.core.grants.injection import Injection
+from metagpu.core.grants.injection import CLIENT_NAME, Injection
 from metagpu.core.layout.backend_runner import BackendRunner
+from metagpu.core.layout.checks import check_fit
 from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
-from metagpu.core.layout.layout import Layout, build_layout, check_fit
+from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.model.offers import Api
@@ -31,6 +32,7 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import BackendSuspended, GpusFound
 from metagpu.host.device_nodes import DeviceNodes
+from metagpu.plugins.control.client import SOCKET_NAME
 from metagpu.plugins.kubelet.messages import check_list_size
 from metagpu.plugins.pod_api.server import PodFolder
 
@@ -102,7 +104,7 @@ class LayoutManager:
         config = config or self.context.config
         nodes, existing = await self._scan_nodes(), await self.read_existing(config)
         layout = await to_thread.run_sync(self._lay_out, config, nodes, existing)
-        check_fit(config, layout)
+        check_fit(config, layout.misfits)
         return layout
 
     async def prepare(self, new: Config | None = None) -> Layout:
@@ -120,7 +122,7 @@ class LayoutManager:
         # In a thread: thousands of shares must not keep the kubelet waiting.
         layout = await to_thread.run_sync(self._lay_out, config, nodes, existing)
         if new is not None:
-            check_fit(new, layout)
+            check_fit(new, layout.misfits)
         try:
             injection = config.root.injection(self._injection(nodes))
             by_claims = any(pool.api is Api.DRA for pool in config.root.pools)
@@ -188,7 +190,7 @@ class LayoutManager:
         """
         before = before or ConfiguredLayout(self.context.layout, self.context.config)
         after = ConfiguredLayout(self._lay_out(config, self._nodes, existing), config)
-        check_fit(config, after.layout)
+        check_fit(config, after.layout.misfits)
         return to_dict(diff_layouts(self.context.registry.snapshot, before, after))
 
     async def _read_modes(self) -> None:
@@ -243,10 +245,14 @@ class LayoutManager:
 
     def _injection(self, nodes: DeviceNodes) -> Injection:
         """Describe this host's part of an injection, without the configuration's part."""
+        run_dir = self.context.paths.run_dir.absolute()
+        hook = (f"{self._pod_dir}/{CLIENT_NAME}", str(run_dir / SOCKET_NAME))
         return Injection(
             dev_root=nodes.root,
             device_nodes_present=nodes.present,
             capabilities=nodes.capabilities,
-            run_dir=str(self.context.paths.run_dir.absolute()),
+            run_dir=str(run_dir),
             pod_dir=self._pod_dir,
+            # A hook that cannot be started fails every container.
+            start_hook=hook if self.pod_folder.runs_programs else (),
         )

@@ -30,7 +30,8 @@ from metagpu.core.health.watch import HealthWatch
 from metagpu.core.layout.turns import TurnRunner
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import Holder
-from metagpu.core.reports.schema import DraReport, NodeReports
+from metagpu.core.reports.schema.daemon import DraReport
+from metagpu.core.reports.schema.usage import NodeReports
 from metagpu.core.runtime.tasks import Work, run_with_restart
 from metagpu.core.usage.lease_differences import RunningHolders
 from metagpu.core.usage.usage_service import UsageService
@@ -101,6 +102,7 @@ def build_usage_service(context: NodeContext, running: RunningHolders) -> UsageS
         context.registry,
         context.memory_enforcement,
         _Guards(context.backends),
+        compute=context.compute_enforcement,
         running=running,
         read_allocated=partial(
             to_thread.run_sync, checkpoint.read_allocated_devices, context.paths.kubelet_dir

@@ -15,7 +15,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.errors import describe_error
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster

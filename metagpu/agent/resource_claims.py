@@ -16,7 +16,7 @@ from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
-from metagpu.core.reports.schema import DraReport
+from metagpu.core.reports.schema.daemon import DraReport
 from metagpu.core.state.events import LayoutApplied
 from metagpu.host.programs import run_command
 

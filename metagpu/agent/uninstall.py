@@ -116,9 +116,8 @@ class Uninstall:
         return report
 
     async def _settle(self, found: Iterable[Leftover], report: Report) -> None:
-        for leftover in found:
-            done = await settle(leftover, wanted=self.wanted, force=self.force)
-            report.removals.append(done)
+        for each in found:
+            report.removals.append(await settle(each, wanted=self.wanted, force=self.force))
 
     @asynccontextmanager
     async def _node(self, report: Report) -> AsyncIterator[AbandonedNode]:
@@ -129,7 +128,8 @@ class Uninstall:
                 await stack.enter_async_context(agent.driver.session())
                 await agent.survey()
             except DriverError as error:
-                report.notes.append(f"the GPUs cannot be read, and stay as they are: {error}")
+                reason = f"the GPUs cannot be read, and stay as they are: {error}"
+                report.removals.append(Removal("gpus", "NVML", Result.STAYS, reason))
             holders = await self._learn_holders(report)
             snapshot = agent.registry.snapshot
             assignments = [
@@ -160,8 +160,7 @@ class Uninstall:
         pods = allocated.pods if allocated else {}
         # The checkpoint names the shares of ended pods too.
         unlisted = {uid for uid, ids in pods.items() if ids - answer.holders.keys()}
-        present = await to_thread.run_sync(find_pods, self.cgroups, unlisted)
-        if present:
+        if await to_thread.run_sync(find_pods, self.cgroups, unlisted):
             return None
         await self.agent.resource_claims.read_leases()
         self.agent.registry.apply(answer)
@@ -209,4 +208,5 @@ class Uninstall:
                 )
                 await self._settle(found, report)
         except ClusterError as error:
-            report.notes.append(f"labels and conditions of the Node are not known: {error}")
+            reason = f"labels and conditions of the Node are not known: {error}"
+            report.removals.append(Removal("node", f"Node {settings.node}", Result.STAYS, reason))

@@ -1,6 +1,7 @@
 """The arguments of `metagpu`'s commands, their help and their examples."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from metagpu.cli.options import (
     add_source,
     flag,
 )
-from metagpu.cli.parser import Parser, add_command, add_reason
+from metagpu.cli.parser import Parser, add_command, add_completion, add_reason, completed_by
 from metagpu.display.options import add_json, add_output, add_watch
 
 SIMULATE_HELP: Final = (
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         *(_acknowledge, _cordon, _uncordon, _install, _uninstall, _sim, _webhook),
     ):
         add(commands)
+    add_completion(commands, program.prog)
     return program
 
 
@@ -127,7 +129,8 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
     command = add_command(
         commands,
         "validate",
-        "check configuration files; print line, path and fix of every error",
+        "check configuration files; print line, path and fix of every error. What GPUs provide of "
+        "them is shown by metagpu explain, on a node or with --simulate MODELS",
         "metagpu validate metagpu.yaml\n"
         "  metagpu validate --convert nvidia-time-slicing-config.yaml --profile slice-4\n"
         "  kubectl get deviceclasses -o yaml | metagpu validate metagpu.yaml --device-classes -",
@@ -137,7 +140,8 @@ def _validate(commands: Any) -> None:  # noqa: ANN401 - as above
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="a file, a folder of profiles, or the manifest of a ConfigMap, in any known format",
+        help="a file, a folder of profiles, or the manifest of a ConfigMap, in any known format; "
+        "`-` is stdin",
     )
     either = command.add_mutually_exclusive_group()
     either.add_argument(
@@ -198,7 +202,7 @@ def _acknowledge(commands: Any) -> None:  # noqa: ANN401 - as above
         "the device check",
         "metagpu acknowledge 3",
     )
-    command.add_argument("gpu", help=f"{_GPU_HELP}, or uuid of a MIG device", metavar="GPU")
+    _add_gpu(command, ", or uuid of a MIG device")
     add_run_dir(command)
 
 
@@ -210,7 +214,7 @@ def _cordon(commands: Any) -> None:  # noqa: ANN401 - as above
         "reboot: to exclude a GPU for good, leave it out of the configuration's pools",
         'metagpu cordon 3 --reason "replace the fan"',
     )
-    command.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
+    _add_gpu(command)
     add_reason(command)
     add_run_dir(command)
 
@@ -222,8 +226,20 @@ def _uncordon(commands: Any) -> None:  # noqa: ANN401 - as above
         "give shares of a cordoned GPU again",
         "metagpu uncordon 3",
     )
-    command.add_argument("gpu", help=_GPU_HELP, metavar="GPU")
+    _add_gpu(command)
     add_run_dir(command)
+
+
+def _add_gpu(command: argparse.ArgumentParser, more: str = "") -> None:
+    action = command.add_argument("gpu", help=f"{_GPU_HELP}{more}", metavar="GPU")
+    completed_by(action, _gpus)
+
+
+def _gpus(args: argparse.Namespace, _: str) -> Iterable[object]:
+    """Return the indices of the GPUs that the daemon has."""
+    from metagpu.plugins.control.client import send_request
+
+    return (gpu["index"] for gpu in send_request(args.run_dir, {"command": "status"})["gpus"])
 
 
 def _install(commands: Any) -> None:  # noqa: ANN401 - as above

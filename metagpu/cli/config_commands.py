@@ -21,7 +21,7 @@ from metagpu.core.devices.devices import (
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.offers import Api
-from metagpu.display.encoding import encode
+from metagpu.display.options import encode
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def configure_log(level: str, log_format: str) -> None:
 
     import structlog
 
-    from metagpu.display.colours import shows_colours
+    from metagpu.display.table import shows_colours
 
     as_text = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: Any = (

@@ -98,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     with loading():
         import anyio
 
+        from metagpu.core.runtime.loop import WatchedLoop
         from metagpu.plugins.kubelet.paths import check_kubelet_dir
 
         use_simulated_cluster(args)
@@ -117,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
             cluster_node=args.node_name if args.with_kubelet else None,
             take_over=args.take_over,
         )
-    anyio.run(args.agent.run)
+    anyio.run(args.agent.run, backend_options={"loop_factory": WatchedLoop})
     return 0
 
 
@@ -216,8 +217,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from metagpu.cli.live import print_text, repeat, show_live
     from metagpu.core.reports.reading import read_report
-    from metagpu.core.reports.schema import StatusReport
-    from metagpu.display.encoding import encode
+    from metagpu.core.reports.schema.status import StatusReport
+    from metagpu.display.options import encode
     from metagpu.display.status import draw_status, show_status
 
     def ask() -> Mapping[str, Any]:
@@ -290,7 +291,7 @@ def _uninstall(args: argparse.Namespace) -> int:
     from msgspec.structs import replace
 
     from metagpu.agent.uninstall import Uninstall
-    from metagpu.display.removals import show_removals
+    from metagpu.display.status import show_removals
 
     configure_log("error", "console")
     paths = _paths(args)
@@ -348,6 +349,7 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "uninstall": _uninstall,
     "sim": _sim,
     "webhook": _webhook,
+    "completion": lambda args: int(args.do(args)),
 }
 
 
@@ -415,6 +417,6 @@ def _agent(
 
 
 def _print_encoded(value: object, form: str) -> None:
-    from metagpu.display.encoding import encode
+    from metagpu.display.options import encode
 
     print(encode(value, form), end="")  # noqa: T201

@@ -5,9 +5,10 @@ This module asks the daemon, and draws or prints the answer.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from metagpu import __version__
 from metagpu.agent import paths
@@ -22,17 +23,26 @@ from metagpu.cli.options import (
     pod_resources_of,
     resolve_environment,
 )
-from metagpu.cli.parser import Parser, add_command, complete_line, run_command
+from metagpu.cli.parser import (
+    Parser,
+    add_command,
+    add_completion,
+    complete_line,
+    completed_by,
+    run_command,
+)
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants.injection import POD_FOLDER, POD_SOCKET, POD_SOCKET_NAME
-from metagpu.display.encoding import WIDE_FORMATS, encode
-from metagpu.display.options import add_output, add_sort_by, add_watch
-from metagpu.display.table import PLAIN, Cell, Terminal, render, stdout_terminal
+from metagpu.display.options import WIDE_FORMATS, add_output, add_sort_by, add_watch, encode
+from metagpu.display.table import PLAIN, Cell, Terminal, fold, render, stdout_terminal
 from metagpu.display.usage import KINDS, TOP, Answer, Top, format_usage, in_namespace
 from metagpu.plugins.control.client import send_request
 
 if TYPE_CHECKING:
     from metagpu.core.reports.diagnosis import Diagnosis
+
+_INDENT: Final = " " * 16
+"""The place of a finding and its fix, behind the code and the result."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,12 +140,16 @@ def parser() -> argparse.ArgumentParser:
     )
     version.set_defaults(do=_version)
     add_run_dir(version)
+    add_completion(commands, program.prog)
     return program
 
 
 def _add_namespace(kind: argparse.ArgumentParser) -> None:
-    kind.add_argument(
+    namespace = kind.add_argument(
         "-n", "--namespace", metavar="NAME", default="", help="only of this one (default: of all)"
+    )
+    completed_by(
+        namespace, lambda args, _: (row["namespace"] for row in _usage(args)["containers"])
     )
     kind.add_argument(
         "-A", "--all-namespaces", action="store_true", help="show all namespaces (default)"
@@ -208,7 +222,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from metagpu.core.reports.diagnosis import CheckResult
     from metagpu.core.reports.doctor import diagnose
     from metagpu.core.reports.reading import read_report
-    from metagpu.core.reports.schema import StatusReport
+    from metagpu.core.reports.schema.status import StatusReport
     from metagpu.host.node_facts import SurveyPaths, survey_node
 
     status, no_status = None, ""
@@ -230,22 +244,35 @@ def _doctor(args: argparse.Namespace) -> int:
             )
         )
     else:
-        print_text(render(_diagnoses(found), stdout_terminal()))
+        terminal = stdout_terminal()
+        print_text(render(_diagnoses(found, terminal), terminal))
     return int(any(diagnosis.result is CheckResult.ERROR for diagnosis in found))
 
 
-def _diagnoses(found: Sequence["Diagnosis"]) -> Sequence[Cell]:
+def _diagnoses(found: Sequence["Diagnosis"], terminal: Terminal) -> Sequence[Cell]:
+    """Return a summary, then the groups of checks, those with problems first."""
+    from metagpu.core.reports.doctor import UNKNOWN, in_groups
+
     styles = {"ok": "green", "warning": "yellow", "error": "bold red"}
-    lines = []
-    for diagnosis in found:
-        lines.append(
-            Cell(
-                f"{diagnosis.code}  {diagnosis.result:7}  {diagnosis.finding}",
-                styles[diagnosis.result],
+    unknown = [diagnosis.code for diagnosis in found if diagnosis.finding == UNKNOWN]
+    groups = in_groups(found)
+    counts = Counter(str(diagnosis.result) for group in groups.values() for diagnosis in group)
+    errors, warnings = counts["error"], counts["warning"]
+    summary = (
+        f"{errors or 'no'} {'error' if errors == 1 else 'errors'}, {warnings or 'no'} "
+        f"{'warning' if warnings == 1 else 'warnings'}, {counts['ok']} checks ok"
+    )
+    if unknown:
+        summary += f"; {len(unknown)} more need the daemon's answer"
+    lines = [Cell(summary, "bold red" if errors else "yellow" if warnings else "green")]
+    for group, diagnoses in groups.items():
+        lines += [Cell(""), Cell(group, "bold")]
+        for diagnosis in diagnoses:
+            text = f"{diagnosis.code}  {diagnosis.result:7}  {diagnosis.finding}"
+            lines += fold(Cell(text, styles[diagnosis.result]), terminal, _INDENT)
+            lines += (
+                fold(Cell(f"{_INDENT}{diagnosis.fix}"), terminal, _INDENT) if diagnosis.fix else []
             )
-        )
-        if diagnosis.fix:
-            lines.append(Cell(f"{' ' * 16}{diagnosis.fix}"))
     return lines
 
 

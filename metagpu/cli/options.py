@@ -2,8 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -130,7 +131,24 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
             "this node's name in Kubernetes",
         ),
     ):
-        parser.add_argument(option, metavar="NAME", default=Variable(variables), help=help_text)
+        action = parser.add_argument(
+            option, metavar="NAME", default=Variable(variables), help=help_text
+        )
+        action.complete = partial(_choices, option)  # type: ignore[attr-defined] # see `Completer`
+
+
+def _choices(option: str, args: argparse.Namespace, _: str) -> Iterable[object]:
+    """Return the profiles, MIG layouts or nodes that the files of the line have."""
+    from metagpu.agent.config_source import ConfigSource
+
+    given = [*args.given.get("config", ()), *args.given.get("files", ())]
+    paths = given or getattr(args, "config", None) or ()
+    sources = [source for _, source in ConfigSource(tuple(paths)).variants()]
+    if option == "--mig-config":
+        return {source.context.mig_config for source in sources} - {None}
+    if option == "--node-name":
+        return {source.context.node for source in sources} - {None}
+    return {source.choice.chosen for source in sources} - {None}
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:

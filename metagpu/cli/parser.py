@@ -13,9 +13,11 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from textwrap import fill
 from typing import Any, Final, NoReturn
 
+from metagpu.cli.options import resolve_environment
 from metagpu.core.config.errors import allowed_values, suggest
 from metagpu.core.errors import ClusterError, MetagpuError
 
@@ -52,8 +54,25 @@ class Parser(argparse.ArgumentParser):
         if choice := _INVALID_CHOICE.fullmatch(message):
             given, known = choice[2].strip("'"), choice[3].replace("'", "").split(", ")
             message = _unknown(choice[1], given, known)
+        for action in self._actions:
+            if message == f"the following arguments are required: {action.metavar}":
+                names = commands_of(self) and dict.fromkeys(
+                    parser.prog.split()[-1] for parser in commands_of(self).values()
+                )
+                message += f", one of {', '.join(names)}" if names else ""
         see = " See" if message.endswith("?") else "; see"
         self.exit(2, f"{self.prog}: {message}{see} `{self.prog} --help`\n")
+
+    def parse_args(  # type: ignore[override]  # its overloads are about the namespace's type
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Any = None,  # noqa: ANN401 - argparse takes any object
+    ) -> Any:  # noqa: ANN401 - as above
+        """Parse the arguments of a program; without any, print its help and exit."""
+        if not (sys.argv[1:] if args is None else args):
+            self.print_help()
+            self.exit()
+        return super().parse_args(args, namespace)
 
     def parse_known_args(  # type: ignore[override]  # its overloads are about the namespace's type
         self,
@@ -159,6 +178,52 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+SHELLS: Final[Mapping[str, str]] = {
+    "bash": "complete -o default -C {program} {program}\n",
+    "zsh": (
+        "autoload -U +X compinit && compinit\n"
+        "autoload -U +X bashcompinit && bashcompinit\n"
+        "complete -o default -C {program} {program}\n"
+    ),
+    "fish": (
+        "complete --command {program} --arguments "
+        "'(env COMP_LINE=(commandline --cut-at-cursor) {program})'\n"
+    ),
+}
+"""What a shell reads to have a program complete its own lines, by the shell's name."""
+
+
+def add_completion(commands: Any, program: str, note: str = "") -> Parser:  # noqa: ANN401 - as above
+    """Add the command that prints what a shell reads; `note` is a comment in it."""
+    command = add_command(
+        commands,
+        "completion",
+        "print what a shell reads to complete commands, options and the names of what is there",
+        f"{program} completion bash >> ~/.bashrc",
+    )
+    command.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=", ".join(SHELLS))
+    command.set_defaults(do=_print_completion, program=program.replace(" ", "-"), note=note)
+    return command
+
+
+def _print_completion(args: argparse.Namespace) -> int:
+    note = f"# {args.note}\n" if args.note else ""
+    print(note + SHELLS[args.shell].format(program=args.program), end="")  # noqa: T201
+    return 0
+
+
+Completer = Callable[[argparse.Namespace, str], Iterable[object]]
+"""Finds the values of an argument by the word so far, and by the arguments that the line has.
+
+`given` of these has all values of each, where an argument may be repeated.
+"""
+
+
+def completed_by(action: argparse.Action, complete: Completer) -> None:
+    """Complete an argument by the pods, nodes or GPUs that are there."""
+    action.complete = complete  # type: ignore[attr-defined] # as in the library argcomplete
+
+
 def complete_line(
     parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ
 ) -> bool:
@@ -174,38 +239,82 @@ def complete_line(
 
 def completions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Sequence[str]:
     """Return what the last word may become; the words before it choose the command."""
-    parser, value_of, current = _place(parser, words)
-    if value_of is not None:
-        found: Iterable[object] = value_of.choices or ()
-    elif current.startswith("-"):
-        found = (name for action in actions_of(parser) for name in action.option_strings)
+    place = _Place(parser, words)
+    if place.value_of is not None:
+        found: Iterable[object] = place.values(place.value_of)
+    elif place.word.startswith("-"):
+        found = (name for action in actions_of(place.parser) for name in action.option_strings)
     else:
-        found = commands_of(parser) or (
-            choice
-            for action in actions_of(parser)
-            if not action.option_strings
-            for choice in action.choices or ()
-        )
-    return sorted(name for name in map(str, found) if name.startswith(current))
+        found = commands_of(place.parser) or place.values(place.positional)
+    return sorted(name for name in set(map(str, found)) if name.startswith(place.word))
 
 
 def wants_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
     """Return whether the last word is the value of an option that names a file."""
-    _, value_of, _ = _place(parser, words)
+    value_of = _Place(parser, words).value_of
     return value_of is not None and value_of.metavar == "FILE"
 
 
-def _place(
-    parser: argparse.ArgumentParser, words: Sequence[str]
-) -> tuple[argparse.ArgumentParser, argparse.Action | None, str]:
-    """Return the command of the last word, its option if it is a value, and the word."""
-    *before, current = words or [""]
-    value_of: argparse.Action | None = None
-    for word in before:
-        inner = None if value_of else commands_of(parser).get(word)
-        value_of = None if value_of else _option(parser, word)
-        parser = inner or parser
-    return parser, value_of, current
+class _Place:
+    """The place of the last word of a line.
+
+    Attributes:
+        parser: of the word's command.
+        value_of: the option whose value the word is, `None` for none.
+        word: the word, as far as it is written.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+        *before, self.word = words or [""]
+        self.parser = parser
+        self.value_of: argparse.Action | None = None
+        self._given: dict[str, list[object]] = {}
+        self._positionals = 0
+        for word in before:
+            if self.value_of is not None:
+                self._give(self.value_of, word)
+                self.value_of = None
+            elif word.startswith("-"):
+                name, equals, value = word.partition("=")
+                self.value_of = _option(self.parser, name)
+                if equals and self.value_of is not None:
+                    self._give(self.value_of, value)
+                    self.value_of = None
+            elif (inner := commands_of(self.parser).get(word)) is not None:
+                self.parser = inner
+            else:
+                if self.positional is not None:
+                    self._give(self.positional, word)
+                self._positionals += 1
+
+    def _give(self, option: argparse.Action, text: str) -> None:
+        with suppress(ValueError, argparse.ArgumentTypeError):
+            convert: Any = option.type or str
+            self._given.setdefault(option.dest, []).append(convert(text))
+
+    @property
+    def positional(self) -> argparse.Action | None:
+        """The argument without an option's name that the word is, `None` for none."""
+        found = [action for action in actions_of(self.parser) if not action.option_strings]
+        if self._positionals < len(found):
+            return found[self._positionals]
+        return found[-1] if found and found[-1].nargs in ("*", "+") else None
+
+    def values(self, action: argparse.Action | None) -> Iterable[object]:
+        """Return the values of an argument: those allowed, or those that are there."""
+        complete: Completer | None = getattr(action, "complete", None)
+        if action is None or complete is None:
+            return (action and action.choices) or ()
+        defaults = {action.dest: action.default for action in actions_of(self.parser)}
+        last = {name: values[-1] for name, values in self._given.items()}
+        args = argparse.Namespace(**{**defaults, **self.parser._defaults, **last})  # noqa: SLF001 - as below
+        args.given = self._given
+        try:
+            resolve_environment(args)
+            with redirect_stderr(io.StringIO()):
+                return list(complete(args, self.word))
+        except Exception:  # noqa: BLE001 - a line that is being written has no errors yet
+            return ()
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent import paths
 from metagpu.core.config.errors import ConfigError, ConfigReason
@@ -19,15 +20,20 @@ if TYPE_CHECKING:
     from metagpu.sim.cluster.single_node import SingleNodeCluster
     from metagpu.sim.machine.node import SimNode
 
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+"""A file of a loaded kernel driver, which every container sees."""
+
 
 def use_simulated_cluster(args: argparse.Namespace) -> None:
     """Name the simulated kubelet and API server in the arguments of `run`, if wanted.
 
     Raises:
         ConfigError: the GPUs are real, another kubelet is named, or another daemon is to be
-            taken over from.
+            taken over from; or the node's own kubelet would get simulated GPUs beside real ones.
     """
     if not args.with_kubelet:
+        if args.simulate is not None and args.kubelet_dir == paths.KUBELET_DIR:
+            _refuse_beside_driver(_DRIVER)
         return
     if args.simulate is None:
         problem = "a simulated kubelet needs simulated GPUs; also give --simulate"
@@ -55,6 +61,18 @@ def use_simulated_cluster(args: argparse.Namespace) -> None:
     if args.cdi_dir == paths.CDI_DIR:
         args.cdi_dir = simulated.cdi_dir(args.run_dir)
     args.node_name = args.node_name or simulated.NODE_NAME
+    if not args.status_api and args.cluster != "none":
+        args.status_api = "127.0.0.1:0"
+
+
+def _refuse_beside_driver(driver: Path) -> None:
+    if driver.exists():
+        problem = (
+            f"this node has an NVIDIA driver ({driver}), and its pods would get shares of GPUs "
+            "that do not exist; leave out --simulate (the chart's value simulate), or try it with "
+            "--with-kubelet"
+        )
+        raise ConfigError(problem, ConfigReason.CONFLICT, file="--simulate")
 
 
 def simulated_agent(
@@ -73,6 +91,7 @@ def simulated_agent(
 
     Raises:
         ConfigError: the description of the node is not valid.
+        MetagpuError: the address of the status is not free.
     """
     from metagpu.agent.agent import Agent
     from metagpu.host.linux import LinuxHost
@@ -86,14 +105,14 @@ def simulated_agent(
         from metagpu.sim.cluster.single_node import SingleNodeCluster
 
         cluster = SingleNodeCluster(node, agent_paths.run_dir, cluster_node)
-    return Agent(
+    agent = Agent(
         source,
         NvmlDriver(SimLibrary(node)),
         agent_paths,
         {"sim": _sim_handler(node, cluster)},
         programs=SimPrograms(),
         daemons=sim_daemons(node.driver_branch),
-        host=LinuxHost(own_pids=True),
+        host=cluster.containers.machine.host if cluster else LinuxHost(own_pids=True),
         pcie_root=lambda gpu: node.pcie_root(gpu.id),
         cluster_settings=cluster_settings,
         metrics=metrics,
@@ -102,6 +121,10 @@ def simulated_agent(
         beside=cluster.running if cluster else nullcontext,
         take_over=take_over,
     )
+    if cluster and agent.status_api:
+        agent.status_api.server.bind("--status-api")
+        cluster.status_port = agent.status_api.server.port
+    return agent
 
 
 def _sim_handler(node: "SimNode", cluster: "SingleNodeCluster | None") -> "CommandHandler":

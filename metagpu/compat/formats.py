@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.compat.contract import CompatNote, ConversionContext, ConvertedConfig, Origin
+from metagpu.compat.kube_yaml import GoLoader
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason, suggest
 from metagpu.core.config.paths import join_path, key_path
@@ -106,6 +107,8 @@ def recognize(document: Document) -> ConfigFormat:
         ),
     ):
         if matches:
+            if form in _READ_BY_GO:
+                document.read_by(GoLoader)
             return form
     for key in sorted(keys - {*_OF_FORMATS}):
         if near := suggest(key, _OF_FORMATS):
@@ -113,6 +116,10 @@ def recognize(document: Document) -> ConfigFormat:
             raise document.error(key, problem, ConfigReason.UNKNOWN_KEY)
     problem = f"the format is not recognized; a configuration has {_KEYS}"
     raise document.error("", problem, ConfigReason.UNKNOWN_FORMAT)
+
+
+_READ_BY_GO: Final = frozenset((ConfigFormat.NVIDIA, ConfigFormat.MIG_PARTED))
+"""The formats whose programs read YAML as kubectl does."""
 
 
 def part_of(document: Document) -> tuple[str, str]:

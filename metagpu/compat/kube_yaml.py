@@ -1,10 +1,12 @@
-"""YAML as kubectl reads and writes it.
+"""YAML as kubectl and NVIDIA's programs read it, by Go's sigs.k8s.io/yaml.
 
-PyYAML's YAML 1.1 takes `5:30` for a number and `2026-01-01` for a date; in a manifest both are
-text. A text that kubectl would take for something else is quoted.
+PyYAML's YAML 1.1 takes `5:30` for a number and `2026-01-01` for a date, and `y` for a text; there
+the first two are text, and `y` is true. Values go through JSON: `4.0` is 4. A text that kubectl
+would take for something else is quoted.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -12,8 +14,11 @@ from typing import Any, Final
 import yaml
 
 _TAG: Final = "tag:yaml.org,2002:"
-_NOT_KUBECTLS: Final = frozenset(_TAG + tag for tag in ("int", "float", "timestamp", "value"))
-_INT: Final = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]*|[1-9][0-9_]*)$")
+_NOT_OF_GO: Final = frozenset(_TAG + tag for tag in ("bool", "int", "float", "timestamp", "value"))
+_BOOL: Final = re.compile(
+    r"(y|Y|yes|Yes|YES|on|On|ON|n|N|no|No|NO|off|Off|OFF|true|True|TRUE|false|False|FALSE)$"
+)
+_INT: Final = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+|0[0-7_]*|[1-9][0-9_]*)$")
 _FLOAT: Final = re.compile(
     r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
@@ -21,16 +26,42 @@ _FLOAT: Final = re.compile(
 _TEXT_TO_QUOTE: Final = re.compile(r"[yYnN]$|[-+.0-9]")
 
 
-class _Loader(yaml.SafeLoader):
-    """Knows the numbers that kubectl knows, and no times; keys are text, as in JSON.
+_LONGEST: Final = 100
+"""Characters of a number; Python refuses some thousands."""
+_IN_FULL: Final = 1e21
+"""Go's JSON writes floats below it without an exponent."""
+
+
+class _OfGo(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
+    """Knows Go's booleans and numbers, and no times; keys are text, as in JSON.
 
     A value that contains itself is an error.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML has it
-        first: [resolver for resolver in known if resolver[0] not in _NOT_KUBECTLS]
+        first: [resolver for resolver in known if resolver[0] not in _NOT_OF_GO]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        """Return a number; one that is too large for Go is a text."""
+        text = str(self.construct_scalar(node))
+        if len(text) > _LONGEST:
+            raise yaml.constructor.ConstructorError(
+                None, None, "a number has too many digits", node.start_mark
+            )
+        plain = text.replace("_", "").lower()
+        try:
+            if (found := _whole(plain)) is not None and -(2**63) <= found < 2**64:
+                return found
+            value = float(plain.replace(".inf", "inf").replace(".nan", "nan"))
+        except ValueError:
+            if _INT.match(text) is None:
+                raise  # a tag says that it is a number
+            return text  # as `0x_`
+        if math.isinf(value) and "inf" not in plain:
+            return text
+        return int(value) if abs(value) < _IN_FULL and value.is_integer() else value
 
     def construct_document(self, node: yaml.Node) -> Any:  # noqa: ANN401 - YAML holds anything
         self.deep_construct = True  # otherwise PyYAML completes values after those around them
@@ -40,13 +71,40 @@ class _Loader(yaml.SafeLoader):
         self.flatten_mapping(node)
         for place, (key, value) in enumerate(node.value):
             if isinstance(found := self.construct_object(key, deep=True), int | float):
-                text = json.dumps(found).removesuffix(".0")
+                text = json.dumps(found).removesuffix(".0") if math.isfinite(found) else key.value
                 node.value[place] = (yaml.ScalarNode(f"{_TAG}str", text, key.start_mark), value)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+def _whole(plain: str) -> int | None:
+    """Return a whole number as Go's `ParseInt` reads it, `None` for another text."""
+    if _INT.match(plain) is None:
+        return None
+    digits = plain.lstrip("+-")
+    return int(plain, 8 if digits.isdigit() and digits.startswith("0") else 0)
+
+
+_TRUTHS: Final = {"y": True, "n": False, **yaml.constructor.SafeConstructor.bool_values}
+
+
+def _truth(_: _OfGo, node: yaml.ScalarNode) -> bool:
+    return _TRUTHS[str(node.value).lower()]
+
+
+_OfGo.add_implicit_resolver(f"{_TAG}bool", _BOOL, list("yYnNtTfFoO"))
+_OfGo.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
+_OfGo.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+_OfGo.add_constructor(f"{_TAG}int", _OfGo.construct_number)  # type: ignore[type-var]
+_OfGo.add_constructor(f"{_TAG}float", _OfGo.construct_number)  # type: ignore[type-var]
+_OfGo.add_constructor(f"{_TAG}bool", _truth)  # type: ignore[type-var]
+
+
+class _Loader(_OfGo, yaml.SafeLoader):
+    """Words mistakes in manifests better than libyaml does."""
+
+
+class GoLoader(_OfGo, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """By libyaml, where PyYAML has it: for configuration files."""
 
 
 class _Dumper(yaml.SafeDumper):

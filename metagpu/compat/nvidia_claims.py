@@ -11,7 +11,7 @@ import msgspec
 
 from metagpu.core.config.decode_errors import describe_mismatch
 from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.config.units import Bytes, decode_unit
+from metagpu.core.config.units import Quantity, decode_unit
 from metagpu.core.devices.devices import MIG_TYPE, WHOLE_TYPE
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.resource_claims import (
@@ -46,8 +46,8 @@ class _TimeSlicingConfig(_Strict, frozen=True):
 
 class _MpsConfig(_Strict, frozen=True):
     default_active_thread_percentage: int | None = None
-    default_pinned_device_memory_limit: Bytes | None = None
-    default_per_device_pinned_memory_limit: dict[str, Bytes] | None = None
+    default_pinned_device_memory_limit: Quantity | None = None
+    default_per_device_pinned_memory_limit: dict[str, Quantity] | None = None
     multi_user: bool | None = None
 
 
@@ -162,7 +162,7 @@ def _memory(mps: _MpsConfig) -> int | None:
     return mps.default_pinned_device_memory_limit
 
 
-def _per_device(mps: _MpsConfig) -> dict[str, Bytes]:
+def _per_device(mps: _MpsConfig) -> dict[str, Quantity]:
     return mps.default_per_device_pinned_memory_limit or {}
 
 

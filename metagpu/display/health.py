@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.core.reports.schema import EnforcementReport, GpuReport, UsageReport, UsedGpuReport
+from metagpu.core.reports.schema.daemon import EnforcementReport
+from metagpu.core.reports.schema.gpus import GpuReport, UsedGpuReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.display.table import Cell
 
 _OUT_OF_SERVICE: Final = "bold red"
@@ -45,17 +47,19 @@ def full_health(gpu: GpuReport) -> Sequence[Cell]:
     """Return the reasons for which a GPU or a backend does not serve, or `healthy`."""
     lines = [] if gpu.healthy else [_out_of_service(gpu)]
     for fault in gpu.faults:
-        slots = ", ".join(share.partition("::")[2] for share in fault.shares) or "not of ours"
+        slots = (
+            ", ".join(share.partition("::")[2] for share in fault.shares) or "not made by metagpu"
+        )
         reason = f"MIG device {fault.device} ({slots}): {fault.reason}"
         lines.append(_since(reason, fault.since, _OUT_OF_SERVICE))
     if cordon := gpu.cordon:
         lines.append(_since(f"cordoned: {cordon.reason}", cordon.since))
     if unheard := gpu.unheard:
-        lines.append(_since(f"its XIDs are not heard: {unheard.reason}", unheard.since))
+        lines.append(_since(f"NVML does not report its XIDs: {unheard.reason}", unheard.since))
     for backend, suspended in gpu.suspended.items():
         lines.append(_since(f"{backend} suspended: {suspended.reason}", suspended.since))
     for backend, since in gpu.cleaning.items():
-        lines.append(Cell(f"{backend} cleans up since {_time(since)}", "yellow"))
+        lines.append(Cell(f"{backend} has been cleaning up since {_time(since)}", "yellow"))
     lines += [Cell(blocked, "yellow") for blocked in gpu.blocked]
     if gpu.waits_for:
         lines.append(Cell(gpu.waits_for, "yellow"))
@@ -71,7 +75,7 @@ def _out_of_service(gpu: GpuReport) -> Cell:
         fix = f"waits for an operator: metagpu acknowledge {gpu.index}"
         return Cell(f"{line.text}; {fix}", line.style)
     return Cell(
-        f"recovering: its checks pass since {_time(recovery.since)}, and it returns at "
+        f"recovering: its checks have passed since {_time(recovery.since)}, and it returns at "
         f"{_time(recovery.returns_at)} if none fails; it was out of service for: "
         f"{gpu.reason}, since {_time(gpu.since)}",
         "yellow",
@@ -83,7 +87,8 @@ def format_enforcement(report: EnforcementReport | None) -> Sequence[str]:
     if report is None:
         return ()
     sent = [f"{count} {name}" for name, count in report.signals.items() if count]
-    parts = [f"{report.warnings} warnings"] if report.warnings else []
+    count = report.warnings
+    parts = [f"{count} {'warning' if count == 1 else 'warnings'}"] if count else []
     parts += [f"{' and '.join(sent)} sent"] if sent else []
     lines = [f"memory enforcement since the daemon's start: {', '.join(parts)}"] if parts else []
     if report.driver_limits:

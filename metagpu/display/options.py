@@ -1,21 +1,27 @@
-"""Options that programs share: about the output, and times."""
+"""Options that programs share: about the output, also as JSON and YAML, and times."""
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from math import inf
+from typing import Any, Final
 
-from metagpu.display.encoding import FORMATS
+from msgspec import to_builtins
+
+from metagpu.core.config.units import Duration
+
+FORMATS: Final = ("table", "json", "yaml")
+WIDE_FORMATS: Final = ("table", "wide", "json", "yaml")
+LIST_FORMATS: Final = (*WIDE_FORMATS, "name")
 
 
 def add_output(parser: argparse.ArgumentParser, formats: Sequence[str] = FORMATS) -> None:
-    """Add the option for the form of the output; the default is a table."""
+    """Add the option for the form of the output; the first is the default."""
     parser.add_argument(
         "-o",
         "--output",
         choices=formats,
         type=_form,
-        default="table",
+        default=formats[0],
         metavar="FORMAT",
         help=f"one of {', '.join(formats)} (default: %(default)s)",
     )
@@ -37,14 +43,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def seconds(least: float) -> Callable[[str], float]:
-    """Return a reader of seconds, of a least number of them."""
+def duration(least: float) -> Callable[[str], Duration]:
+    """Return a reader of durations, of a least number of seconds."""
 
-    def read(text: str) -> float:
-        with suppress(ValueError):
-            if least <= (given := float(text)) < inf:
-                return given
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds, {least:g} or more")
+    def read(text: str) -> Duration:
+        try:
+            given = Duration.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if given < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is too short; write {least:g}s or more")
+        return given
 
     return read
 
@@ -56,9 +65,19 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 
 def add_sort_by(parser: argparse.ArgumentParser) -> None:
     """Add the option for the order of rows."""
-    parser.add_argument(
-        "--sort-by",
-        metavar="FIELD",
-        default="",
-        help="a field of -o json: texts from a to z, numbers from the largest",
-    )
+    help_ = "a field of -o json: texts from a to z, numbers from the largest"
+    parser.add_argument("--sort-by", metavar="FIELD", default="", help=help_)
+
+
+def encode(value: object, form: str, *, compact: bool = False) -> str:
+    """Return a report or plain data as JSON or YAML.
+
+    `compact` is for a series of values: JSON is one line, YAML one document.
+    """
+    plain: Any = to_builtins(value)
+    if form == "json":
+        return json.dumps(plain, indent=None if compact else 2) + "\n"
+    import yaml  # noqa: PLC0415 - tables need no YAML
+
+    text: str = yaml.safe_dump(plain, sort_keys=False)
+    return f"---\n{text}" if compact else text

@@ -1,23 +1,25 @@
-"""Tables of `metagpu status`, `explain` and `plan`, printed for people."""
+"""Tables of `metagpu status`, `explain`, `plan` and `uninstall`, for people."""
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from metagpu.core.reports.schema import (
+from metagpu.core.reports.schema.daemon import (
     CdiReport,
     ClusterReport,
     DraReport,
-    Explanation,
-    GpuReport,
     LeaseDifferenceReport,
-    LeaseReport,
     LostDevicesReport,
     MixedRequestReport,
     PodMgctlReport,
+)
+from metagpu.core.reports.schema.gpus import GpuReport, SharesReport
+from metagpu.core.reports.schema.status import (
+    Explanation,
+    LeaseReport,
     ResourceReport,
-    SharesReport,
     StatusReport,
 )
 from metagpu.display.health import brief_health, format_enforcement, full_health, reasons
@@ -30,6 +32,9 @@ from metagpu.display.table import (
     render,
     stdout_terminal,
 )
+
+if TYPE_CHECKING:  # the daemon's libraries, which a question to it does not load
+    from metagpu.core.contracts.leftovers import Removal
 
 Plan = Mapping[str, Any]
 """A plan of `core.layout.diff`, as plain data."""
@@ -47,6 +52,15 @@ _LEGEND: Final = {
     "SYS": "on different NUMA nodes",
     "?": "not reported by NVML",
 }
+_POLICIES: Final = {
+    "off": "memory above a share is not noticed",
+    "report": "memory above a share is shown by mgctl, and nothing ends",
+    "warn": "memory above a share brings a warning, and nothing ends",
+    "dry-run": "memory above a share brings a warning, and signals are only logged",
+    "kill": "processes above the memory of their share end",
+    "burst": "memory above a share is lent, and processes end if others need it",
+}
+"""What a policy does; the key is its word in the configuration."""
 _ALWAYS: Final = ("GPU", "PRODUCT", "MEMORY", "HEALTH")
 _DROPPED: Final = ("MEMORY", "POOL", "PRODUCT")
 """Columns of GPUs left out on a narrow terminal, in this order; JSON has them."""
@@ -88,6 +102,7 @@ def show_explanation(explained: Explanation, *, topology: bool = False) -> None:
         *reasons(explained.gpus),
         *_mixed_gpus(explained.gpus),
         *_unused_pools(explained.unused_pools),
+        *_memory_policies(explained.memory_policies),
         *(Cell(remark.text) for remark in explained.remarks),
         *(_topology(explained) if topology else ()),
     )
@@ -141,13 +156,14 @@ def _status_parts(status: StatusReport) -> Sequence[Part]:
         *_turns(status.gpus),
         leases_table(status.leases),
         *map(Cell, format_enforcement(status.enforcement)),
+        *_memory_policies(status.memory_policies),
         *(Cell(remark.text) for remark in status.remarks),
     )
 
 
 def show_plan(plan: Plan) -> None:
     """Print a plan of `core.layout.diff`."""
-    resources = table("RESOURCE", "CHANGE", "SHARES", "BACKEND")
+    resources = table("RESOURCE", "CHANGE", "CAPACITY", "BACKEND")
     for name, each in plan["resources"].items():
         shares = _arrow(each["before"], each["after"])
         backend = _arrow(each["backendBefore"], each["backendAfter"])
@@ -173,7 +189,7 @@ def show_plan(plan: Plan) -> None:
 
 def _unreadable_gpus(report: Explanation) -> Iterable[Cell]:
     return (
-        Cell(f"not in service, as it cannot be read: {gpu.reason}", "bold red")
+        Cell(f"out of service: NVML cannot read it: {gpu.reason}", "bold red")
         for gpu in report.unreadable_gpus
     )
 
@@ -296,8 +312,8 @@ def _mixed_gpus(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
 
     return [
         Cell(
-            f"GPU {', '.join(indices)}: offered by {backends}. An idle GPU goes to the first "
-            "backend that a pod asks, until its last pod has ended."
+            f"GPU {', '.join(indices)}: {backends} share it. The first pod on an idle GPU chooses "
+            "the backend, which keeps the GPU until its last pod ends."
         )
         for backends, indices in found.items()
     ]
@@ -315,7 +331,7 @@ def _turns(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
         found.setdefault(text, []).append(str(gpu.index))
 
     return [
-        Cell(f"GPU {', '.join(indices)}: idle, {text}, as several backends share it")
+        Cell(f"GPU {', '.join(indices)}: idle, {text}, because several backends share it")
         for text, indices in found.items()
     ]
 
@@ -331,6 +347,16 @@ def _in_no_pool(gpus: Sequence[GpuReport]) -> Sequence[Cell]:
 
 def _unused_pools(pools: Mapping[str, str]) -> Sequence[Cell]:
     return [Cell(f"pool {name} has no GPU here: {why}") for name, why in pools.items()]
+
+
+def _memory_policies(policies: Mapping[str, str]) -> Sequence[Cell]:
+    return [
+        Cell(
+            f"pool {name}: {_POLICIES.get(policy, 'memory')} (policy {policy}); "
+            "compute is not limited"
+        )
+        for name, policy in policies.items()
+    ]
 
 
 def _topology(explained: Explanation) -> Sequence[Part]:
@@ -393,3 +419,23 @@ def _short(resource: str) -> str:
 def table(*columns: str, whole: Iterable[str] = ()) -> TextTable:
     """Return an empty table that folds long cells, but those of `whole` columns."""
     return TextTable(columns, folded=frozenset(columns) - _WHOLE - frozenset(whole))
+
+
+def show_removals(removals: Sequence["Removal"], notes: Sequence[str], *, wanted: bool) -> None:
+    """Print each leftover with its result; `wanted` is whether to remove it."""
+    table = TextTable(("RESULT", "WHAT", "WHERE", "REASON"), folded=frozenset(("WHERE", "REASON")))
+    for each in removals:
+        style = {"removed": "green", "stays": "yellow"}.get(each.result, "")
+        table.add(str(each.result), each.kind, each.where, each.reason, style=style)
+    parts: list[TextTable | str] = [table] if removals else ["nothing of metagpu is left here"]
+    show(*parts, *notes, _removal_summary(removals, wanted=wanted))
+
+
+def _removal_summary(removals: Sequence["Removal"], *, wanted: bool) -> str:
+    counted = Counter[str](removal.result for removal in removals)
+    if not removals:
+        return ""
+    if not wanted:
+        return f"{counted['found']} to remove: run this command again with --yes"
+    left = f", {counted['stays']} stay" if counted["stays"] else ""
+    return f"{counted['removed']} removed{left}"

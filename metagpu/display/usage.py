@@ -7,17 +7,16 @@ from msgspec import convert, to_builtins
 from msgspec.structs import asdict
 
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import (
+from metagpu.core.reports.schema.gpus import OfferedSharesReport, UsedGpuReport
+from metagpu.core.reports.schema.usage import (
     ContainerGpuReport,
     ContainerReport,
-    OfferedSharesReport,
     ProcessReport,
     UnauthorizedReport,
     UsageReport,
-    UsedGpuReport,
 )
-from metagpu.display.encoding import encode
 from metagpu.display.health import format_enforcement, gpu_problems, health_cell
+from metagpu.display.options import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import Cell, Terminal, TextTable, render
 
@@ -46,6 +45,11 @@ _SORTED: Final = {
 _BUSY: Final = 90
 """Percent from which a bar is red."""
 _NONE: Final = "-"
+_TOTAL: Final = "total"
+_POD_COLUMNS: Final = (
+    *("POD", "NAMESPACE", "CONTAINER", "GPU", "SHARES"),
+    *("MEMORY", "LOAD", "PROCESSES", "GUARD"),
+)
 
 
 class HeldProcess(ProcessReport, frozen=True):
@@ -147,8 +151,8 @@ def _part(answer: Answer, kind: str) -> Mapping[str, Any]:
 
 def devices_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     """Draw the GPUs: a row for each resource of a GPU."""
-    more = ("RESOURCE", "HELD", "USED", "GPU", "POLICY", "PRODUCT", "HEALTH") if wide else ()
-    rows = TextTable(("IDX", "UUID", "MEMORY", "SHARES", "SHARE SIZE", *more))
+    more = ("RESOURCE", "SHARES", "USED", "BUSY", "POLICY", "PRODUCT", "HEALTH") if wide else ()
+    rows = TextTable(("GPU", "UUID", "MEMORY", "CAPACITY", "SHARE SIZE", *more))
 
     for gpu in answer.gpus:
         for offer in gpu.shares or (None,):
@@ -161,27 +165,16 @@ def devices_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     memory = sum(gpu.memory_mib or 0 for gpu in answer.gpus)
     offers = [(share.resource, share.capacity) for gpu in answer.gpus for share in gpu.shares]
     shares = _sum_of_one_resource(offers)
-    rows.add_sums(str(len(answer.gpus)), "", f"{memory} MiB", shares)
+    rows.add_sums(_TOTAL, "", f"{memory} MiB", shares)
     return (rows, *gpu_problems(answer, wide=wide))
 
 
 def processes_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     """Draw the processes on GPUs, and the containers with shares but no process."""
-    more = (
-        (
-            "CONTAINER",
-            "USER",
-            "CONTAINER PID",
-            "CPU TIME",
-            "HOST MEMORY",
-            "STARTED",
-            "CONTAINER MEMORY",
-        )
-        if wide
-        else ()
-    )
+    details = ("CONTAINER", "USER", "CONTAINER PID", "CPU TIME", "HOST MEMORY", "STARTED")
+    more = (*details, "CONTAINER MEMORY") if wide else ()
     last = ("GUARD", "NOTE") if wide else ()
-    columns = ("POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ")
+    columns = ("POD", "NAMESPACE", "GPU", "NODE", "LOAD", "MEMORY", "PID", "CMD", "SHARES")
     rows = TextTable((*columns, *more, *last))
 
     used = 0
@@ -195,6 +188,7 @@ def processes_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
                 style="red" if part.over_limit else "",
             )
     for process in answer.known_unauthorized:
+        used += process.memory_mib or 0
         rows.add(
             *_unauthorized(answer, process, wide=wide),
             *(_process_more(process, None, process) if wide else ()),
@@ -205,15 +199,14 @@ def processes_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     requests = _sum_of_one_resource(
         [(report.resource, report.shares) for _, report in _parts(answer)]
     )
-    rows.add_sums(str(len(answer.containers)), "", "", "", "", f"{used} MiB", "", "", requests)
+    rows.add_sums(_TOTAL, "", "", "", "", f"{used} MiB", "", "", requests)
     return (rows, *_notes(answer, wide=wide))
 
 
 def pods_table(answer: UsageReport, *, wide: bool = False) -> Drawing:
     """Draw the containers with shares: their GPU, their memory limit, their use."""
-    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "POD OWNER", "PHASE") if wide else ()
-    columns = ("POD", "NS", "CONTAINER", "DEVICE", "REQ", "MEMORY", "GPU", "PROCESSES", "GUARD")
-    rows = TextTable((*columns, *more))
+    more = ("RESOURCE", "LIMIT", "NODE", "POD UID", "CONTROLLER", "PHASE") if wide else ()
+    rows = TextTable((*_POD_COLUMNS, *more))
 
     for container, part in _parts(answer):
         rows.add(
@@ -384,6 +377,13 @@ def _notes(answer: UsageReport, *, wide: bool) -> Sequence[Cell]:
     if (count := len(answer.known_unauthorized)) and not wide:
         subject = "1 process uses" if count == 1 else f"{count} processes use"
         notes.append(f"{subject} a GPU without a share of it; -o wide has the reasons")
+    notes += [
+        f"{container.namespace}/{container.pod} ({container.container}) has taken more of the time "
+        f"of GPU {part.index} than its shares give for {part.over_share_seconds} s, while others "
+        "want more"
+        for container, part in _parts(answer)
+        if part.over_share_seconds
+    ]
     return [Cell(note, "yellow") for note in notes]
 
 

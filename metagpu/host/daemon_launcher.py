@@ -97,7 +97,7 @@ def unmount(request: Request) -> str:
         if os.path.ismount(folder):
             with _may_mount():
                 _check(_libc.umount2(os.fsencode(folder), _DETACH), folder)
-    for root, _ in _hierarchies() if request["cgroup"] else ():
+    for root, _ in hierarchies() if request["cgroup"] else ():
         for level in (root / request["cgroup"], (root / request["cgroup"]).parent):
             with suppress(OSError):  # it has another daemon, or is gone
                 level.rmdir()
@@ -215,7 +215,7 @@ def _enter_cgroup(name: str) -> None:
     Raises:
         OSError: the cgroup cannot be made, or not be entered.
     """
-    for root, version in _hierarchies():
+    for root, version in hierarchies():
         folder = root
         for level in Path(name).parts:
             parent, folder = folder, folder / level
@@ -228,7 +228,7 @@ def _enter_cgroup(name: str) -> None:
         (folder / "cgroup.procs").write_text("0")
 
 
-def _hierarchies() -> Iterator[tuple[Path, str]]:
+def hierarchies() -> Iterator[tuple[Path, str]]:
     """Return where each hierarchy of cgroups is mounted, and its version."""
     seen = set()
     for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):

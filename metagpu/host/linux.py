@@ -15,6 +15,7 @@ from metagpu.core.contracts.host import (
     Peer,
     ProcessDetails,
     ProcessIdentity,
+    StartingContainer,
 )
 from metagpu.core.errors import HostError
 from metagpu.core.model.privileges import Privilege, privileges_in
@@ -27,6 +28,7 @@ from metagpu.host.containers import (
     is_populated,
     read_containers,
     read_holders,
+    read_starting_holder,
 )
 from metagpu.host.processes import (
     read_boot_time,
@@ -77,6 +79,8 @@ class LinuxHost:
         self._cgroups = cgroups
         self._sees_all = own_pids
         self._holders: dict[Container, Holder] = {}
+        self._starting: dict[Container, Holder] = {}
+        """Names by the runtime, until the kubelet has made the links."""
         # Several at once would wait for each other, at four times the processor time.
         self._identifying, self._next = Lock(fast_acquire=True), _Identification()
         # Threads of their own: the read of a command line may hang while its process does.
@@ -139,13 +143,26 @@ class LinuxHost:
         if unknown := [one for one in containers if one not in found]:
             read = await to_thread.run_sync(self._read_holders, unknown)
             # A name may still come: a container may be a moment older than its link.
-            self._remember({one: holder for one, holder in read.items() if holder.container})
+            self._remember(read)
             found |= read
+            found |= {one: self._starting[one] for one in unknown if one in self._starting}
+        return found
+
+    async def starting(self, container: StartingContainer) -> ContainerCgroup:
+        """Find and name a container that starts; its name is known from now on."""
+        found = await to_thread.run_sync(self._find_starting, container)
+        if found.holder.container:
+            self._starting[found.container] = found.holder
+            for oldest in list(self._starting)[:-_REMEMBERED]:
+                del self._starting[oldest]
         return found
 
     async def cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
         """Find the cgroups of running containers by what the kubelet calls them."""
-        return await to_thread.run_sync(self._find_cgroups, holders)
+        if self._starting:
+            self._remember(await to_thread.run_sync(self._read_holders, list(self._starting)))
+        starting = {one: name for one, name in self._starting.items() if name in holders}
+        return await to_thread.run_sync(self._find_cgroups, holders, starting)
 
     async def signal(self, who: ProcessIdentity, signal: Signals) -> bool:
         """Signal exactly this process; tell whether it was still there to get it.
@@ -195,21 +212,48 @@ class LinuxHost:
         except OSError:
             return {}  # `hints` reports it
 
-    def _find_cgroups(self, holders: Collection[Holder]) -> Sequence[ContainerCgroup]:
+    def _find_cgroups(
+        self, holders: Collection[Holder], starting: Mapping[Container, Holder]
+    ) -> Sequence[ContainerCgroup]:
         if not is_cgroup_v2(self._cgroups):
             return ()
         try:
-            containers = read_containers(self._logs, holders)
+            containers = dict(read_containers(self._logs, holders))
         except OSError:
             return ()  # `hints` says so
+        containers |= starting
         found = find_container_cgroups(self._cgroups, containers)
         return [
             ContainerCgroup(container, containers[container], str(folder), is_populated(folder))
             for container, folder in found.items()
         ]
 
+    def _find_starting(self, starts: StartingContainer) -> ContainerCgroup:
+        """Find a container by the process that becomes its first.
+
+        Raises:
+            HostError: it is not a container of a pod here.
+        """
+        identity = self._identify([starts.pid]).get(starts.pid)
+        container = identity.container if identity else None
+        if container is None or container.id != starts.id:
+            raise HostError(
+                f"process {starts.pid} is not in the cgroup of a pod's container "
+                f"{starts.id[:12]}; metagpu needs the host's pid namespace (`hostPID: true`)"
+            )
+        holder = read_starting_holder(self._logs, container, starts.annotations)
+        if holder is None:
+            raise HostError(f"nothing names the pod {container.pod_uid} of the container")
+        is_new = is_cgroup_v2(self._cgroups)
+        found = find_container_cgroups(self._cgroups, [container]) if is_new else {}
+        return ContainerCgroup(container, holder, str(found.get(container, "")))
+
     def _remember(self, found: Mapping[Container, Holder]) -> None:
-        self._holders.update(found)
+        """Keep the names by the kubelet's links, which are certain."""
+        certain = {one: holder for one, holder in found.items() if holder.container}
+        self._holders.update(certain)
+        for one in certain:
+            self._starting.pop(one, None)
         for oldest in list(self._holders)[:-_REMEMBERED]:
             del self._holders[oldest]
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from metagpu.core.grants import cdi
 from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.reports.status import roots_report
 from metagpu.host.device_nodes import device_nodes, missing_links
 from metagpu.host.driver_roots import PROGRAMS, find_roots, program_roots

@@ -181,7 +181,7 @@ async def _run_to_end(
 
 
 @asynccontextmanager
-async def run_child(command: Sequence[str], *, stdin: int) -> AsyncIterator[None]:
+async def run_child(command: Sequence[str], *, stdin: int) -> AsyncIterator[Process]:
     """Run a command while the block lasts, and kill it at the end.
 
     This is a `core.contracts.programs.RunChild`. A child keeps its pid until it is waited for, so
@@ -196,7 +196,7 @@ async def run_child(command: Sequence[str], *, stdin: int) -> AsyncIterator[None
             command, stdin=stdin, stdout=DEVNULL, stderr=None, start_new_session=True
         )
     try:
-        yield
+        yield process
     finally:
         with suppress(ProcessLookupError):
             process.kill()

@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from metagpu.core.config.units import Bytes
+from metagpu.core.config.units import Quantity
 from metagpu.core.errors import ClusterError
 from metagpu.core.reports.reading import FieldMissing
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.kubectl.pod_reasons import Conclusion, PodReason
 from metagpu.kubectl.viewer import ClusterViewer, Object, in_parallel
 
@@ -178,7 +178,7 @@ def _options(request: Object, ours: Mapping[str, str]) -> Iterator[DeviceOption]
 def _amount(quantity: object) -> int | None:
     """Return a quantity as a number, `None` for one in parts, as 500m."""
     with suppress(ValueError):
-        return int(Bytes.parse(str(quantity).replace("k", "K")))
+        return int(Quantity.parse(str(quantity).replace("k", "K")))
     return None
 
 

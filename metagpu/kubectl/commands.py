@@ -19,11 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import anyio
+
 from metagpu import __version__
 from metagpu.cli.live import print_text, repeat, show_live
 from metagpu.cli.loading import quick_loading
-from metagpu.core.reports.schema import UsageReport
-from metagpu.display.encoding import encode
+from metagpu.core.reports.schema.usage import UsageReport
+from metagpu.display.options import encode
 from metagpu.display.sorting import sort_items
 from metagpu.display.table import PLAIN, Cell, Terminal, TextTable, render, stdout_terminal
 from metagpu.kubectl.errors import NoKubeconfig
@@ -37,7 +39,13 @@ from metagpu.kubectl.tables import (
     object_names,
     read_rows,
 )
-from metagpu.kubectl.viewer import ClusterViewer, NodeAnswer, Progress, RepeatedQuestions
+from metagpu.kubectl.viewer import (
+    USAGE,
+    ClusterViewer,
+    NodeAnswer,
+    Progress,
+    RepeatedQuestions,
+)
 from metagpu.plugins.cluster.settings import TOKEN_FILE, ClusterTiming
 
 _NAMED: Final = 5
@@ -146,6 +154,13 @@ def _drain_gpu(args: argparse.Namespace) -> int:
         return drain_gpu(args, runner, viewer)
 
 
+def _uninstall(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.uninstall import uninstall
+
+    with connect(args) as (runner, viewer):
+        return uninstall(args, runner, viewer)
+
+
 def _web(args: argparse.Namespace) -> int:
     from metagpu.kubectl.web import serve_cluster
 
@@ -156,6 +171,15 @@ def _web(args: argparse.Namespace) -> int:
         return _run(args, lambda viewer: serve_cluster(args, viewer, namespaces))
     except KeyboardInterrupt:
         return 0  # the end of every page
+
+
+def _report(args: argparse.Namespace) -> int:
+    from metagpu.kubectl.report import ask_address, ask_service, report_namespaces
+
+    if path := args.prometheus_service:
+        return _run(args, lambda viewer: report_namespaces(args, ask_service(viewer, path)))
+    ask = ask_address(args.prometheus, args.prometheus_token_file)
+    return asyncio.run(report_namespaces(args, ask))
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -187,10 +211,54 @@ COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "uncordon": _uncordon,
     "drain-gpu": _drain_gpu,
     "explain": _explain,
+    "report": _report,
     "translate": _translate,
+    "uninstall": _uninstall,
     "web": _web,
     "version": _version,
+    "completion": lambda args: int(args.do(args)),
 }
+
+
+def names_of(kind: str, args: argparse.Namespace, word: str) -> Iterable[str]:
+    """Return the names of what is in the cluster, for the completion of a line.
+
+    Raises:
+        MetagpuError: there is no kubeconfig, or no answer.
+        TimeoutError: no answer came in time.
+    """
+    if kind == "contexts":
+        from metagpu.plugins.cluster.credentials import context_names
+
+        kubeconfig = _kubeconfig(args)
+        return context_names(kubeconfig) if kubeconfig else ()
+    namespace = namespace_of(args) if kind in ("pods", "controllers") else ""
+
+    async def ask() -> Iterable[str]:
+        with anyio.fail_after(args.timeout):
+            async with open_viewer(args) as viewer:
+                return await _names(viewer, kind, namespace, word.partition("/")[0])
+
+    return asyncio.run(ask())
+
+
+async def _names(viewer: ClusterViewer, kind: str, namespace: str, node: str) -> Iterable[str]:
+    if kind == "namespaces":
+        return [found["metadata"]["name"] for found in await viewer.items("/api/v1/namespaces")]
+    if kind in ("pods", "controllers"):
+        pods = await viewer.items(f"/api/v1/namespaces/{namespace}/pods")
+        names = [pod["metadata"]["name"] for pod in pods]
+        if kind == "controllers":
+            from metagpu.kubectl.pods import controllers_of
+
+            names += ["/".join(owner) for pod in pods for owner in controllers_of(pod)]
+        return names
+    agents = await viewer.agents()
+    if kind == "nodes":
+        return [agent.node for agent in agents]
+    asked = [agent for agent in agents if agent.node == node] or agents
+    rows, _ = read_rows("gpus", await viewer.ask(USAGE, asked))
+    return object_names("gpus", rows)
 
 
 # --- shared ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,10 +12,19 @@ from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
 from metagpu.core.errors import ClusterError, MetagpuError
-from metagpu.core.reports.schema import GpuReport, StatusReport, UsageReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.display.table import render, stdout_terminal
 from metagpu.kubectl.errors import DrainFailed, NoAnswer, report_of
-from metagpu.kubectl.node_commands import cordon_gpu, delays, find_gpu, node_of
+from metagpu.kubectl.node_commands import (
+    ask_consent,
+    cordon_gpu,
+    delays,
+    find_gpu,
+    node_of,
+    print_error,
+)
 from metagpu.kubectl.tables import draw_items, read_rows
 from metagpu.kubectl.viewer import STATUS, USAGE, AgentPod, ClusterViewer, NodeAnswer
 
@@ -206,7 +214,7 @@ def _drain(args: argparse.Namespace, runner: asyncio.Runner, drain: "GpuDrain") 
                 return refusal
         runner.run(drain.evict())
     except KeyboardInterrupt:
-        _print_error(
+        print_error(
             f"interrupted: {drain.title} stays cordoned; the same command goes on, and "
             f"`kubectl metagpu uncordon {args.gpu}` ends the cordon"
         )
@@ -220,23 +228,7 @@ def _ask(args: argparse.Namespace, drain: "GpuDrain", names: Iterable[PodName]) 
     """Ask whether pods may be evicted; return `None` for yes, else the exit status."""
     if args.yes or not any(drain.pods[name].is_evicted for name in names):
         return None
-    plan = drain.plan(names)
-    if not sys.stdin.isatty():
-        _print_error(f"this would {plan}; without a terminal, --yes is the consent")
-        return 2
-    try:
-        answer = input(f"{plan[:1].upper()}{plan[1:]}? [y/N] ")
-    except EOFError:  # Ctrl-D
-        answer = ""
-        print_text("\n")
-    if answer.strip().lower() in ("y", "yes"):
-        return None
-    _print_error("no pod is evicted")
-    return 1
-
-
-def _print_error(text: str) -> None:
-    print(f"kubectl metagpu: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command line speaks so
+    return ask_consent(drain.plan(names), "no pod is evicted")
 
 
 class GpuDrain:
@@ -340,7 +332,7 @@ class GpuDrain:
         Raises:
             MetagpuError: pods hold it at the end of the time, or stay.
         """
-        seconds = self._args.drain_timeout
+        seconds = self._args.whole_timeout
         due = {name for name, pod in self.pods.items() if pod.is_evicted}
         pauses = delays()
         if self._is_waiting():

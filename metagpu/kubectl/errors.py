@@ -10,6 +10,8 @@ MetagpuError
 ├── SeveralNamespaces       the cluster: more than one namespace has daemons
 ├── NodeNotServed           the node: metagpu does not run on it
 ├── NoAnswer                a node's daemon: it does not answer through the API server
+├── PrometheusError         Prometheus: it refuses a query, or cannot be reached
+├── NoData                  Prometheus: it has no metrics of metagpu for a time
 └── FieldMissing            a node's report: it lacks a field that the command reads
 """
 
@@ -54,6 +56,14 @@ class NodeNotServed(MetagpuError):
 
 class NoAnswer(MetagpuError):
     """Raised when a node's daemon gives no answer, or an incomplete one."""
+
+
+class PrometheusError(MetagpuError):
+    """Raised when Prometheus refuses a query or cannot be reached."""
+
+
+class NoData(MetagpuError):
+    """Raised when Prometheus has no metrics of metagpu for a time."""
 
 
 @contextmanager

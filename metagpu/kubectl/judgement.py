@@ -8,7 +8,7 @@ import msgspec
 
 from metagpu.core.errors import MetagpuError
 from metagpu.core.reports.reading import FieldMissing
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.kubectl.claims import ClaimRef, ReadClaims
 from metagpu.kubectl.obstacles import (
     ClusterNode,
@@ -25,10 +25,10 @@ from metagpu.translation.affinity import tolerates
 
 Object = Mapping[str, Any]
 
-NOT_OUR_OBSTACLE: Final = "metagpu is not in its way: read what the scheduler says"
+NOT_OUR_OBSTACLE: Final = "metagpu does not stop this pod: read the scheduler's message"
 """The advice where a pod fits and yet waits."""
 CLAIMS_NOT_COMPARED: Final = (
-    "selectors and constraints of its claims are not compared here: read what the scheduler says"
+    "selectors and constraints of its claims are not compared here: read the scheduler's message"
 )
 """The advice where that pod asks by ResourceClaims."""
 _REQUESTS: Final = "requests."
@@ -78,7 +78,7 @@ def conclude(demand: PodDemand, judged: Sequence[Judgement]) -> Conclusion:
     """Return the kind of the answer, the sentence that helps, and what to change."""
     if not demand.asks and demand.claims:
         claims = ", ".join(claim.used_as for claim in demand.claims)
-        text = f"its ResourceClaims ({claims}) ask for no device of metagpu"
+        text = f"its ResourceClaims ({claims}) request no device of metagpu"
         return PodReason.CLAIMS_OF_OTHERS, text, ""
     if not demand.asks:
         fix = "add a share to the limits of a container, for example cnvrg.io/metagpu: 30"

@@ -17,11 +17,11 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.cli.live import print_text
-from metagpu.cli.resource_names import resource_names_of
+from metagpu.cli.translation_options import translation_of
 from metagpu.compat.kube_documents import KubeDocument, read_documents
 from metagpu.core.config.errors import ConfigReason
 from metagpu.core.model.quantities import whole_number
-from metagpu.display.encoding import encode
+from metagpu.display.options import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.pod_places import (
     Keys,
@@ -212,11 +212,7 @@ def print_translation(
         MetagpuError: the file cannot be read, or has no objects of Kubernetes.
     """
     offers = [NodeOffer.from_node(node) for node in nodes]
-    names = resource_names_of(args)
-    served = frozenset(filter(None, args.dra_resources.split(","))) or frozenset(dra_resources)
-    settings = TranslationSettings(
-        order=args.order, policy=args.policy, dra_resources=served, **names
-    )
+    settings = translation_of(args, dra_resources=dra_resources)
     objects = [document.value for document in read_objects(args.filename)]
     driver = args.claims_driver if args.claims else ""
     setup = _Setup(offers, NodeGroups(offers), settings, driver, _template_names(objects))

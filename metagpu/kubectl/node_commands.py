@@ -16,9 +16,10 @@ from metagpu.core.model.quantities import whole_number
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import diagnose_status
 from metagpu.core.reports.reading import plain_report
-from metagpu.core.reports.schema import GpuReport, StatusReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.runtime.rate_limit import Backoff
-from metagpu.display.encoding import encode
+from metagpu.display.options import encode
 from metagpu.display.status import show_explanation
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.errors import CordonFailed, NoAnswer, NodeNotServed, report_of
@@ -146,12 +147,11 @@ def _drawn(
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
         table.add(nodes[0] + more, code, Cell(str(result), _STYLES[result]), finding, fix or "-")
     bad = sum(
-        any(diagnosis.result is not CheckResult.OK for diagnosis in checks)
-        for checks in found.values()
+        any(check.result is not CheckResult.OK for check in checks) for checks in found.values()
     )
-    summary = Cell(
-        f"{bad or 'none'} of {len(found)} nodes {'has' if bad == 1 else 'have'} a problem"
-    )
+    total = "1 node" if len(found) == 1 else f"{len(found)} nodes"
+    problem = f"{bad} of {total} {'has' if bad == 1 else 'have'} a problem"
+    summary = Cell(problem if bad else f"{total}, no problem")
     return [table, summary] if same else [summary]
 
 
@@ -173,6 +173,27 @@ def _plain(found: Mapping[str, Sequence[Diagnosis]]) -> Sequence[Mapping[str, ob
     ]
 
 
+def ask_consent(plan: str, refusal: str) -> int | None:
+    """Ask for consent to a plan; return `None` for yes, else the exit status."""
+    if not sys.stdin.isatty():
+        print_error(f"this would {plan}; without a terminal, --yes is the consent")
+        return 2
+    try:
+        answer = input(f"{plan[:1].upper()}{plan[1:]}? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+        print_text("\n")
+    if answer.strip().lower() in ("y", "yes"):
+        return None
+    print_error(refusal)
+    return 1
+
+
+def print_error(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"kubectl metagpu: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command line speaks so
+
+
 def delays() -> Backoff:
     """Return the seconds between two looks at a daemon's status."""
     return Backoff(0.05, 2.0)
@@ -190,7 +211,9 @@ async def cordon(args: argparse.Namespace, viewer: ClusterViewer) -> int:
         found = await cordon_gpu(viewer, agent, gpu, reason, args.timeout)
         held = sum(share.held for share in found.shares.values())
     title = f"GPU {gpu.index} of node {agent.node}"
-    print_text(f"{title} is cordoned; {held} shares are still in use\n")
+    print_text(
+        f"{title} is cordoned; {'1 share is' if held == 1 else f'{held} shares are'} still in use\n"
+    )
     return 0
 
 

@@ -10,9 +10,11 @@ from metagpu.core.config.errors import suggest
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.offers import RequestRule
 from metagpu.core.reports.reading import FieldMissing
-from metagpu.core.reports.schema import DeviceTypeReport, GpuReport, OfferReport, StatusReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import DeviceTypeReport, OfferReport, StatusReport
 from metagpu.kubectl.claims import DeviceOption
 from metagpu.kubectl.pods import PodDemand
+from metagpu.translation.values import TranslationSettings
 
 Found = tuple["Obstacle", str, str]
 """An obstacle, the reason in words, and what to change."""
@@ -57,6 +59,12 @@ class ClusterNode(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+_COMPUTE: Final = (
+    "of backends that share a GPU, mps alone limits compute: ask for its units, which "
+    "`kubectl metagpu translate -f FILE` computes (docs/which-backend.md)"
+)
+
+
 def offers_of(report: StatusReport | None) -> Mapping[str, OfferReport]:
     """Return the offers of a node, none where its daemon does not report them."""
     try:
@@ -89,7 +97,7 @@ def resource_obstacles(
     gpus = [gpu for gpu in report.gpus if resource in gpu.shares]
     ever = _largest_ever(offers[resource], [gpu.shares[resource].capacity for gpu in gpus])
     if largest > ever:
-        at_most = f"one request of {resource} gets {ever} at most here"
+        at_most = f"one request of {resource} can get at most {ever} on this node"
         empty = [
             remark.text
             for remark in report.remarks
@@ -122,6 +130,8 @@ def _not_offered(resource: str, node: ClusterNode, report: StatusReport) -> Foun
     what = f"it offers {', '.join(offered) or 'nothing'}"
     reason = f"node {node.name} does not offer {resource}{why}; {what}"
     near = suggest(resource, offered).removeprefix("; ")
+    if resource == TranslationSettings().cores:
+        return Obstacle.NOT_OFFERED, reason, _COMPUTE
     choose = f"choose a profile with it: kubectl label node {node.name} {_CONFIG_LABEL}=PROFILE"
     return Obstacle.NOT_OFFERED, reason, near or choose
 
@@ -137,7 +147,7 @@ def _dra_obstacles(demand: PodDemand, resource: str, report: StatusReport) -> It
     free, total = report.offers[resource].free_devices or 0, demand.totals[resource]
     if total > free:
         reason = f"{free} devices of {resource} are free, and {total} different ones are requested"
-        fix = "wait for the end of pods, or request fewer: more of one device is a ResourceClaim"
+        fix = "wait for the end of pods, or request fewer; for more of one device, write a claim"
         yield Obstacle.FULL, reason, fix
 
 

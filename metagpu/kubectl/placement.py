@@ -9,10 +9,12 @@ from anyio import to_thread
 
 from metagpu.cli.live import print_text
 from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.errors import ClusterError
+from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.quantities import whole_number
-from metagpu.core.reports.schema import StatusReport
-from metagpu.display.encoding import encode
+from metagpu.core.reports.reading import FieldMissing
+from metagpu.core.reports.schema.daemon import LostDevicesReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.display.options import encode
 from metagpu.display.table import Cell, TextTable, render, stdout_terminal
 from metagpu.kubectl.claims import read_claims
 from metagpu.kubectl.errors import UnknownPod
@@ -26,7 +28,7 @@ from metagpu.kubectl.judgement import (
 from metagpu.kubectl.manifests import read_objects
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.pod_reasons import PodReason
-from metagpu.kubectl.pods import PodDemand, demand_of, pods_in, scheduler_says
+from metagpu.kubectl.pods import PodDemand, controllers_of, demand_of, pods_in, scheduler_says
 from metagpu.kubectl.viewer import STATUS, ClusterViewer, NodeAnswer, in_parallel
 
 Object = Mapping[str, Any]
@@ -63,13 +65,18 @@ async def why(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
     kind, slash, name = args.pod.rpartition("/")
     path = f"/api/v1/namespaces/{namespace}/pods"
     if slash and kind not in ("po", "pod", "pods"):
-        pod = _pod_of(kind, name, await viewer.items(path))
+        pod, asked = _pod_of(kind, name, await viewer.items(path)), f"of {kind} {name}"
     else:
-        pod = await viewer.get(f"{path}/{name}")
-    if pod is None:
-        answer = await _refused_controller(viewer, namespace, name)
+        pod, asked = await viewer.get(f"{path}/{name}"), name
+    if pod is not None:
+        answer: PodAnswer | None = await _answer_on(viewer, pod)
     else:
-        answer = await _answer_on(viewer, pod)
+        answer = await _refusal_of(viewer, namespace, name)
+    if answer is None:
+        raise UnknownPod(
+            f"there is no pod {asked} in the namespace {namespace}, and no controller of that "
+            "name whose pods are refused; give another namespace by -n"
+        )
     _print([answer], args.output)
     return int(bool(answer.fix) or answer.reason is PodReason.FITS_NOWHERE)
 
@@ -86,16 +93,7 @@ _SHORT: Final = {
 def _pod_of(kind: str, name: str, pods: Iterable[Object]) -> Object | None:
     """Return a pod of a controller, one that waits before others; `None` without any."""
     wanted = _SHORT.get(kind.lower(), kind.lower().removesuffix("s")), name
-    owned = []
-    for pod in pods:
-        metadata = pod["metadata"]
-        template = (metadata.get("labels") or {}).get("pod-template-hash")
-        for owner in metadata.get("ownerReferences") or ():
-            owners = {(owner["kind"].lower(), owner["name"])}
-            if owner["kind"] == "ReplicaSet" and template:
-                owners.add(("deployment", owner["name"].removesuffix(f"-{template}")))
-            if wanted in owners:
-                owned.append(pod)
+    owned = [pod for pod in pods if wanted in controllers_of(pod)]
     phases = [(pod.get("status") or {}).get("phase") for pod in owned]
     return owned[phases.index("Pending") if "Pending" in phases else 0] if owned else None
 
@@ -120,12 +118,15 @@ async def fit(args: argparse.Namespace, viewer: ClusterViewer, namespace: str) -
 async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
     demand, status = demand_of(pod), pod.get("status") or {}
     name, phase = f"{demand.namespace}/{demand.name}", status.get("phase", "")
+    if demand.node and phase in ("Running", "Pending") and (lost := await _lost(viewer, demand)):
+        sentence = "; ".join(loss.reason for loss in lost)
+        return PodAnswer(name, PodReason.DEVICE_LOST, sentence, lost[0].fix, _waiting(status))
     if phase == "Running":
         return PodAnswer(
             name, PodReason.RUNNING, f"it runs on {demand.node}", notes=_waiting(status)
         )
     if phase == "Succeeded":
-        return PodAnswer(name, PodReason.ENDED, "it has ended, with success")
+        return PodAnswer(name, PodReason.ENDED, "it has ended successfully")
     if phase == "Failed":
         return await _failed(viewer, demand, status)
     if demand.node:
@@ -133,12 +134,39 @@ async def _answer_on(viewer: ClusterViewer, pod: Object) -> PodAnswer:
         return PodAnswer(name, PodReason.STARTING, sentence, notes=_waiting(status))
 
     quotas = await _quotas(viewer, demand.namespace) if demand.new_claims else ()
-    answer = await _judged(viewer, demand, await _nodes(viewer), quotas)
+    nodes = await _nodes(viewer)
+    answer = await _judged(viewer, demand, nodes, quotas)
+    if answer.reason is PodReason.FITS_NOWHERE:
+        answer.notes.extend(_counted_for_nothing(nodes))
     if said := scheduler_says(pod):
         answer.notes.append(f"the scheduler says: {said}")
     if answer.reason is PodReason.FITS:
         answer.notes.append(what_else(demand))
     return answer
+
+
+def _counted_for_nothing(nodes: Iterable[ClusterNode]) -> Iterable[str]:
+    """Yield the pods whose requests a Node counts, and whose devices are gone."""
+    for node in nodes:
+        try:
+            lost = node.report.lost_devices if node.report is not None else ()
+        except FieldMissing:
+            continue
+        for loss in lost:
+            which = f"{loss.holder} requests, whose device is gone"
+            yield f"{node.name} counts what {which}: {loss.fix}"
+
+
+async def _lost(viewer: ClusterViewer, demand: PodDemand) -> Sequence[LostDevicesReport]:
+    """Return the lost devices of a pod, by its node's daemon; none without its answer."""
+    try:
+        agents = [agent for agent in await viewer.agents() if agent.node == demand.node]
+        answers = await viewer.ask(STATUS, agents)
+        losses = [loss for each in answers if each.report for loss in each.report.lost_devices]
+    except MetagpuError:
+        return []
+    holder = f"{demand.namespace}/{demand.name} ("
+    return [loss for loss in losses if loss.holder.startswith(holder)]
 
 
 async def _failed(viewer: ClusterViewer, demand: PodDemand, status: Object) -> PodAnswer:
@@ -156,20 +184,13 @@ async def _failed(viewer: ClusterViewer, demand: PodDemand, status: Object) -> P
     return PodAnswer(name, PodReason.REJECTED, sentence, fix, notes, again.nodes)
 
 
-async def _refused_controller(viewer: ClusterViewer, namespace: str, name: str) -> PodAnswer:
-    """Return why the pods of a controller are refused, by its Events.
-
-    Raises:
-        MetagpuError: no Event says so.
-    """
+async def _refusal_of(viewer: ClusterViewer, namespace: str, name: str) -> PodAnswer | None:
+    """Return why a controller's pods are refused, by its Events; `None` without."""
     path = f"/api/v1/namespaces/{namespace}/events"
     events = await viewer.items(path, fieldSelector="reason=FailedCreate")
     found = [event for event in events if (event.get("involvedObject") or {}).get("name") == name]
     if not found:
-        raise UnknownPod(
-            f"there is no pod {name} in the namespace {namespace}, and no controller of that name "
-            "whose pods are refused; give another namespace by -n"
-        )
+        return None
     latest = max(
         found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")
     )

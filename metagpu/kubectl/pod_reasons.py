@@ -13,13 +13,14 @@ class PodReason(StrEnum):
     - controller_refused: the API server refuses the pods of a controller, as for a quota.
     - claim_missing: a ResourceClaim of the pod, or its template, does not exist.
     - claims_unreadable: the user may not read ResourceClaims.
-    - claims_of_others: the ResourceClaims of the pod ask for no device of metagpu.
+    - claims_of_others: the ResourceClaims of the pod request no device of metagpu.
     - no_request: no container requests a GPU resource.
     - unknown_node: the pod names a node that the cluster does not have.
     - no_nodes: the cluster has no node.
     - starting: the pod is bound to a node, whose kubelet has not started it.
     - running: the pod runs.
-    - ended: the pod has ended, with success.
+    - device_lost: a container of the pod holds a GPU or MIG device that no longer exists.
+    - ended: the pod has ended successfully.
     - failed: the pod has failed, not by metagpu.
     - rejected: the kubelet has rejected the pod.
     """
@@ -36,6 +37,7 @@ class PodReason(StrEnum):
     NO_NODES = "no_nodes"
     STARTING = "starting"
     RUNNING = "running"
+    DEVICE_LOST = "device_lost"
     ENDED = "ended"
     FAILED = "failed"
     REJECTED = "rejected"

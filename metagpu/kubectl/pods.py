@@ -90,6 +90,16 @@ def demand_of(pod: Object) -> PodDemand:
     )
 
 
+def controllers_of(pod: Object) -> Iterator[tuple[str, str]]:
+    """Yield kind and name of a pod's controllers, of a ReplicaSet's too."""
+    metadata = pod["metadata"]
+    template = (metadata.get("labels") or {}).get("pod-template-hash")
+    for owner in metadata.get("ownerReferences") or ():
+        yield owner["kind"].lower(), owner["name"]
+        if owner["kind"] == "ReplicaSet" and template:
+            yield "deployment", owner["name"].removesuffix(f"-{template}")
+
+
 def scheduler_says(pod: Object) -> str:
     """Return the scheduler's message about a pod that waits, empty for none."""
     for condition in (pod.get("status") or {}).get("conditions") or ():

@@ -3,7 +3,8 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,17 +13,24 @@ from metagpu.cli.options import Variable, add_page_address, resolve_environment
 from metagpu.cli.parser import (
     Parser,
     add_command,
+    add_completion,
     add_reason,
     complete_line,
+    completed_by,
     completions,
     run_command,
     wants_file,
 )
-from metagpu.cli.resource_names import add_resource_names
-from metagpu.display.encoding import LIST_FORMATS, WIDE_FORMATS
-from metagpu.display.options import add_output, add_sort_by, add_watch, seconds
-from metagpu.translation.values import POLICIES, TECHNIQUES, TranslationSettings
-from metagpu.translation.vocabularies import VOCABULARIES
+from metagpu.cli.translation_options import add_manifest_translation
+from metagpu.display.options import (
+    LIST_FORMATS,
+    WIDE_FORMATS,
+    add_output,
+    add_sort_by,
+    add_watch,
+    duration,
+)
+from metagpu.kubectl.report import add_report
 
 SHORTEST_INTERVAL: Final = 0.5
 """Seconds between two looks of `web`: the page takes no more changes than two a second."""
@@ -33,13 +41,14 @@ OBJECTS: Final = {
     "namespaces": ("namespace", "ns"),
 }
 """The objects of `get` and `top`, and their other names."""
-DEFAULTS: Final = TranslationSettings()
 SHORTEST_TIMEOUT: Final = 0.1
 """Seconds: in less, no node answers through the API server."""
 ANSWER_TIMEOUT: Final = 5.0
 """Seconds for each node's answer."""
-DRAIN_TIMEOUT: Final = 300.0
-"""Seconds until the last pod has left a GPU."""
+COMPLETION_TIMEOUT: Final = 2.0
+"""Seconds for the names that complete a line: nobody waits longer for a Tab."""
+WHOLE_TIMEOUT: Final = 300.0
+"""Seconds for the pods of a GPU, or for daemons and nodes, to end."""
 _SUMMARIES: Final = {
     "nodes": "the nodes: their GPUs, what is held, used and out of order",
     "gpus": "the GPUs of all nodes",
@@ -89,9 +98,12 @@ def parser() -> argparse.ArgumentParser:
     )
     for add in (
         *(_top, _get, _why, _fit, _doctor, _cordon, _uncordon, _drain_gpu),
-        *(_explain, _translate, _web, _version),
+        *(_explain, _translate, _uninstall, _web, _version),
     ):
         add(commands)
+    add_report(commands, _add_connection)
+    note = "kubectl completes `kubectl metagpu` by kubectl_complete-metagpu, which it finds in PATH"
+    add_completion(commands, program.prog, note)
     return program
 
 
@@ -141,12 +153,13 @@ def _why(commands: Any) -> None:  # noqa: ANN401 - as above
         "say why a pod gets no GPU: of each node what is missing, and what to change",
         "kubectl metagpu why train-0 -n team-a",
     )
-    command.add_argument(
+    pod = command.add_argument(
         "pod",
         metavar="POD",
         type=_pod_or_controller,
         help="a pod, or KIND/NAME of its controller, such as job/train or deployment/web",
     )
+    completed_by(pod, partial(_there, "controllers"))
     _add_namespace(command)
     add_output(command)
     _add_connection(command)
@@ -210,26 +223,42 @@ def _drain_gpu(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     _add_gpu(command)
     add_reason(command)
-    command.add_argument("-y", "--yes", action="store_true", help="evict without a question")
-    command.add_argument(
-        "--force",
-        action="store_true",
-        help="also evict pods of DaemonSets, and pods without a controller, which nothing restarts",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only show what it would do")
-    command.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        dest="drain_timeout",
-        type=seconds(SHORTEST_TIMEOUT),
-        default=DRAIN_TIMEOUT,
-        help="until the last pod has left the GPU (default: %(default)g)",
+    _add_consent(
+        command,
+        "also evict pods of DaemonSets, and pods without a controller, which nothing restarts",
+        "until the last pod has left the GPU",
     )
     _add_connection(command, timeout=False)
 
 
+def _add_consent(command: argparse.ArgumentParser, force: str, timeout: str) -> None:
+    """Add the options of what cannot be undone."""
+    command.add_argument("-y", "--yes", action="store_true", help="do it without a question")
+    command.add_argument("--force", action="store_true", help=force)
+    command.add_argument("--dry-run", action="store_true", help="only show what it would do")
+    command.add_argument(
+        "--timeout",
+        metavar="DURATION",
+        dest="whole_timeout",
+        type=duration(SHORTEST_TIMEOUT),
+        default=WHOLE_TIMEOUT,
+        help=f"{timeout} (default: %(default)gs)",
+    )
+
+
 def _add_gpu(command: argparse.ArgumentParser) -> None:
-    command.add_argument("gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU")
+    gpu = command.add_argument(
+        "gpu", metavar="NODE/GPU", help="a node, and the index or uuid of its GPU"
+    )
+    completed_by(gpu, partial(_there, "gpus"))
+
+
+def _there(kind: str, args: argparse.Namespace, word: str) -> Iterable[str]:
+    """Return the names of what is in the cluster, for the completion of a line."""
+    from metagpu.kubectl.commands import names_of
+
+    args.timeout = COMPLETION_TIMEOUT
+    return names_of(kind, args, word)
 
 
 def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -239,7 +268,8 @@ def _explain(commands: Any) -> None:  # noqa: ANN401 - as above
         "print what a node offers to the kubelet, and why",
         "kubectl metagpu explain gpu-1",
     )
-    command.add_argument("node", metavar="NODE", help="the name of the node")
+    node = command.add_argument("node", metavar="NODE", help="the name of the node")
+    completed_by(node, partial(_there, "nodes"))
     command.add_argument(
         "--topology", action="store_true", help="also print how GPUs are connected"
     )
@@ -256,70 +286,27 @@ def _translate(commands: Any) -> None:  # noqa: ANN401 - as above
         "kubectl metagpu translate -f pod.yaml | kubectl apply -f -",
     )
     _add_filename(command, "Pods, workloads such as a Deployment, and other objects, which stay")
-    command.add_argument(
-        "--nodes",
-        type=Path,
-        metavar="FILE",
-        help="the nodes, as `kubectl get nodes -o json` or `-o yaml` prints them (default: those "
-        "of the cluster)",
-    )
-    command.add_argument(
-        "--order",
-        metavar="NAMES",
-        type=_techniques,
-        default=DEFAULTS.order,
-        help="the techniques by preference, for pods that name none (default: "
-        f"{','.join(DEFAULTS.order)})",
-    )
-    command.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=DEFAULTS.policy,
-        help="between resources that would serve a pod: the one with the least waste, or the one "
-        "with the most room (default: %(default)s)",
-    )
-    add_resource_names(command, VOCABULARIES)
-    command.add_argument(
-        "--dra-resources",
-        metavar="NAMES",
-        default="",
-        help="names in limits that DRA serves, and no Node counts: requests for them are left as "
-        "they are (default: those of the cluster's DeviceClasses, with --nodes none)",
-    )
-    command.add_argument(
-        "--claims",
-        action="store_true",
-        help="print ResourceClaimTemplates with the alternatives in order, and pods that claim "
-        "them, in place of resources of the nodes",
-    )
-    command.add_argument(
-        "--claims-driver",
-        metavar="NAME",
-        default="gpu.metagpu.io",
-        help="the name of the DRA driver, as in the configuration: gpu.nvidia.com asks for MIG "
-        "devices and whole GPUs by NVIDIA's DeviceClasses (default: %(default)s)",
-    )
-    command.add_argument(
-        "--explain", action="store_true", help="show what each node would give, not the manifest"
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        metavar="FORMAT",
-        choices=("yaml", "json"),
-        default="yaml",
-        help="one of yaml, json (default: %(default)s)",
-    )
+    add_manifest_translation(command)
+    add_output(command, ("yaml", "json"))
     _add_connection(command, timeout=False)
 
 
-def _techniques(text: str) -> tuple[str, ...]:
-    """Read the names of techniques, divided by commas."""
-    names = tuple(part.strip() for part in text.split(","))
-    if unknown := [name for name in names if name not in TECHNIQUES]:
-        known = ", ".join(TECHNIQUES)
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a technique; give some of {known}")
-    return names
+def _uninstall(commands: Any) -> None:  # noqa: ANN401 - as above
+    command = add_command(
+        commands,
+        "uninstall",
+        "end metagpu in the cluster, and remove what it left on each node. Running pods go on, and "
+        "what they use stays; it shows its plan first, and asks for consent on a terminal",
+        "kubectl metagpu uninstall --dry-run",
+    )
+    _add_consent(
+        command,
+        "remove also what running pods use: their programs may fail, and containers that start "
+        "again too",
+        "until the daemons have ended, and as much until the nodes are clean",
+    )
+    add_output(command)
+    _add_connection(command, timeout=False)
 
 
 def _web(commands: Any) -> None:  # noqa: ANN401 - as above
@@ -339,11 +326,11 @@ def _web(commands: Any) -> None:  # noqa: ANN401 - as above
     )
     command.add_argument(
         "--interval",
-        metavar="SECONDS",
-        type=seconds(SHORTEST_INTERVAL),
+        metavar="DURATION",
+        type=duration(SHORTEST_INTERVAL),
         default=2.0,
         help="between two looks at the nodes, while a browser shows the page "
-        "(default: %(default)g)",
+        "(default: %(default)gs)",
     )
     _add_selector(command, "nodes")
     _add_namespace(
@@ -390,7 +377,8 @@ def _namespace(text: str) -> str:
 
 def _add_selection(command: argparse.ArgumentParser, kind: str) -> None:
     metavar = "NODE/GPU" if kind == "gpus" else "NAME"
-    command.add_argument("names", metavar=metavar, nargs="*", help=f"only these {kind}")
+    names = command.add_argument("names", metavar=metavar, nargs="*", help=f"only these {kind}")
+    completed_by(names, partial(_there, kind))
     if kind == "pods":
         _add_namespace(command)
     everywhere = "of all namespaces" if kind == "pods" else "no effect: these are of the cluster"
@@ -405,21 +393,17 @@ def _add_filename(command: argparse.ArgumentParser, objects: str) -> None:
 
 
 def _add_selector(command: argparse.ArgumentParser, objects: str) -> None:
-    command.add_argument(
-        "-l",
-        "--selector",
-        metavar="LABELS",
-        default="",
-        help=f"only {objects} with these labels, as kubectl takes them",
-    )
+    help_ = f"only {objects} with these labels, as kubectl takes them"
+    command.add_argument("-l", "--selector", metavar="LABELS", default="", help=help_)
 
 
 def _add_namespace(
     command: argparse.ArgumentParser, meaning: str = "default: that of the context"
 ) -> None:
-    command.add_argument(
+    namespace = command.add_argument(
         "-n", "--namespace", metavar="NAME", type=_namespace, default="", help=meaning
     )
+    completed_by(namespace, partial(_there, "namespaces"))
 
 
 def _add_connection(command: argparse.ArgumentParser, *, timeout: bool = True) -> None:
@@ -430,20 +414,24 @@ def _add_connection(command: argparse.ArgumentParser, *, timeout: bool = True) -
         default=Variable(("KUBECONFIG",), convert=Path),
         help="address and credentials of the API server (default: ~/.kube/config)",
     )
-    command.add_argument("--context", metavar="NAME", help="the context of the kubeconfig")
-    command.add_argument(
+    context = command.add_argument(
+        "--context", metavar="NAME", help="the context of the kubeconfig"
+    )
+    completed_by(context, partial(_there, "contexts"))
+    agent_namespace = command.add_argument(
         "--agent-namespace",
         metavar="NAME",
         default=Variable(("METAGPU_AGENT_NAMESPACE",), ""),
         help="the namespace that metagpu is installed in (default: the only one with daemons)",
     )
+    completed_by(agent_namespace, partial(_there, "namespaces"))
     if timeout:
         command.add_argument(
             "--timeout",
-            metavar="SECONDS",
-            type=seconds(SHORTEST_TIMEOUT),
+            metavar="DURATION",
+            type=duration(SHORTEST_TIMEOUT),
             default=ANSWER_TIMEOUT,
-            help="for each node's answer (default: %(default)g)",
+            help="for each node's answer (default: %(default)gs)",
         )
     else:
         command.set_defaults(timeout=ANSWER_TIMEOUT)

@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from metagpu.core.reports.reading import FieldMissing
-from metagpu.core.reports.schema import UsageReport, UsedGpuReport
+from metagpu.core.reports.schema.gpus import UsedGpuReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.display.table import Cell, TextTable
 from metagpu.kubectl.errors import NotListed
 from metagpu.kubectl.viewer import NodeAnswer
@@ -84,6 +85,7 @@ def _pod_rows(node: str, report: UsageReport) -> Iterator[Item]:
                 "shareMiB": part.share_mib,
                 "limitMiB": part.limit_mib,
                 "overLimit": part.over_limit,
+                "overShareSeconds": part.over_share_seconds,
                 "processes": part.processes,
                 "guard": part.guard,
                 "owner": container.pod_owner,
@@ -278,6 +280,15 @@ def _memory(used: str, whole: str) -> Callable[[Item], str]:
     return cell
 
 
+def _limit(item: Item) -> str:
+    return _NONE if item["limitMiB"] is None else f"{item['limitMiB']} MiB"
+
+
+def _over_share(item: Item) -> str:
+    seconds = item["overShareSeconds"]
+    return _NONE if seconds is None else f"{seconds} s"
+
+
 def _shares(item: Item) -> str:
     """Return the held shares of each resource, and how many there are."""
     shown = [f"{item['held'][name]}/{count} {name}" for name, count in item["capacity"].items()]
@@ -305,7 +316,7 @@ def _held(whole: str | None) -> Callable[[Item], str]:
 
 
 def _style(item: Item) -> str:
-    return "red" if item.get("overLimit") else ""
+    return "red" if item.get("overLimit") else "yellow" if item.get("overShareSeconds") else ""
 
 
 def _bar(used: str, whole: str | int, unit: str) -> Callable[[Item], Cell]:
@@ -329,7 +340,7 @@ COLUMNS: Final[Mapping[str, Sequence[Column]]] = {
         Column("GPUS", _text("gpus")),
         Column("BUSY", _percent),
         Column("MEMORY", _USED),
-        Column("HELD", _held("gpus")),
+        Column("GPUS HELD", _held("gpus")),
         Column("PODS", _text("pods")),
         Column("SHARES", _shares, wide=True),
         Column("UNAUTHORIZED", _text("unauthorized"), wide=True),
@@ -342,7 +353,7 @@ COLUMNS: Final[Mapping[str, Sequence[Column]]] = {
         Column("PRODUCT", _text("product")),
         Column("BUSY", _percent),
         Column("MEMORY", _USED),
-        Column("HELD", _held(None)),
+        Column("GPUS HELD", _held(None)),
         Column("CONTAINERS", _text("containers")),
         Column("SHARES", _shares, wide=True),
         Column("UUID", _text("uuid"), wide=True),
@@ -359,10 +370,11 @@ COLUMNS: Final[Mapping[str, Sequence[Column]]] = {
         Column("BUSY", _percent),
         Column("MEMORY", _USED_OF_SHARE),
         Column("RESOURCE", _text("resource"), wide=True),
-        Column("LIMIT MIB", _text("limitMiB"), wide=True),
+        Column("LIMIT", _limit, wide=True),
         Column("PROCESSES", _text("processes"), wide=True),
         Column("GUARD", _text("guard"), wide=True),
-        Column("OWNER", _text("owner"), wide=True),
+        Column("OVER SHARE", _over_share, wide=True),
+        Column("CONTROLLER", _text("owner"), wide=True),
         Column("PHASE", _text("phase"), wide=True),
     ),
     "namespaces": (
@@ -395,12 +407,12 @@ _BARS: Final[Mapping[str, Mapping[str, Column]]] = {
     "nodes": {
         "BUSY": _BUSY_BAR,
         "MEMORY": _MEMORY_BAR,
-        "HELD": Column("HELD", _bar("heldGpus", "gpus", "")),
+        "GPUS HELD": Column("GPUS HELD", _bar("heldGpus", "gpus", "")),
     },
     "gpus": {
         "BUSY": _BUSY_BAR,
         "MEMORY": _MEMORY_BAR,
-        "HELD": Column("HELD", _bar("heldGpus", 1, "")),
+        "GPUS HELD": Column("GPUS HELD", _bar("heldGpus", 1, "")),
     },
     "pods": {"BUSY": _BUSY_BAR, "MEMORY": _SHARE_BAR},
     "namespaces": {"MEMORY": _SHARE_BAR},

@@ -11,12 +11,14 @@ import msgspec
 
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.reports.reading import ReportPart, decode_report
-from metagpu.core.reports.schema import StatusReport, UsageReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.kubectl.errors import NotInstalled, SeveralNamespaces
 from metagpu.plugins.cluster.settings import AUDIENCE, VIEWER
 
 Object = Mapping[str, Any]
 
+JSON: Final = "application/json"
 SELECTOR: Final = "app.kubernetes.io/name=metagpu"
 """The label of the daemons' pods. Every user of a namespace may write it to a pod."""
 PORT: Final = "status-api"
@@ -181,6 +183,26 @@ class ClusterViewer:
             if error.status == _NOT_FOUND:
                 return None
             raise
+
+    async def read(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        """Read a text: the log of a pod, or what the API server passes on from a Service.
+
+        Raises:
+            ClusterError: the API server or the Service refuses, or does not answer.
+        """
+        return await self._client.read("GET", path, query=query)
+
+    async def write(
+        self, method: str, path: str, body: Object | None = None, content: str = JSON
+    ) -> None:
+        """Create, change or delete an object.
+
+        Raises:
+            ClusterError: the API server refuses, or does not answer.
+        """
+        given = None if body is None else dict(body)
+        async with self._limit:
+            await self._client.call(method, path, body=given, content=content)
 
     async def annotate_node(self, node: str, key: str, value: str | None) -> None:
         """Set an annotation of a Node, or remove it.

@@ -16,7 +16,8 @@ from metagpu.cli.page import log_errors_alone, serve_page
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.reports.reading import plain_report
-from metagpu.core.reports.schema import StatusReport, UsageReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.kubectl.claims import ReadClaims, read_claims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.placement import cluster_nodes

@@ -217,6 +217,10 @@ class NvmlDriver:
         """List the compute and graphics processes that have memory on one GPU."""
         return await self._read(gpu, read_processes)
 
+    async def free_memory(self, gpu: GpuId) -> int | None:
+        """Read the free bytes of one GPU."""
+        return (memory := await self._read(gpu, read_memory)) and memory.total - memory.used
+
     async def activity(
         self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, costly: bool = True
     ) -> GpuActivity:

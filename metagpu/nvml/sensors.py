@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -179,19 +180,22 @@ def read_activity(
 
 
 def read_utilization(handle: Handle) -> Mapping[int, int] | None:
-    """Return each process's mean share of multiprocessor time, in percent, by pid.
+    """Return each process's percent of multiprocessor time, by pid.
 
-    `None` where the driver does not report it.
+    The time is that of the last `WINDOW` seconds, idle moments too. `None` where the driver does
+    not report it.
 
-    A driver that returns one sample of each process has averaged it: NVML's documentation has one
-    sample for each process with use since the given time. Where it returns several, they are taken
-    to be spaced evenly over the window, and a moment without a sample counts as 0: the same
-    documentation has no sample of a process without use (docs/verified.md: no card has shown it).
+    By NVML's documentation there is one sample for each process with use, and none for idle ones.
+    The outputs that others have published show one for each process, a mean since the given time.
+    So a process with one sample has it as its mean. Of several, each stands for the usual time
+    between two of a process. Either may leave out idle time: all processes together have no more
+    than the mean of the GPU's own samples, which idle moments have too. None of this was measured
+    on a card (docs/verified.md).
     """
     since = int((time.time() - WINDOW) * 1e6)
 
     try:
-        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
+        samples = _process_samples(handle, since)
     except FAILURES as failure:
         if error_code(failure) in _IDLE:
             return {}
@@ -200,22 +204,42 @@ def read_utilization(handle: Handle) -> Mapping[int, int] | None:
             return None
         raise
 
-    percents: defaultdict[int, list[int]] = defaultdict(list)
+    values: defaultdict[int, list[int]] = defaultdict(list)
+    times: defaultdict[int, list[int]] = defaultdict(list)
     for sample in samples:
         if sample.timeStamp >= since:  # the rest of the buffer is not filled
-            percents[sample.pid].append(sample.smUtil)
-    most = max(map(len, percents.values()), default=0)
-    moments = max(most, _moments_in_window(handle)) if most > 1 else 1
-    return {pid: round(sum(values) / moments) for pid, values in percents.items()}
+            values[sample.pid].append(min(sample.smUtil, _PERCENT))
+            times[sample.pid].append(sample.timeStamp)
+    moments = max((1, *map(len, values.values()), *map(_moments, times.values())))
+    used = {pid: sum(percents) / moments for pid, percents in values.items()}
+    total = sum(used.values())
+    most = (_mean_of_gpu(handle, since) if used else None) or total
+    scale = min(1, most / total) if total else 1
+    return {pid: round(percent * scale) for pid, percent in used.items()}
 
 
-def _moments_in_window(handle: Handle) -> int:
-    """Return how many samples fit into the window, 0 where the period is unknown.
-
-    NVML reports the period of its samplers with the utilization of an engine only.
-    """
+def _process_samples(handle: Handle, since: int) -> Sequence[Any]:
+    """Return NVML's samples of processes after a time in microseconds."""
     try:
-        _, period = pynvml.nvmlDeviceGetEncoderUtilization(handle)
+        return list(pynvml.nvmlDeviceGetProcessUtilization(handle, since))
+    except FAILURES as failure:
+        if error_code(failure) not in NOT_REPORTED:
+            raise
+    return list(pynvml.nvmlDeviceGetProcessesUtilizationInfo(handle, since))
+
+
+def _moments(times: Sequence[int]) -> int:
+    """Return how many samples fit into the window, by the usual time between two."""
+    gaps = sorted(later - earlier for earlier, later in pairwise(sorted(times)))
+    return int(WINDOW * 1e6 / max(1, gaps[(len(gaps) - 1) // 2])) if gaps else 1
+
+
+def _mean_of_gpu(handle: Handle, since: int) -> float | None:
+    """Return the percent of the time with a kernel, `None` where it is unknown."""
+    try:
+        kind = pynvml.NVML_GPU_UTILIZATION_SAMPLES
+        _, samples = pynvml.nvmlDeviceGetSamples(handle, kind, since)
     except FAILURES:
-        return 0
-    return int(WINDOW * 1e6 / period) if period else 0
+        return None
+    percents = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp >= since]
+    return sum(percents) / len(percents) if percents else None

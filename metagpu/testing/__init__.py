@@ -1,5 +1,5 @@
 """Public API for tests of backends: values, a simulated node, the contract suite.
 
 This package imports `core`, `nvml` and `sim`, and no test framework. The agent never imports it.
-docs/backends/your-own.md shows its use.
+docs/development/your-own-backend.md shows its use.
 """

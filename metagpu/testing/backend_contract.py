@@ -25,7 +25,8 @@ from metagpu.core.contracts.capabilities import (
 )
 from metagpu.core.grants.grant import Grant
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.layout import ID_LIMIT, Layout, build_layout
+from metagpu.core.layout.checks import ID_LIMIT
+from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.model.snapshot import GpuState, Snapshot

@@ -12,6 +12,7 @@ import anyio
 
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
@@ -31,6 +32,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.reduce import reduce
 from metagpu.core.state.registry import Registry
+from metagpu.host.linux import LinuxHost
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import sim_daemons
@@ -230,6 +232,7 @@ async def run_backends(
     injection: Injection | None = None,
     programs: Programs | None = None,
     daemons: Daemons | None = None,
+    host: HostProcesses | None = None,
     timing: RestartTiming = RESTARTS,
 ) -> AsyncIterator[BackendRig]:
     """Run the backends of a configuration on a simulated node while the block lasts.
@@ -243,6 +246,7 @@ async def run_backends(
         injection: the node's way of giving GPUs to containers.
         programs: host programs; recorded ones unless given.
         daemons: long-running host programs; stand-ins in real processes unless given.
+        host: the host's processes, the real ones unless given.
         timing: the delays of the backend runner.
     """
     node, registry = node or build_node(gpu_models), Registry()
@@ -254,7 +258,8 @@ async def run_backends(
         gpus = (await driver.survey()).gpus
         registry.apply(GpusFound(gpus, at=0))
         programs, daemons = programs or RecordedPrograms(), daemons or sim_daemons()
-        runner = BackendRunner(registry, driver, programs, daemons, timing=timing)
+        host = host or LinuxHost(own_pids=True)
+        runner = BackendRunner(registry, driver, programs, daemons, host, timing=timing)
         rig = BackendRig(node, registry, runner, gpus, injection or Injection(), backends)
         rig.apply(text)
 

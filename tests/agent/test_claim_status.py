@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.core.reports.diagnosis import check_resource_claims
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.agent.test_resource_claims import MIG, ClaimScene, at_work
 from tests.plugins.dra.rig import DRIVER

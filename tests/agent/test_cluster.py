@@ -1,5 +1,6 @@
 """The whole agent with an API server: configuration by label, and reports about the node."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,38 @@ async def test_a_label_changes_the_offer(tmp_path: Path) -> None:
 
         server.configure(*PLACE, {"default": QUICK, "slices": SLICES, "bad": FIVE})
         await scene.until(10, 10)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"default": FIVE, "slices": SLICES}, {"standard": FIVE, "slices": SLICES}),
+        ({"only": FIVE}, {"only": FIVE, "slices": SLICES}),
+    ],
+    ids=["the default is renamed", "the only one has company"],
+)
+async def test_a_profile_that_is_chosen_no_more_stays_in_force(
+    tmp_path: Path, before: Mapping[str, str], after: Mapping[str, str]
+) -> None:
+    """Nothing else comes into force by itself: an Event says what to choose."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.configure(*PLACE, before)
+
+    async with (
+        server.running(),
+        agent_at_work(tmp_path, cluster_settings=joined(server, tmp_path)) as scene,
+    ):
+        await scene.until(10, 10)
+        server.configure(*PLACE, after)
+        await server.until(lambda: "ConfigRejected" in [each["reason"] for each in server.events()])
+        assert "no profile is chosen" in server.events()[-1]["note"]
+        assert scene.kubelet.capacity()[METAGPU] == 10
+
+        server.label(NODE, {"metagpu.io/config": "slices"})
+        await scene.until(8, 8, SLICED)
+        server.label(NODE, {"metagpu.io/config": None})
+        await scene.until(20, 20)  # the file's
 
 
 async def test_first_offer_is_that_of_the_label(tmp_path: Path) -> None:

@@ -208,6 +208,28 @@ async def test_bad_reload_is_logged_and_ignored(tmp_path: Path) -> None:
         assert live_daemon.kubelet.open_streams[METAGPU] == 1
 
 
+BLOCKED: Final = (
+    "-c",
+    """\
+import time
+from metagpu.agent.agent import Agent
+from metagpu.cli.metagpu import main
+async def reload(agent): time.sleep(0.2)
+Agent.reload = reload
+exit(main())
+""",
+)
+"""The daemon with a reload that blocks its event loop."""
+
+
+async def test_a_blocked_event_loop_is_logged(tmp_path: Path) -> None:
+    """A turn of 0.2 s of the daemon is a line of its log."""
+    async with daemon(tmp_path, program=BLOCKED) as live_daemon:
+        await live_daemon.until(20)
+        os.kill(live_daemon.process.pid, signal.SIGHUP)
+        await live_daemon.logged("event loop blocked")
+
+
 async def test_operator_commands(tmp_path: Path) -> None:
     """`sim` breaks a GPU, `status` shows reason and time, `acknowledge` is answered."""
     # No device check beside the events: a check at that moment finds the GPU lost before its XID.

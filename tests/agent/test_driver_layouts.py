@@ -47,7 +47,8 @@ def host_paths(spec: dict[str, Any]) -> Iterator[str]:
         for mount in edits.get("mounts", ()):
             yield mount["hostPath"]
         for hook in edits.get("hooks", ()):
-            yield hook["path"]
+            if hook["args"][0] != "metagpu-hook":  # ours: its folder has one path everywhere
+                yield hook["path"]
 
 
 async def served(

@@ -1,14 +1,18 @@
 """The whole agent with an API server and enforcement: pods' annotations and their Events."""
 
+import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from metagpu.agent.agent import Agent
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.reading import ReportPart, plain_report
+from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
@@ -94,6 +98,53 @@ async def test_a_pod_has_the_limit_of_its_annotation_until_its_end(tmp_path: Pat
     assert "its share is 10240 MiB, its limit 21194 MiB" in ended["note"]
 
 
+async def test_a_borrower_gives_back_what_its_neighbour_needs(tmp_path: Path) -> None:
+    """Up to its annotation a pod borrows, until a neighbour within its request needs the memory."""
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, {"gpu-mem-limit.cnvrg.io/metagpu": "90"}, uid=UID)
+    lending = STRICT.replace("allow", "burst: {limit: 0, reserve: 2Gi}, allow")
+    bob = Holder("team", "bob", "main")
+    uid = container_of(bob).pod_uid
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            "a100-40gb:1",
+            lending,
+            cluster_settings=joined(server, tmp_path),
+            host=machine.host,
+        ) as scene,
+        running() as greedy,
+        running() as modest,
+    ):
+        await scene.until(100, 100)
+        await scene.wait_snapshot(lambda now: UID in now.pods.by_uid)
+        await scene.kubelet.admit(POD)
+        await scene.kubelet.admit(
+            SimPod("bob", "team", uid=uid, containers=(SimContainer("main", {METAGPU: 50}),))
+        )
+        await scene.wait_holders()
+        machine.add_container_process(greedy.pid, ALICE)
+        machine.add_container_process(modest.pid, bob)
+        gpu = scene.node.gpu(0)
+        scene.node.start_process(gpu, SimProcess(greedy.pid, 85 * PERCENT))
+        [part] = (await asked(scene.agent, "usage"))["containers"][0]["gpus"]
+        assert (part["borrowedMiB"], part["overLimit"]) == (34815 - 10085 - 1024, False)
+        assert part["limitMiB"] == 36306 + 1024
+        assert greedy.returncode is None
+
+        scene.node.start_process(gpu, SimProcess(modest.pid, 13 * PERCENT))
+        assert await greedy.wait() == -signal.SIGTERM
+        await server.until(lambda: len(server.events()) == 2)
+        assert modest.returncode is None
+
+    needed, ended = server.events()
+    assert (needed["reason"], ended["reason"]) == ("GPUMemoryNeeded", "GPUProcessSignaled")
+    assert {event["regarding"]["name"] for event in (needed, ended)} == {"alice"}
+
+
 async def test_a_wrong_annotation_is_an_event_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
@@ -141,7 +192,10 @@ async def test_a_new_drivers_own_limit_guards_a_container(tmp_path: Path) -> Non
     assert (part["guard"], part["policy"], part["limitMiB"]) == ("driver", "kill", 10085 + 1024)
 
 
-async def test_an_init_container_is_held_to_its_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_main", [{METAGPU: 1}, {}], ids=["also main", "init alone"])
+async def test_an_init_container_is_held_to_its_shares(
+    tmp_path: Path, of_main: Mapping[str, int]
+) -> None:
     """The kubelet lists no init container; what its checkpoint names for one is its limit."""
     machine, prepare = SimHost(tmp_path), Holder("team", "alice", "prepare")
     pod = SimPod(
@@ -149,7 +203,7 @@ async def test_an_init_container_is_held_to_its_shares(tmp_path: Path) -> None:
         "team",
         uid=container_of(prepare).pod_uid,
         init_containers=(SimContainer("prepare", {METAGPU: 1}),),
-        containers=(SimContainer("main", {METAGPU: 1}),),
+        containers=(SimContainer("main", of_main),),
     )
     async with (
         agent_at_work(tmp_path, "a100-40gb:1", STRICT, host=machine.host) as scene,
@@ -164,3 +218,42 @@ async def test_an_init_container_is_held_to_its_shares(tmp_path: Path) -> None:
 
         assert await greedy.wait() == -signal.SIGTERM
         assert modest.returncode is None
+
+
+async def test_more_of_the_time_than_the_shares_give_is_reported(tmp_path: Path) -> None:
+    """Alice and Bob have half of the time each, and Alice a quarter of the GPU."""
+    server, machine, bob = SimApiServer(), SimHost(tmp_path), Holder("team", "bob", "main")
+    uid = container_of(bob).pod_uid
+    pods = (POD, SimPod("bob", "team", uid=uid, containers=(SimContainer("main", {METAGPU: 75}),)))
+    server.add_node(NODE)
+    for pod in pods:
+        server.add_pod("team", pod.name, NODE, uid=pod.uid)
+    report = "    computeEnforcement: {policy: report, window: 300ms}\n"
+    text = STRICT.replace("    memory", f"{report}    memory")
+
+    async with (
+        server.running(),
+        agent_at_work(
+            tmp_path,
+            "a100-40gb:1",
+            text,
+            cluster_settings=joined(server, tmp_path),
+            host=machine.host,
+            usage_timing=UsageTiming(compute_period=0.1),
+        ) as scene,
+    ):
+        await scene.until(100, 100)
+        await scene.wait_snapshot(lambda now: {UID, uid} <= now.pods.by_uid.keys())
+        for number, (pod, holder) in enumerate(zip(pods, (ALICE, bob), strict=True)):
+            await scene.kubelet.admit(pod)
+            machine.add_container_process(7000 + number, holder, real=os.getpid())
+            scene.node.start_process(scene.node.gpu(0), SimProcess(7000 + number, MIB, sm=100))
+        await scene.wait_holders()
+
+        await server.until(server.events)
+        parts = [each["gpus"][0] for each in (await asked(scene.agent, "usage"))["containers"]]
+
+    assert [part["overShareSeconds"] is not None for part in parts] == [True, False]
+    [event] = server.events()
+    assert (event["reason"], event["regarding"]["name"]) == ("GPUTimeExceeded", "alice")
+    assert "its shares give 25 % while other containers want more" in event["note"]

@@ -1,20 +1,27 @@
 """Pods whose GPU the node no longer has: the whole agent, and its cluster."""
 
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
+import anyio
 import pynvml
 import pytest
 
+from metagpu.core.model.shares import Holder
 from metagpu.core.reports.diagnosis import check_lost_devices
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.state.facts import LeasesObserved
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
-from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
+from metagpu.sim.kubelet.kubelet import ContainerRunOptions, SimKubelet, SimPod
+from tests.agent.test_claim_status import entries, written
 from tests.agent.test_mig_lost import NODE, QUICK, lost_devices_of
+from tests.agent.test_resource_claims import at_work
 from tests.rigs.agent import METAGPU, agent_at_work
+from tests.rigs.cdi import host
 from tests.rigs.mig import a_node, hurry, until
 from tests.rigs.nvml_library import NvmlLibrary
 
@@ -92,6 +99,65 @@ async def test_a_pod_whose_gpu_is_gone_is_reported(
     assert event["note"] == found["reason"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("after", [(KEPT,), (KEPT, OTHER)], ids=["gone", "exchanged"])
+async def test_a_prepared_claim_whose_gpu_is_gone_is_reported(
+    tmp_path: Path, after: tuple[str, ...], backend: str
+) -> None:
+    """Status, doctor, the claim and Events name its pods, until the claim is unprepared."""
+    config = f"""
+version: metagpu/v1
+health: {{quietPeriod: 100ms, rescanPeriod: 100ms}}
+pools: [{{name: all, api: dra, backends: [{{{BACKENDS[backend][0]}}}]}}]
+"""
+    server = SimApiServer()
+    host(tmp_path, gpus=2)
+    pods = Holder("default", "a", "main"), Holder("default", "b", "main")
+    device = f"gpu-{GONE[4:]}" + (f"-{backend}" if backend != "whole" else "")
+
+    async with at_work(
+        tmp_path, config, await a_node(tmp_path, gpus(KEPT, GONE)), server=server
+    ) as scene:
+        claim = scene.allocate(device)
+        answer = (await scene.prepare(claim))[claim.uid]
+        ready = await written(scene, claim)
+        scene.write_checkpoint({claim: answer.devices})
+    for holder in pods:
+        server.add_pod(holder.namespace, holder.pod, node=gethostname(), uid=f"uid-{holder.pod}")
+
+    uses = frozenset({Feature.PODS, Feature.POD_EVENTS})
+    async with at_work(
+        tmp_path,
+        config,
+        await a_node(tmp_path, gpus(*after)),
+        server=server,
+        features=uses,
+        usage_timing=QUICK,
+    ) as scene:
+        registry, usage = scene.scene.agent.registry, scene.scene.agent.usage_service
+        await scene.scene.wait_snapshot(lambda now: bool(now.vanished) and now.pods.listed)
+        held = dict.fromkeys(((claim.uid, share) for share in registry.snapshot.vanished), pods)
+        registry.apply(LeasesObserved({}, anyio.current_time(), of_claims=held))
+        await until(lambda: len(usage.lost_devices) == 2)
+        await server.until(lambda: len(server.events()) == 2)
+        finding = check_lost_devices(read_report(await scene.scene.status(), StatusReport))
+        await server.until(lambda: entries(server, claim)[0]["conditions"] != ready["conditions"])
+        [condition] = entries(server, claim)[0]["conditions"]
+        assert await scene.unprepare(claim) == {claim.uid: ""}
+        await until(lambda: not usage.lost_devices)
+        assert not registry.snapshot.vanished
+
+    names = [f"default/{name} (main)" for name in ("a", "b")]
+    assert finding is not None
+    assert finding[1] == f"containers hold devices that no longer exist: {', '.join(names)}"
+    assert {(e["reason"], e["regarding"]["uid"]) for e in server.events()} == {
+        ("GPUDeviceLost", "uid-a"),
+        ("GPUDeviceLost", "uid-b"),
+    }
+    assert (condition["status"], condition["reason"]) == ("False", "GPUGone")
+    assert "delete the pods" in condition["message"]
+
+
 async def test_a_gpu_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
     """A GPU that is off the bus at the daemon's start takes nothing from its pods."""
     kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
@@ -121,3 +187,78 @@ async def test_a_gpu_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
             watch._check = counted  # type: ignore[method-assign]
             await until(lambda: looks > 3)
             assert await lost_devices_of(scene) == []
+
+
+def device_nodes(options: ContainerRunOptions) -> list[str]:
+    """Return the device nodes of GPUs that a container is started with."""
+    paths = [device.container_path for device in options.devices]
+    return [path for path in paths if path[-1].isdigit()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_pod_whose_device_node_is_another_gpus_is_not_started_again(
+    tmp_path: Path, backend: str
+) -> None:
+    """After a reboot without one GPU, the kubelet rejects the pod beside it: numbers have moved."""
+    options, per_gpu, wanted = BACKENDS[backend]
+    config = (
+        "version: metagpu/v1\n"
+        f"pools: [{{name: all, backends: [{{{options}, resource: x.y/gpu}}]}}]\n"
+    )
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    pods = [SimPod.single(key, {"x.y/gpu": wanted}) for key in ("a", "b", "c")]
+    host(tmp_path, gpus=3)
+
+    async with kubelet.running():
+        node = await a_node(tmp_path, gpus(KEPT, GONE, OTHER))
+        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as scene:
+            await scene.until(3 * per_gpu, 3 * per_gpu, "x.y/gpu")
+            given = {device_nodes((await kubelet.admit(each))["main"])[0]: each for each in pods}
+            await scene.wait_holders()
+
+        await kubelet.restart(reboot=True)
+        node = await a_node(tmp_path, gpus(KEPT, OTHER))
+        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as scene:
+            await scene.until(2 * per_gpu, 2 * per_gpu - wanted, "x.y/gpu")
+            lost = await kubelet.readmit()
+            await scene.until(2 * per_gpu, 2 * per_gpu, "x.y/gpu")
+            await kubelet.admit(SimPod.single("again", {"x.y/gpu": wanted}))
+            await scene.wait_holders()
+            await scene.until(2 * per_gpu, 2 * per_gpu, "x.y/gpu")
+
+    assert lost.keys() == {given["/dev/nvidia1"].uid, given["/dev/nvidia2"].uid}
+    assert "no longer healthy" in lost[given["/dev/nvidia2"].uid].message
+
+
+async def test_a_pod_whose_device_node_is_another_gpus_is_reported(tmp_path: Path) -> None:
+    """A container that starts again while the kubelet goes on gets the node: people delete it."""
+    config = f"""
+version: metagpu/v1
+pools: [{{name: all, backends: [{{backend: whole, resource: {METAGPU}}}]}}]
+"""
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    pods = [SimPod.single(key, {METAGPU: 1}) for key in ("a", "b")]
+    host(tmp_path, gpus=2)
+
+    async with kubelet.running():
+        node = await a_node(tmp_path, gpus(GONE, KEPT))
+        async with agent_at_work(tmp_path, node, config, kubelet=kubelet) as scene:
+            await scene.until(2, 2)
+            given = {
+                (await kubelet.admit(each))["main"].envs["NVIDIA_VISIBLE_DEVICES"]: each
+                for each in pods
+            }
+            await scene.wait_holders()
+
+        node = await a_node(tmp_path, gpus(KEPT, OTHER))
+        async with agent_at_work(
+            tmp_path, node, config, kubelet=kubelet, usage_timing=QUICK
+        ) as scene:
+            await until(lambda: len(scene.agent.usage_service.lost_devices) == 2)
+            found = {loss["holder"]: loss for loss in await lost_devices_of(scene)}
+            loss = found[f"default/{given[KEPT].name} (main)"]
+            await kubelet.delete(given[KEPT])
+            await until(lambda: len(scene.agent.usage_service.lost_devices) == 1)
+
+    assert loss["devices"] == ["/dev/nvidia1"]
+    assert f"kubectl delete pod -n default {given[KEPT].name}" in loss["reason"]

@@ -13,7 +13,7 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.diagnosis import CheckResult, check_leases
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.usage import lease_differences
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.display.status import show_status

@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio import to_thread
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from msgspec.structs import replace
@@ -15,7 +16,8 @@ from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
 from metagpu.plugins.kubelet import pod_resources
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE, AllocatedIds, read_allocated_ids
+from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from metagpu.plugins.kubelet.pod_list import read_leases
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.apiserver.server import SimApiServer
@@ -308,4 +310,32 @@ async def test_a_pod_deleted_while_the_kubelet_restarts_freezes_no_lease(tmp_pat
             await scene.kubelet.delete(pods[1])
             server.delete_pod("default", "later")
 
+            await scene.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))
+
+
+async def test_what_an_ended_pod_left_in_the_checkpoint_is_held_by_nobody(tmp_path: Path) -> None:
+    """Nothing makes a kubelet without device plugins write its checkpoint again."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    pod = SimPod.single("train", {METAGPU: 5})
+    server.add_pod("default", pod.name, NODE, uid=pod.uid)
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+
+    async with server.running(), kubelet.running():
+        async with agent_at_work(tmp_path, kubelet=kubelet) as scene:
+            await scene.until(20, 20)
+            await kubelet.admit(pod)
+            await scene.wait_holders()
+        await kubelet.delete(pod)
+        server.delete_pod("default", pod.name)
+        left = await to_thread.run_sync(read_allocated_ids, tmp_path / "device-plugins")
+        assert left is not None
+        assert len(left.resources) == 5
+
+        settings = ClusterSettings(NODE, server.kubeconfig(tmp_path), features=ALL_FEATURES)
+        claims = QUICK.replace("    backends:", "    api: dra\n    backends:")
+        async with agent_at_work(
+            tmp_path, config=claims, kubelet=kubelet, cluster_settings=settings
+        ) as scene:
+            await scene.wait_snapshot(lambda now: any(gpu.leases for gpu in now.gpus.values()))
             await scene.wait_snapshot(lambda now: not any(gpu.leases for gpu in now.gpus.values()))

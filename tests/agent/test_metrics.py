@@ -423,7 +423,7 @@ async def test_a_daemon_without_metrics_does_not_load_their_library(tmp_path: Pa
         "import metagpu.agent.agent\n"
         "from metagpu.cli.metagpu import main\n"
         "import anyio\n"
-        "def stop(*_):\n"
+        "def stop(*_, **__):\n"
         "    print(*sorted({'h11', 'prometheus_client'} & set(sys.modules)))\n"
         "    raise SystemExit(0)\n"
         "anyio.run = stop\n"

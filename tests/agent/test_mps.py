@@ -15,7 +15,7 @@ from metagpu.agent.config_source import ConfigSource
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.reports import status as report
-from metagpu.core.reports.schema import ResourceReport
+from metagpu.core.reports.schema.status import ResourceReport
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod

@@ -31,9 +31,9 @@ from metagpu.core.grants.injection import POD_SOCKET_NAME
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Holder
-from metagpu.core.reports.schema import UsageReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.core.usage.report import RequestingPod
-from metagpu.display.encoding import WIDE_FORMATS as FORMATS
+from metagpu.display.options import WIDE_FORMATS as FORMATS
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.display.usage import KINDS
 from metagpu.plugins.http.address import ListenAddress
@@ -117,7 +117,7 @@ async def test_a_container_sees_its_own_processes(tmp_path: Path) -> None:
 
     assert (result.status, result.err) == (0, "")
     head, _, row, _, total = (line.split() for line in result.out.splitlines())
-    assert head == ["POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ"]
+    assert head == ["POD", "NAMESPACE", "GPU", "NODE", "LOAD", "MEMORY", "PID", "CMD", "SHARES"]
     assert row[:3] == ["alice", "default", "0"]
     assert row[5:] == [
         "1000/12288",
@@ -126,7 +126,7 @@ async def test_a_container_sees_its_own_processes(tmp_path: Path) -> None:
         "sleep",
         "3",
     ]
-    assert total == ["1", "1000", "MiB", "3"]
+    assert total == ["total", "1000", "MiB", "3"]
     assert "bob" not in result.out
 
 

@@ -128,6 +128,28 @@ async def test_a_choice_that_is_refused_after_a_reload_was_not_accepted(
         assert loader.outcome().rejection == loader.error == "f: no GPU can have this"
 
 
+async def test_a_choice_that_is_being_read_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label has an outcome once its configuration is in force; `failed` is said of it alone."""
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        loader, entered, goes_on = scene.agent.config_loader, anyio.Event(), anyio.Event()
+
+        async def apply_slowly(_: LayoutManager, __: Config) -> None:
+            entered.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(LayoutManager, "apply", apply_slowly)
+        choice = replace(loader._source.cluster, mig_config="all-balanced")
+        async with anyio.create_task_group() as group:
+            group.start_soon(loader.follow_cluster, choice)
+            await entered.wait()
+            assert loader.outcome().rejection is None
+            goes_on.set()
+        assert "all-balanced has no effect" in (loader.outcome().rejection or "")
+
+
 async def test_an_internal_error_in_a_reload_keeps_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """ResourceClaims on the whole agent: configuration, API server, kubelet's calls, status."""
 
 import json
+import signal
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ import anyio
 import pytest
 
 from metagpu.core.devices.devices import devices_of, pool_name
+from metagpu.core.model.gpu import MIB
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
+from metagpu.core.usage.timing import UsageTiming
+from metagpu.host.linux import LinuxHost
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.dra import preparer
 from metagpu.plugins.dra.checkpoint import ClaimCheckpoint, read_checkpoint
@@ -22,13 +26,16 @@ from metagpu.plugins.kubelet.pb import v1beta1
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.device_manager import DeviceManagerState
 from metagpu.sim.kubelet.kubelet import SimPod
+from metagpu.sim.machine.containers import SimHost, container_of
+from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.testing.node import RecordedPrograms
 from tests.agent.test_mps import control_of
 from tests.plugins.dra.rig import DRIVER, KubeletCalls
-from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
+from tests.rigs.agent import METAGPU, QUICK, QUICK_USAGE, Scene, agent_at_work
 from tests.rigs.cdi import CdiRefusedError, host, resolve_nodes
+from tests.rigs.host import running
 from tests.rigs.mig import a_node, hurry, placements, until
 from tests.rigs.mig import pod as mig_pod
 
@@ -132,6 +139,9 @@ async def at_work(
     driver: str = DRIVER,
     programs: RecordedPrograms | None = None,
     server: SimApiServer | None = None,
+    features: frozenset[Feature] = frozenset({Feature.PODS}),
+    usage_timing: UsageTiming = QUICK_USAGE,
+    processes: LinuxHost | None = None,
 ) -> AsyncIterator[ClaimScene]:
     """Run an agent with an API server; no control daemon of MPS is left behind."""
     if not (tmp_path / "dev").exists():
@@ -139,9 +149,7 @@ async def at_work(
     server = server or SimApiServer()
     server.add_node(gethostname())
     async with server.running():
-        settings = ClusterSettings(
-            gethostname(), server.kubeconfig(tmp_path), features=frozenset({Feature.PODS})
-        )
+        settings = ClusterSettings(gethostname(), server.kubeconfig(tmp_path), features=features)
         async with agent_at_work(
             tmp_path,
             node or build_node("a100-40gb:2"),
@@ -149,6 +157,8 @@ async def at_work(
             cluster_settings=settings,
             programs=programs,
             cdi_dir=tmp_path / "cdi",
+            usage_timing=usage_timing,
+            host=processes,
         ) as scene:
             claim_scene = ClaimScene(tmp_path, scene, server, driver=driver)
             try:
@@ -194,6 +204,36 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
         assert await claim_scene.unprepare(claim) == {claim.uid: ""}
         assert not scene.state(0).leases
     assert [path.name async for path in anyio.Path(tmp_path, "cdi").glob("*claim*")] == []
+
+
+async def test_an_init_container_is_held_to_the_shares_of_its_claim(tmp_path: Path) -> None:
+    """The kubelet lists no init container: the Pod says which claim is the container's."""
+    machine, prepare = SimHost(tmp_path), Holder("default", "alice", "prepare")
+    kill = "  - name: all\n    memoryEnforcement: {policy: kill, period: 20ms, grace: 20ms}"
+    async with (
+        at_work(tmp_path, CLAIMS.replace("  - name: all", kill), processes=machine.host) as claims,
+        running() as modest,
+        running() as greedy,
+    ):
+        claim = claims.allocate("fraction", shares=1)
+        await claims.prepared(claim)
+        init = {"name": "prepare", "resources": {"claims": [{"name": "gpu"}]}}
+        spec = {
+            "nodeName": gethostname(),
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": claim.name}],
+            "initContainers": [init],
+            "containers": [{"name": "main"}],
+        }
+        pod = {"metadata": {"uid": container_of(prepare).pod_uid}, "spec": spec, "status": {}}
+        claims.server.store.put(("pods", "default", "alice"), pod)
+        for process, memory in ((modest, 300 * MIB), (greedy, 20000 * MIB)):
+            machine.add_container_process(process.pid, prepare)
+            claims.scene.node.start_process(
+                claims.scene.node.gpu(0), SimProcess(process.pid, memory)
+            )
+
+        assert await greedy.wait() == -signal.SIGTERM
+        assert modest.returncode is None
 
 
 async def test_nothing_is_offered_before_the_claims_of_before_are_known(

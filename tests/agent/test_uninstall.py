@@ -24,7 +24,7 @@ from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ClusterSettings
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimKubelet, SimPod
 from metagpu.sim.machine.gpu import SimGpu
@@ -138,6 +138,8 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
 
         found = await uninstall(tmp_path, node, pods_deadline=LONG)
         assert found["CDI specification"] == "stays used by pod default/held; --force removes it"
+        unread = found.get("gpus", "").startswith("stays the GPUs cannot be read")
+        assert unread is (lost == "driver")
 
         await kubelet.delete(held)
         assert (await uninstall(tmp_path, node, pods_deadline=LONG))[
@@ -287,6 +289,10 @@ async def test_the_node_object_is_as_before(tmp_path: Path, *, nfd: bool) -> Non
         assert await uninstall(tmp_path, node, cluster=settings) == {"amounts": "removed"}
         await server.until(lambda: "nvidia.com/gpu.count" not in names(server))
         assert written(server) == {**before, "capacity": {"cpu": "2"}}
+
+        server.failing = [("GET", "/api/v1/nodes")]
+        found = await uninstall(tmp_path, node, cluster=settings)
+        assert found["node"].startswith("stays labels and conditions of the Node are not known")
 
 
 def written(server: SimApiServer) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from metagpu.core.health.watch import HealthTiming
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.reports.diagnosis import check_health
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.nvml.session_gpu import NvmlTiming
 from metagpu.sim.machine.spec import build_node

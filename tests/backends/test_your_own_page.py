@@ -1,4 +1,4 @@
-"""The backend on the page `docs/backends/your-own.md` works as the page shows it."""
+"""The backend on the page `docs/development/your-own-backend.md` works as the page shows it."""
 
 import re
 import sys
@@ -18,7 +18,9 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.testing.node import gpu
 
-PAGE: Final = (Path(__file__).parents[2] / "docs" / "backends" / "your-own.md").read_text("utf-8")
+PAGE: Final = (
+    Path(__file__).parents[2] / "docs" / "development" / "your-own-backend.md"
+).read_text("utf-8")
 BLOCKS: Final = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -30,7 +32,7 @@ def blocks(kind: str) -> list[str]:
 def module(name: str, text: str) -> ModuleType:
     """Execute a block as a module."""
     made = ModuleType(name)
-    exec(compile(text, f"your-own.md:{name}", "exec"), made.__dict__)  # noqa: S102 - our own page
+    exec(compile(text, f"your-own-backend.md:{name}", "exec"), made.__dict__)  # noqa: S102 - our own page
     return made
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tests.chaos.node import (
     BACKENDS,
@@ -98,13 +98,18 @@ class Account:
         kind = "mig" if resource in MIG_RESOURCES else BACKENDS[resource][0]
         return Holding(self.uuids.index(uuid), kind, part or "all")
 
-    def of_result(self, claim: str, result: Mapping[str, object]) -> Holding:
-        """Return what a result of a claim's allocation is a part of."""
+    def of_claim(self, claim: Mapping[str, Any]) -> set[Holding]:
+        """Return what a claim is a part of, nothing without an allocation."""
+        devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
+        results = devices.get("results", ())
+        return {self._of_result(claim["metadata"]["name"], result) for result in results}
+
+    def _of_result(self, claim: str, result: Mapping[str, Any]) -> Holding:
         device = str(result["device"])
         [gpu] = [n for n, text in enumerate(self.uuids) if device.startswith(text.lower())]
         kind = device.removeprefix(self.uuids[gpu].lower()).strip("-").split("-")[0]
-        consumed = result.get("consumedCapacity")
-        amount = int(str(consumed.get("shares", 0))) if isinstance(consumed, Mapping) else 0
+        consumed = result.get("consumedCapacity") or {}
+        amount = int(consumed.get(CLAIMED[kind][0], 0)) if kind in CLAIMED else 0
         return Holding(
             gpu, kind, f"{claim}/{result.get('shareID', '')}" if amount else device, amount
         )
@@ -145,8 +150,9 @@ class Account:
                 if set(one.slices) & set(other.slices):
                     both = sorted(held[one] | held[other])
                     yield f"GPU {gpu}: {one.part} and {other.part} overlap: {both}"
-            if sum(candidate.amount for candidate in held) > CLAIMED:
-                yield f"GPU {gpu}: claims have more than {CLAIMED} shares: {sorted(held)}"
+            for kind, (capacity, most) in CLAIMED.items():
+                if sum(candidate.amount for candidate in held if candidate.kind == kind) > most:
+                    yield f"GPU {gpu}: claims have more than {most} {capacity}: {sorted(held)}"
 
     def _destroyed(self) -> Iterator[str]:
         """Yield MIG instances that pods use and the driver has not."""
@@ -239,4 +245,4 @@ class Account:
             holding.kind != "fraction" for holding in held
         ):
             return 0
-        return CLAIMED - sum(holding.amount for holding in held)
+        return CLAIMED["fraction"][1] - sum(holding.amount for holding in held)

@@ -6,13 +6,7 @@ The checker computes amounts from these tables and from what it sees; nothing he
 from collections.abc import Mapping
 from typing import Final
 
-HARDWARE: Final = """\
-gpus:
-  - {{model: a100-40gb, count: 3}}
-  - {{model: a100-40gb, mig: true}}
-  - {{model: a100-40gb}}
-stateFile: {state}
-"""
+GPUS: Final = "{model: a100-40gb, count: 3}, {model: a100-40gb, mig: true}, {model: a100-40gb}"
 MIXED: Final = (0, 1)
 MPS, MIG, CLAIMS = 2, 3, 4
 """The GPUs of each pool, by index."""
@@ -20,10 +14,10 @@ MPS, MIG, CLAIMS = 2, 3, 4
 FRACTIONS: Final = 10
 """Shares of a GPU by fractions, and units of one by MPS."""
 SLICES: Final = 4
-CLAIMED: Final = 100
+CLAIMED: Final = {"fraction": ("shares", 100), "timeslice": ("slices", SLICES)}
+"""What several claims may have of a GPU, and how much of it: the capacity of each kind's device."""
 MEMORY_MIB, USABLE_MIB, HEADROOM_MIB = 40960, 40960 - 620, 512
 """Memory of an A100, without what its driver reserves, and the default headroom of a limit."""
-"""Shares of the GPU of claims."""
 
 FRACTION, WHOLE, SLICED = "cnvrg.io/metagpu", "nvidia.com/gpu", "nvidia.com/gpu.shared"
 UNITS, MPS_WHOLE = "nvidia.com/gpu.mps", "example.com/gpu"

@@ -10,25 +10,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from resource import RLIMIT_NOFILE, prlimit
+from resource import RLIMIT_FSIZE, RLIMIT_NOFILE, prlimit
 from typing import Any, Final
-from zlib import crc32
 
 import anyio
+from aiohttp import web
 from anyio import to_thread
 from anyio.abc import TaskGroup
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from metagpu.agent.exchange import read_standby
-from metagpu.core.errors import MetagpuError
 from metagpu.core.model.shares import Holder
-from metagpu.plugins.control.client import send_request
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.sim.apiserver.objects import Object
 from metagpu.sim.cluster import paths
@@ -45,28 +43,23 @@ from metagpu.sim.kubelet.pods import DeviceError
 from metagpu.sim.kubelet.process import CHECKPOINT
 from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.spec import build_node
-from tests.chaos.account import BY_HAND, Account, Holding
+from tests.chaos.account import Account, Holding
+from tests.chaos.chaos import Chaos, claims
 from tests.chaos.node import (
-    BACKENDS,
-    CLASSES,
     CONFIGURATIONS,
-    HARDWARE,
-    MIG,
-    MISSING,
+    FRACTION,
+    GPUS,
     PARTS,
     SLICED,
+    UNITS,
 )
-from tests.chaos.steps import FATAL_XIDS, Step
 from tests.chaos.work import HOST, Place, Work
-from tests.rigs.exchange import Daemon, at
+from tests.rigs.exchange import Daemon, at, at_work
 
 PROBE_S: Final = 30.0
 """Seconds in which a pod that fits runs, and a pod that is deleted has gone."""
 LONGEST_BLINDNESS_S: Final = 15.0
 """Seconds for which a kubelet with an older list asks beside one that lists pods late."""
-SERVED_S: Final = 90.0
-"""Seconds in which a quiet node has all on offer: what docs/leases.md lets leases last, shortened
-as `QUICK` does, on a busy machine."""
 QUICK: Final = """
 from msgspec.structs import replace
 from metagpu.agent.agent import Agent
@@ -83,107 +76,51 @@ MigBackend.timing = MigTiming(grace=6.0, scan=2.0, poll=1.0, stagger=0.2)
 """
 """Python that shortens what only takes time, in every daemon: a kubelet is ready after 12 s in
 place of 60, twice as long as the longest mood of a schedule."""
+NODE: Final = """
+import pathlib, time
+real, file = time.time, pathlib.Path({clock!r})
+time.time = lambda: real() + int(file.read_text() or 0)
+
+import resource
+from metagpu.sim.machine.mig_driver import _SavingCondition
+save = _SavingCondition._keep
+def keep(self):
+    disk, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    try:
+        save(self)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (disk, most))
+_SavingCondition._keep = keep
+"""
+"""Python that gives a daemon the node's clock, and the simulated driver a disk of its own."""
+SLOW_S: Final = 2.0
+"""Seconds in which a slow API server answers."""
 _ARGUMENTS: Final = "from metagpu.cli.metagpu import main; exit(main())"
 
 
-@dataclass
-class Chaos:
-    """A node, and what befalls it."""
+@dataclass(kw_only=True)
+class SimulatedChaos(Chaos):
+    """A simulated node, and what befalls it."""
 
     folder: Path
     cluster: SingleNodeCluster
-    account: Account
     group: TaskGroup
     work: Work
     plant: str = ""
     daemons: list[Daemon] = field(default_factory=list)
-    configuration: str = "all"
     mood: str = "well"
     mood_lasts: float = 0.0
     mood_ends: float | None = None
     damaged: bool = False
-    unsure: set[int] = field(default_factory=set)
-    by_hand: set[str] = field(default_factory=set)
-    forgotten: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
-    number: int = 0
-    log: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    api_delay: float = 0.0
+    clock: int = 0
 
     # ---- steps -------------------------------------------------------------------------------
 
-    async def run(self, steps: Iterable[Step]) -> None:
-        """Make the steps, and judge the node at rest after the last one."""
-        await self._until(lambda: self._amounts(()) == self._expected(()), PROBE_S)
-        for step in steps:
-            self.note(f"> {step}")
-            await getattr(self, f"do_{step.what}")(**step.given)
-            await anyio.sleep(step.pause)
-            self.look()
-            if self.account.broken:
-                return
-        self.note("> quiet, with all pods")
-        await self.do_quiet()
-        if not self.account.broken:
-            self.note("> quiet, after the last pod")
-            for pod in list(self.cluster.api.pods()):
-                await self._end(pod)
-            await self.do_quiet()
-
-    async def do_pod(self, resource: str, size: int, shape: str) -> None:
-        """Create a pod; the scheduler binds it when it fits by the Node's amounts."""
-        half = max(1, size // 2)
-        shapes = {
-            "one": ((), (size,)),
-            "two": ((), (half, half)),
-            "init": ((("once", half),), (size,)),
-            "sidecar": ((("Always", half),), (half,)),
-            "many": ((("Always", half), ("once", half), ("Always", half)), (half, half)),
-        }
-        first, main = shapes[shape]
-        self._create_pod(self._name(), resource, first, main)
-
-    def _create_pod(
-        self, name: str, resource: str, first: Iterable[tuple[str, int]], main: Iterable[int]
-    ) -> None:
-        def container(name: str, count: int) -> Object:
-            counts = {resource: str(count)}
-            return {"name": name, "resources": {"limits": counts, "requests": counts}}
-
-        before = [
-            {**container(f"init-{n}", count), "restartPolicy": policy}
-            for n, (policy, count) in enumerate(first)
-        ]
-        after = [container(f"main-{n}", count) for n, count in enumerate(main)]
-        spec = {"initContainers": before, "containers": after}
-        self._put("pods", name, {"spec": spec, "status": {"phase": "Pending"}})
-
-    async def do_claim(self, kind: str, size: int) -> None:
-        """Create a ResourceClaim and its pod."""
-        name = self._name()
-        request: Object = {"deviceClassName": CLASSES[kind], "count": 1}
-        if kind == "fraction":
-            request["capacity"] = {"requests": {"shares": str(size)}}
-        devices = {"requests": [{"name": "gpu", "exactly": request}]}
-        self._put("resourceclaims", name, {"spec": {"devices": devices}, "status": {}})
-        containers = [{"name": "main", "resources": {"claims": [{"name": "gpu"}]}}]
-        used = [{"name": "gpu", "resourceClaimName": name}]
-        spec = {"resourceClaims": used, "containers": containers}
-        self._put("pods", name, {"spec": spec, "status": {"phase": "Pending"}})
-
-    def _put(self, kind: str, name: str, content: Object) -> None:
-        self.cluster.api.store.put((kind, "default", name), content)
-
-    def _name(self) -> str:
-        self.number += 1
-        return f"pod-{self.number}"
-
-    async def do_end(self, number: int) -> None:
+    async def end(self, pod: Object) -> None:
         """Delete a pod; its kubelet ends it when it runs."""
-        if pods := list(self.cluster.api.pods()):
-            await self._end(pods[number % len(pods)])
-
-    async def _end(self, pod: Object) -> None:
         metadata = pod["metadata"]
         key = ("pods", metadata["namespace"], metadata["name"])
         self.note(f"  deletes {metadata['name']}")
@@ -195,7 +132,7 @@ class Chaos:
 
     async def do_force(self, number: int) -> None:
         """Delete a pod by force: it is gone at the API server, whatever its kubelet does."""
-        if not (pods := [other for other in self.cluster.api.pods() if not _claims(other)]):
+        if not (pods := [other for other in self.cluster.api.pods() if not claims(other)]):
             return
         metadata = pods[number % len(pods)]["metadata"]
         self.note(f"  deletes {metadata['name']} by force")
@@ -207,7 +144,11 @@ class Chaos:
         """Start the kubelet again."""
         await self._restore()
         self._be(mood, seconds)
-        await self.cluster.restart_kubelet()
+        await self._restart_kubelet()
+
+    async def _restart_kubelet(self, **how: bool) -> None:
+        self._set_clock(0)
+        await self.cluster.restart_kubelet(**how)
 
     do_kubelet_up = do_kubelet_restart
 
@@ -220,10 +161,10 @@ class Chaos:
         """Start the kubelet without its checkpoint, beside a daemon that knows all leases."""
         if self._server() is None or not self.cluster.kubelet.is_up:
             return
-        await self._rest()
-        self.forgotten |= {pod.uid for pod in self.cluster.kubelet.pods}
+        await self.rest()
+        self.forgotten |= {pod.name for pod in self.cluster.kubelet.pods}
         self._be("well", 0)
-        await self.cluster.restart_kubelet(forget=True)
+        await self._restart_kubelet(forget=True)
 
     async def do_kill(self, down: float) -> None:
         """Kill the daemon and start it again."""
@@ -273,37 +214,17 @@ class Chaos:
         if old is None:
             await self.start()
             return
-        await self._delete_forgotten()
+        await self.delete_forgotten()
         await self.start(_at(at, by) if at else "")  # at the last two steps, when it is ended later
         new = self.daemons[-1]
         if at in {"prepare", "standby"}:
-            await self._until(lambda: not new.alive, 20)
+            await self.until(lambda: not new.alive, 20)
         else:
-            await self._until(self._has_standby, 20)
+            await self.until(self._has_standby, 20)
         await self._end_daemon(old, signal.SIGTERM)
         if at in {"take", "registered"}:
-            await self._until(lambda: not new.alive, 20)
+            await self.until(lambda: not new.alive, 20)
         await self._replace_halted()
-
-    async def do_reload(self, to: str) -> None:
-        """Write a configuration and have it read."""
-        await anyio.Path(self.folder / "metagpu.yaml").write_text(CONFIGURATIONS[to])
-        if to == "wrong":
-            return
-        self.configuration = to
-
-    async def do_cordon(self, gpu: int) -> None:
-        """Cordon a GPU; it counts once the daemon has said so."""
-        if await self._ask({"command": "cordon", "gpu": str(gpu), "reason": "chaos"}):
-            self.account.cordoned.add(gpu)
-        else:
-            self.unsure.add(gpu)
-
-    async def do_uncordon(self, gpu: int) -> None:
-        """End the cordon of a GPU."""
-        self.account.cordoned.discard(gpu)
-        if not await self._ask({"command": "uncordon", "gpu": str(gpu)}):
-            self.unsure.add(gpu)
 
     async def do_old_list(self, number: int, seconds: float) -> None:
         """Ask for a share that nobody may get now, as a kubelet does that has an older list."""
@@ -336,21 +257,6 @@ class Chaos:
         if reason := self.account.conflict(self.account.of_device(name, device)):
             self.account.add(f"{device} of {name} was granted by an older list: {reason}")
 
-    async def do_xid(self, gpu: int, code: int) -> None:
-        """Report an XID; after one that is fatal the driver asks for a reset."""
-        if await self._sim({"do": "xid", "gpu": str(gpu), "code": code}) and code in FATAL_XIDS:
-            self.account.lost[gpu] = time.monotonic()
-
-    async def do_lose(self, gpu: int) -> None:
-        """Drop a GPU off the bus, until it is reset or its simulation starts again."""
-        if await self._sim({"do": "lose", "gpu": str(gpu)}):
-            self.account.lost[gpu] = time.monotonic()
-
-    async def do_reset(self, gpu: int) -> None:
-        """Reset a GPU."""
-        if await self._sim({"do": "reset", "gpu": str(gpu)}):
-            self.account.lost.pop(gpu, None)
-
     async def do_work(self, number: int, percent: int, count: int, stubborn: int) -> None:
         """Start processes in a container; together they use some percent of its limit."""
         places = [place for pod in self.cluster.kubelet.pods for place in self._places(pod)]
@@ -378,10 +284,10 @@ class Chaos:
         """Report all processes to the driver, which starts with each daemon."""
         while self.work.ended:
             pid, gpu = self.work.ended.pop()
-            await self._sim({"do": "process", "change": "end", "gpu": str(gpu), "pid": pid})
+            await self.sim({"do": "process", "change": "end", "gpu": str(gpu), "pid": pid})
         for pid, (_, place, mib) in list(self.work.running.items()):
             process = {"do": "process", "change": "start", "gpu": str(place.gpu), "pid": pid}
-            await self._sim({**process, "memory": mib * 2**20})
+            await self.sim({**process, "memory": mib * 2**20})
 
     def _above(self) -> list[str]:
         """Return who uses more than may be, of what is on offer."""
@@ -391,20 +297,12 @@ class Chaos:
             if self.configuration != "no slices" or place.resource != SLICED
         ]
 
-    async def do_provisioning(self, **faults: int) -> None:
-        """Make the driver fail at its next changes of MIG instances."""
-        await self._sim({"do": "provisioning", "gpu": str(MIG), **faults})
-
-    async def do_instance(self, placement: str) -> None:
-        """Create a MIG instance as an administrator does, beside a daemon that runs."""
-        by_hand = {"do": "instance", "gpu": str(MIG), "placement": placement}
-        if self._answers() and await self._sim({**by_hand, "change": "create"}):
-            self.by_hand.add(placement)
-
     async def do_api(self, how: str, seconds: int) -> None:
         """Make the API server fail for some seconds."""
         api = self.cluster.api
-        if how == "away":
+        if how == "slow":
+            self.api_delay = SLOW_S
+        elif how == "away":
             api.failing += [(method, "/") for method in ("GET", "PATCH", "POST", "PUT", "DELETE")]
         else:
             reason = "Expired" if how == "410" else "TooManyRequests"
@@ -413,8 +311,60 @@ class Chaos:
         self.group.start_soon(self._later, seconds, self._repair_api)
 
     def _repair_api(self) -> None:
+        self.api_delay = 0.0
         self.cluster.api.failing.clear()
         self.cluster.api.failures.clear()
+
+    async def do_stop_at_work(self, at: str, when: str, by: str) -> None:
+        """End or stop the daemon at a step of its work, and start another one."""
+        await self._stop(signal.SIGTERM)
+        await self.start(at_work(at, when, signal.Signals[f"SIG{by}"]))
+        armed = self.daemons[-1]
+        await self.until(lambda: self._has_lists() or not armed.alive, PROBE_S)
+        name = f"pod-{self.number + 1}"
+        if at in {"prepare", "unprepare"}:
+            await self.do_claim("fraction", 10)
+        else:
+            resource = {"mps": UNITS, "allocate": FRACTION}.get(at, "nvidia.com/mig-1g.5gb")
+            await self.do_pod(resource, 1, "one")
+        if at in {"unprepare", "destroy"}:
+            key = ("pods", "default", name)
+            objects = self.cluster.api.store.objects
+            await self.until(lambda: objects[key]["status"]["phase"] != "Pending", 10)
+            await self.end(objects[key])
+        halted = await self.until(lambda: not armed.alive, 10)
+        self.note(f"  the daemon {'has ended or hangs' if halted else 'has not come to this'}")
+        if not halted:
+            await self._end_daemon(armed, signal.SIGTERM)
+        await self._replace_halted()
+
+    def _has_lists(self) -> bool:
+        """Return whether the kubelet has lists of a daemon that runs."""
+        return all(self.cluster.kubelet.open_streams.get(name) == 1 for name in self.expected(()))
+
+    async def do_clock(self, step: int) -> None:
+        """Set the clock of the node forward or back, until a kubelet starts."""
+        self._set_clock(self.clock + step)
+
+    def _set_clock(self, ahead: int) -> None:
+        self.clock = ahead
+        (self.folder / "clock").write_text(str(self.clock))
+
+    def write_checkpoint(self, path: Path, text: str) -> None:
+        """Write a kubelet's checkpoint at the time of the node's clock."""
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.write_text(text)
+        at = time.time() + self.clock
+        os.utime(fresh, (at, at))
+        fresh.replace(path)
+
+    async def do_full_disk(self, seconds: int) -> None:
+        """Keep the daemon from writing to any file for some seconds."""
+        if daemon := self._server():
+            _limit(daemon.process.pid, RLIMIT_FSIZE, 0)
+            self.group.start_soon(
+                self._later, seconds, partial(_limit, daemon.process.pid, RLIMIT_FSIZE, None)
+            )
 
     async def do_descriptors(self, spare: int, seconds: int) -> None:
         """Limit the files that the daemon can open for some seconds."""
@@ -439,113 +389,49 @@ class Chaos:
     # ---- rest --------------------------------------------------------------------------------
 
     async def do_quiet(self) -> None:
-        """Bring everything up, wait for the amounts, and give each resource a pod that fits."""
-        await self._rest()
-        await self._until(lambda: not self._above(), PROBE_S)
+        """Judge the processes of a node at rest too."""
+        await self.rest()
+        await self.until(lambda: not self._above(), PROBE_S)
         for sentence in self._above():
             self.account.add(f"after {PROBE_S:.0f} s of quiet, {sentence}")
-        missing = MISSING[self.configuration]
-        if wrong := await self._wrong_amounts(missing):
-            self.account.add(wrong)
-            return
-        if not self._pending():
-            await self._probe(missing)
+        await self.judge()
 
-    async def _rest(self) -> None:
+    async def rest(self) -> None:
         """Wait until kubelet, checkpoint, daemon and GPUs are as they should be."""
         self._be("well", 0)
+        self._set_clock(0)
         if not self.cluster.kubelet.is_up:
-            await self.cluster.restart_kubelet()
+            await self._restart_kubelet()
         await self._restore()
         await self._replace_halted()
+        if daemon := self._server():
+            _limit(daemon.process.pid, RLIMIT_FSIZE, None)
         self._repair_api()
         await self.do_reload(self.configuration)
         if self._server() is None:
             await self.start()
-        await self._delete_forgotten()
-        await self._until(self._answers, 60)
-        for gpu in list(self.account.lost):
-            await self.do_reset(gpu)
-        await self.do_provisioning()
-        while self.by_hand:
-            by_hand = {"do": "instance", "gpu": str(MIG), "placement": self.by_hand.pop()}
-            await self._sim({**by_hand, "change": "destroy"})
-        for gpu in list(self.unsure):
-            with anyio.move_on_after(PROBE_S):
-                while not await self._ask({"command": "uncordon", "gpu": str(gpu)}):  # noqa: ASYNC110
-                    await anyio.sleep(0.2)
-            self.unsure.discard(gpu)
-            self.account.cordoned.discard(gpu)
-        await self._until(lambda: not self._unsettled(), SERVED_S)
+        await self.calm()
 
-    def _unsettled(self) -> list[str]:
-        """Return the pods that are bound and neither run nor have failed, or that shall end."""
-        return [
-            pod["metadata"]["name"]
-            for pod in self.cluster.api.pods()
-            if "deletionTimestamp" in pod["metadata"]
-            or (pod["spec"].get("nodeName") and pod["status"]["phase"] == "Pending")
-        ]
+    def pods(self) -> list[Object]:
+        """Return the pods that the API server has."""
+        return list(self.cluster.api.pods())
 
-    def _pending(self) -> list[str]:
-        return [
-            pod["metadata"]["name"]
-            for pod in self.cluster.api.pods()
-            if pod["status"]["phase"] == "Pending"
-        ]
+    def allocatable(self) -> Mapping[str, int]:
+        """Return how many healthy devices of each resource the kubelet has."""
+        return self.cluster.kubelet.allocatable()
 
-    def _amounts(self, missing: Iterable[str]) -> dict[str, int]:
+    async def see(self) -> None:
+        """Take over what is seen now, after a short pause."""
+        await anyio.sleep(0.05)
         self.look()
-        amounts = self.cluster.kubelet.allocatable()
-        turns = self.configuration == "turns"
-        gone = [name for name in missing if amounts.get(name) and not turns]
-        return {name: amounts.get(name, 0) for name in (*self._expected(missing), *gone)}
 
-    def _expected(self, missing: Iterable[str]) -> dict[str, int]:
-        return self.account.healthy(frozenset(missing))
+    async def configure(self, text: str) -> None:
+        """Write a configuration; the daemon reads it."""
+        await anyio.Path(self.folder / "metagpu.yaml").write_text(text)
 
-    async def _wrong_amounts(self, missing: Collection[str]) -> str:
-        """Wait until the kubelet's lists are right; return what is wrong with them."""
-        if await self._until(lambda: self._amounts(missing) == self._expected(missing), SERVED_S):
-            return ""
-        expected, found = self._expected(missing), self._amounts(missing)
-        wrong = [
-            f"{count} of {name}, not {expected.get(name, 'its removal')}"
-            for name, count in found.items()
-            if count != expected.get(name)
-        ]
-        return f"the kubelet has, after {SERVED_S:.0f} s of quiet, {wrong}"
-
-    async def _probe(self, missing: Collection[str]) -> None:
-        """Create a pod that fits in each pool, of another resource each time; then end them."""
-        fits = {
-            name: count
-            for name in self._expected(missing)
-            if (count := self.account.largest_request(name))
-        }
-        chosen = dict[object, str]()
-        for name in sorted(fits, key=lambda name: (crc32(name.encode()) + self.number) % 9):
-            chosen.setdefault(BACKENDS.get(name, (0, MIG))[1], name)
-        probes = {}
-        for resource in chosen.values():
-            name = self._name()
-            probes["pods", "default", name] = f"{fits[resource]} {resource}"
-            self._create_pod(name, resource, (), (fits[resource],))
-        if count := self.account.claimable():
-            await self.do_claim("fraction", count)
-            probes["pods", "default", f"pod-{self.number}"] = f"a claim for {count} shares"
-        objects = self.cluster.api.store.objects
-        await self._until(
-            lambda: all(objects[probe]["status"]["phase"] != "Pending" for probe in probes), PROBE_S
-        )
-        for key, what in probes.items():
-            status = objects[key]["status"]
-            if status["phase"] != "Running":
-                self.account.add(f"a pod with {what} fits and is {status}")
-            await self._end(objects[key])
-        await self._until(lambda: objects.keys().isdisjoint(probes), PROBE_S)
-        if wrong := await self._wrong_amounts(missing):
-            self.account.add(f"after pods with {list(probes.values())}: {wrong}")
+    async def create(self, kind: str, name: str, content: Object) -> None:
+        """Create a pod or a ResourceClaim."""
+        self.cluster.api.store.put((kind, "default", name), content)
 
     # ---- the kubelet -------------------------------------------------------------------------
 
@@ -572,16 +458,6 @@ class Chaos:
             kept = 0 if mood == "empty" else len(answer.pod_resources) // 2
             return v1.ListPodResourcesResponse(pod_resources=answer.pod_resources[:kept])
         return answer
-
-    async def _delete_forgotten(self) -> None:
-        """Delete the pods that a kubelet forgot, before a daemon may forget them too."""
-        for pod in list(self.cluster.api.pods()):
-            if pod["metadata"]["uid"] in self.forgotten:
-                await self._end(pod)
-        await self._until(
-            lambda: not self.forgotten & {other.uid for other in self.cluster.kubelet.pods}, 60
-        )
-        self.forgotten.clear()
 
     async def admit(
         self, pod: SimPod, really: Callable[[SimPod], Any]
@@ -615,16 +491,9 @@ class Chaos:
         objects = self.cluster.api.store.objects
         for claim in self.cluster.claims._manager._prepared.values():
             found = objects.get(("resourceclaims", claim.ref.namespace, claim.ref.name), {})
-            allocation = (found.get("status") or {}).get("allocation") or {
-                "devices": {"results": ()}
-            }
-            for result in allocation["devices"]["results"]:
-                for uid in claim.pods & running.keys():
-                    running[uid][1].add(self.account.of_result(claim.ref.name, result))
-        by_hand = {Holding(MIG, "mig", place) for place in self.by_hand}
-        running[BY_HAND] = (BY_HAND, by_hand)
-        self.account.pods.pop(BY_HAND, None)
-        self.account.saw(running)
+            for uid in claim.pods & running.keys():
+                running[uid][1].update(self.account.of_claim(found))
+        self.saw(running)
 
     async def watch(self) -> None:
         """Look at the kubelet's side all the time."""
@@ -658,10 +527,12 @@ class Chaos:
             "--node-name": paths.NODE_NAME,
         }
         options = [str(part) for option in places.items() for part in option]
+        host = HOST.format(folder=str(self.work.machine.folder))
+        node = NODE.format(clock=str(self.folder / "clock"))
         program = [
             sys.executable,
             "-c",
-            f"{QUICK}\n{HOST.format(folder=str(self.work.machine.folder))}\n{self.plant}\n{first}\n{_ARGUMENTS}",
+            f"{node}\n{QUICK}\n{host}\n{self.plant}\n{first}\n{_ARGUMENTS}",
             "run",
             "--take-over",
         ]
@@ -678,17 +549,14 @@ class Chaos:
         standby = read_standby(self.folder)
         return standby is not None and standby.ready
 
-    def _answers(self) -> bool:
-        return (self.folder / "metagpu.sock").exists()
-
     async def _stop(self, number: signal.Signals) -> None:
-        await self._delete_forgotten()
+        await self.delete_forgotten()
         for daemon in list(self.daemons):
             await self._end_daemon(daemon, number)
 
     async def _end_daemon(self, daemon: Daemon, number: signal.Signals) -> None:
         daemon.signal(signal.SIGKILL if daemon.stopped else number)
-        if not await self._until(lambda: not daemon.alive, PROBE_S):
+        if not await self.until(lambda: not daemon.alive, PROBE_S):
             self.account.add(f"a daemon does not end within {PROBE_S:.0f} s of {number.name}")
         daemon.signal(signal.SIGKILL)  # one that was stopped on its way, as its kubelet does
         await daemon.process.wait()
@@ -702,35 +570,6 @@ class Chaos:
         if self._server() is None:
             await self.start()
 
-    async def _sim(self, change: Mapping[str, object]) -> bool:
-        return await self._ask({"command": "sim", "change": change})
-
-    async def _ask(self, request: Mapping[str, object]) -> bool:
-        """Ask the daemon; return whether it did so."""
-        try:
-            await to_thread.run_sync(lambda: send_request(self.folder, request, 5.0))
-        except (MetagpuError, OSError, ValueError):
-            return False
-        return True
-
-    # ---- waiting -----------------------------------------------------------------------------
-
-    async def _until(self, is_so: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is so; return whether it is."""
-        with anyio.move_on_after(seconds):
-            while not (self.account.broken or is_so()):  # noqa: ASYNC110 - of several causes
-                await anyio.sleep(0.05)
-            return True
-        return False
-
-    def note(self, line: str) -> None:
-        """Add a line to the story."""
-        self.log.append(f"{time.monotonic() - self.began:6.1f} {line}")
-
-
-def _claims(pod: Object) -> bool:
-    return bool(pod["spec"].get("resourceClaims"))
-
 
 def _at(step: str, by: str) -> str:
     return at(step, signal.Signals[f"SIG{by}"])
@@ -740,19 +579,38 @@ _list = PodResourcesV1.list
 
 
 @asynccontextmanager
-async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
+async def chaos(folder: Path, plant: str = "") -> AsyncIterator[SimulatedChaos]:
     """Run a node with its first daemon while the block lasts; no process of it is left."""
     driver = folder / "driver.json"
-    (folder / "node.yaml").write_text(HARDWARE.format(state=driver))
+    (folder / "node.yaml").write_text(f"gpus: [{GPUS}]\nstateFile: {driver}\n")
     (folder / "metagpu.yaml").write_text(CONFIGURATIONS["all"])
     node = build_node(str(folder / "node.yaml"))
     driver.unlink(missing_ok=True)
     cluster = SingleNodeCluster(node, folder)
     account = Account(tuple(str(gpu.id) for gpu in node.gpus), driver)
+    delay = list[Callable[[], float]]()
+    answers = cluster.api._guarded
+
+    @web.middleware
+    async def slowly(request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401 - aiohttp's
+        await anyio.sleep(delay[0]() if delay else 0.0)
+        return await answers(request, handler)
+
+    cluster.api._guarded = slowly  # type: ignore[method-assign]
     async with cluster.running(), anyio.create_task_group() as group:
         (folder / "host").mkdir()
         work = Work(SimHost(folder / "host"))
-        found = Chaos(folder, cluster, account, group, work, plant)
+        found = SimulatedChaos(
+            account=account,
+            run_folder=folder,
+            folder=folder,
+            cluster=cluster,
+            group=group,
+            work=work,
+            plant=plant,
+        )
+        delay.append(lambda: found.api_delay)
+        found._set_clock(0)
         really = cluster.kubelet.admit
         cluster.kubelet.admit = lambda pod: found.admit(pod, really)  # type: ignore[method-assign]
 
@@ -763,6 +621,8 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
                 return await found.list_pods(self, message)
 
         setattr(kubelet_process, "PodResourcesV1", Lister)  # noqa: B010 - for mypy
+        replace_checkpoint = kubelet_process._replace
+        kubelet_process._replace = found.write_checkpoint
         await cluster.restart_kubelet()
         group.start_soon(found.watch)
         group.start_soon(found.tend)
@@ -771,6 +631,7 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
             yield found
         finally:
             setattr(kubelet_process, "PodResourcesV1", PodResourcesV1)  # noqa: B010 - for mypy
+            kubelet_process._replace = replace_checkpoint
             with anyio.CancelScope(shield=True):
                 for daemon in found.daemons:
                     if daemon.process.returncode is None:
@@ -784,9 +645,15 @@ async def chaos(folder: Path, plant: str = "") -> AsyncIterator[Chaos]:
 def _limit_files(pid: int, spare: int | None) -> None:
     """Limit the files of a process to some more than now, or to as many as may be."""
     with suppress(OSError):
-        _, most = prlimit(pid, RLIMIT_NOFILE)
-        number = most if spare is None else len(list(Path(f"/proc/{pid}/fd").iterdir())) + spare
-        prlimit(pid, RLIMIT_NOFILE, (number, most))
+        number = None if spare is None else len(list(Path(f"/proc/{pid}/fd").iterdir())) + spare
+        _limit(pid, RLIMIT_NOFILE, number)
+
+
+def _limit(pid: int, of: int, number: int | None) -> None:
+    """Limit a resource of a process, or give it as much as may be."""
+    with suppress(OSError):
+        _, most = prlimit(pid, of)
+        prlimit(pid, of, (most if number is None else number, most))
 
 
 def _end_stand_ins(folder: Path) -> None:

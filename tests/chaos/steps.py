@@ -24,6 +24,8 @@ DAMAGES: Final = ("garbage", "half", "empty", "missing")
 """What becomes of the kubelet's checkpoint while the kubelet runs."""
 STOPS: Final = ("prepare", "standby", "take", "registered", "withdraw", "released")
 """Steps of a daemon at which it gets a signal (`tests.rigs.exchange.PLACES`)."""
+WORK: Final = ("allocate", "prepare", "unprepare", "create", "destroy", "mps")
+"""The same while it serves pods (`tests.rigs.exchange.AT_WORK`)."""
 RESETTABLE: Final = (*MIXED, MPS, CLAIMS)
 """The GPUs that have faults: a reset of the other one ends MIG instances in use."""
 FAILURES: Final = ("failures", "compute_failures", "removal_failures")
@@ -68,36 +70,81 @@ _WEIGHTS: Final = {
     "work": 10,
     "provisioning": 3,
     "instance": 2,
-    "api": 3,
+    "api": 4,
+    "stop_at_work": 4,
+    "clock": 2,
+    "full_disk": 2,
     "descriptors": 1,
     "remove": 2,
     "quiet": 1,
 }
 _CRITICAL: Final = (
     *("kill", "terminate", "kill_beside_late_kubelet", "damage", "exchange"),
-    *("kubelet_restart", "kubelet_up", "cordon", "lose"),
+    *("kubelet_restart", "kubelet_up", "cordon", "lose", "stop_at_work", "full_disk"),
+    *("restart_kubelet", "restart_both", "roll_out"),
 )
 """After these is the moment for pods, and for a kubelet with an older list."""
+
+
+class Kubelet(NamedTuple):
+    """The steps that are drawn beside a kubelet, with their weights.
+
+    Attributes:
+        first: the first steps, so that the node is not idle.
+        then: the steps after a critical one.
+    """
+
+    weights: Mapping[str, int]
+    first: Sequence[str]
+    then: Sequence[str]
+
+
+SIMULATED: Final = Kubelet(_WEIGHTS, ("pod", "pod", "pod", "pod", "work"), ("pod", "old_list"))
+REAL: Final = Kubelet(
+    {
+        "pod": 10,
+        "claim": 4,
+        "end": 6,
+        "force": 2,
+        "reload": 3,
+        "restart_kubelet": 6,
+        "kubelet_down": 2,
+        "restart_both": 4,
+        "forget": 2,
+        "kill": 4,
+        "terminate": 2,
+        "roll_out": 3,
+        "cordon": 3,
+        "uncordon": 2,
+        "xid": 2,
+        "lose": 1,
+        "reset": 1,
+        "provisioning": 2,
+        "instance": 1,
+        "api_away": 3,
+    },
+    ("pod", "pod", "pod", "claim"),
+    ("pod", "claim"),
+)
+"""Its lists, its checkpoint and its clock are its own."""
 _SHARES: Final = {FRACTION: 10, WHOLE: 1, SLICED: 1, UNITS: 10, MPS_WHOLE: 1}
 
 
-def draw(seed: int, length: int = 9) -> list[Step]:
+def draw(seed: int, length: int = 9, beside: Kubelet = SIMULATED) -> list[Step]:
     """Draw a schedule."""
     chance = random.Random(seed)  # noqa: S311 - repeatable
-    kinds = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=length)
-    steps = [
-        _step(chance, name) for name in ("pod", "pod", "pod", "pod", "work")
-    ]  # not an idle node
+    kinds = chance.choices(list(beside.weights), list(beside.weights.values()), k=length)
+    steps = [_step(chance, name) for name in beside.first]
     for kind in kinds:
         steps.append(_step(chance, kind))
         if kind in _CRITICAL:
-            steps += [_step(chance, name) for name in ("pod", "old_list")]
+            steps += [_step(chance, name) for name in beside.then]
         elif kind == "provisioning":
             steps += [_step(chance, name) for name in ("mig_pod", "mig_pod", "end")]
     return steps
 
 
-def _step(chance: random.Random, what: str) -> Step:  # noqa: C901, PLR0912 - a table
+def _step(chance: random.Random, what: str) -> Step:  # noqa: C901, PLR0912, PLR0915 - a table
     pick = chance.choice
     given: Mapping[str, Value] = {}
     if what in {"pod", "mig_pod"}:
@@ -116,6 +163,8 @@ def _step(chance: random.Random, what: str) -> Step:  # noqa: C901, PLR0912 - a 
         given = {"mood": pick(MOODS), "seconds": pick((1.5, 3.0, 6.0))}
     elif what in {"kill", "terminate"}:
         given = {"down": pick((0, 0, 0.5, 3.0))}
+    elif what == "restart_kubelet":
+        given = {"times": pick((1, 1, 2))}
     elif what == "damage":
         mood = pick(("well", "late"))
         given = {"how": pick(DAMAGES), "mood": mood, "seconds": pick((1.5, 4.0))}
@@ -142,7 +191,15 @@ def _step(chance: random.Random, what: str) -> Step:  # noqa: C901, PLR0912 - a 
     elif what == "instance":
         given = {"placement": pick(("1g.5gb@6", "2g.10gb@4", "3g.20gb@0", "3g.20gb@4"))}
     elif what == "api":
-        given = {"how": pick(("410", "429", "500", "away")), "seconds": pick((1, 5, 15))}
+        given = {"how": pick(("410", "429", "500", "away", "slow")), "seconds": pick((1, 5, 15))}
+    elif what == "api_away":
+        given = {"seconds": pick((1, 5, 15))}
+    elif what == "stop_at_work":
+        given = {"at": pick(WORK), "when": pick(("before", "after")), "by": pick(("KILL", "STOP"))}
+    elif what == "clock":
+        given = {"step": pick((-3600, -20, 20, 3600))}
+    elif what == "full_disk":
+        given = {"seconds": pick((2, 6))}
     elif what == "descriptors":
         given = {"spare": pick((0, 2, 8)), "seconds": pick((1, 5))}
     elif what == "remove":

@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from metagpu.core.contracts.host import Container
 from metagpu.core.model.shares import Holder
-from metagpu.sim.machine.containers import SimHost, container_of
+from metagpu.sim.machine.containers import SimHost
 from tests.chaos.node import HEADROOM_MIB, MEMORY_MIB, PARTS, USABLE_MIB
 
 SPARED_S: Final = 3.0
@@ -69,10 +68,7 @@ class Work:
         trap = "trap '' TERM; " if stubborn else ""
         process = subprocess.Popen(["/bin/sh", "-c", f"{trap}exec sleep infinity"])  # noqa: S603
         self.running[process.pid] = (process, place, mib)
-        at = Container(container_of(place.holder).id, place.uid)
-        path = f"kubepods-pod{place.uid.replace('-', '_')}.slice/cri-containerd-{at.id}.scope"
-        self.machine.add_process(process.pid, f"0::/kubepods.slice/{path}\n")
-        self.machine.name(place.holder, at)
+        self.machine.add_container_process(process.pid, place.holder, uid=place.uid)
 
     def judge(self, alive: Collection[str]) -> Iterator[str]:
         """Take note of processes that ended; yield why one of them should not have."""

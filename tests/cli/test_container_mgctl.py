@@ -17,6 +17,8 @@ from typing import Final
 
 import pytest
 
+from metagpu import __version__
+from metagpu.plugins.pod_api.command import HELP
 from metagpu.plugins.pod_api.frames import (
     REQUEST_LIMIT,
     PodRequest,
@@ -183,7 +185,7 @@ def test_a_terminal_is_reported(daemon: Daemon) -> None:
 
 def test_no_socket(tmp_path: Path) -> None:
     """Without a socket the error names the path searched, and the meaning."""
-    done = run(tmp_path / "none")
+    done = run(tmp_path / "none", "get", "pods")
 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
@@ -193,10 +195,31 @@ def test_no_socket(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "out", "err"),
+    [
+        ("", 0, HELP, ""),
+        ("--help", 0, HELP, ""),
+        ("get pods -h", 0, HELP, ""),
+        ("--version", 0, f"mgctl {__version__}\n", ""),
+        (
+            "-o json statsu",
+            2,
+            "",
+            "mgctl: unknown command 'statsu'; `mgctl --help` lists the commands\n",
+        ),
+    ],
+)
+def test_help_needs_no_daemon(tmp_path: Path, words: str, status: int, out: str, err: str) -> None:
+    """Help, version and an unknown command have their answer where no daemon answers."""
+    done = run(tmp_path / "none", *words.split())
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
+
+
 def test_a_socket_without_a_listener(daemon: Daemon) -> None:
     """A dead daemon's socket has an error of its own, different from no socket."""
     daemon.close()
-    done = run(daemon.path)
+    done = run(daemon.path, "top")
 
     assert done.returncode == 1
     assert done.stderr == (
@@ -259,7 +282,7 @@ def test_with_json_a_failure_has_a_reason(tmp_path: Path, option: str) -> None:
     assert found["error"].startswith(f"there is no {path}: metagpu does not run")
 
 
-@pytest.mark.parametrize("words", ["-o yaml", "--sort-by json", "get json", "-o"])
+@pytest.mark.parametrize("words", ["get p -o yaml", "top --sort-by json", "get json", "-o"])
 def test_without_json_a_failure_is_a_line(tmp_path: Path, words: str) -> None:
     """Any other command line has the text."""
     assert run(tmp_path / "none", *words.split()).stderr.startswith("mgctl: there is no ")

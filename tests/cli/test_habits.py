@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,8 +15,17 @@ import structlog
 from metagpu.cli import arguments, metagpu, mgctl
 from metagpu.cli.loading import configure_log
 from metagpu.cli.parser import actions_of, commands_of
+from metagpu.core.reports.reading import read_report
+from metagpu.core.reports.schema.usage import UsageReport
+from metagpu.core.usage.report import without_processes
+from metagpu.display.table import TextTable
+from metagpu.display.usage import devices_table, pods_table, processes_table
 from metagpu.kubectl import program as kubectl_program
 from metagpu.kubectl.program import main as kubectl_main
+from metagpu.kubectl.tables import KINDS as TABLE_KINDS
+from metagpu.kubectl.tables import draw_items, draw_top, read_rows
+from metagpu.kubectl.viewer import NodeAnswer
+from tests.cli.test_mgctl import answer
 
 PROGRAMS = {
     "metagpu": arguments.parser(),
@@ -97,7 +107,9 @@ def test_every_output_has_the_same_forms() -> None:
     """
     forms = {
         (
-            tuple(choice for choice in action.choices or () if choice not in ("wide", "name")),
+            tuple(
+                choice for choice in action.choices or () if choice not in ("wide", "name", "csv")
+            ),
             action.default,
         )
         for name, action in OPTIONS
@@ -124,6 +136,50 @@ def test_a_command_of_several_programs_has_the_same_options(
             for option in action.option_strings
         }
         assert expected <= options
+
+
+NUMBER = r"(\d+|\?|-)"
+MEANINGS = {
+    "GPU": r"\d+",
+    "GPUS": r"\d+",
+    "BUSY": r"(\d+%|-)",
+    "LOAD": r"(\d+%|-)",
+    "MEMORY": rf"({NUMBER}/)?{NUMBER} MiB",
+    "USED": rf"{NUMBER}/{NUMBER} MiB",
+    "LIMIT": r"(\d+ MiB|-)",
+    "CAPACITY": r"(\d+|-)",
+    "GPUS HELD": r"[\d.]+(/\d+)?",
+    "SHARES": r"(\d+|-|(\d+(/\d+)? [-./\w]+(, )?)+)",
+    "NAMESPACE": r"(team|-)",
+    "NODE": "gpu-7",
+    "PROCESSES": r"\d+",
+}
+"""The form of the cells below a header, in the tables of all programs."""
+
+
+def test_a_header_has_one_meaning() -> None:
+    """GPU is an index in each table, BUSY a load, SHARES a number of shares, and so on."""
+    report = answer()
+    read = read_report(report, UsageReport)
+    tables = [
+        drawn[0]
+        for kind in (devices_table, processes_table, pods_table)
+        for drawn in (kind(read), kind(read, wide=True))
+    ]
+    for kind in TABLE_KINDS:
+        rows, _ = read_rows(kind, [NodeAnswer("gpu-7", without_processes(read))])
+        tables += draw_items(kind, rows, wide=True)
+        tables += draw_top(kind, rows)
+    seen = set()
+    for table in tables:
+        assert isinstance(table, TextTable)
+        for place, head in enumerate(table.columns):
+            for row in table.rows:
+                text = " ".join(cell.text for cell in row[place])
+                meaning = MEANINGS.get(head, ".*")
+                assert re.fullmatch(meaning, text), (table.columns, head, text)
+                seen.add(head)
+    assert seen >= MEANINGS.keys()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -179,7 +235,7 @@ def test_a_daemon_that_fails_ends_its_log_with_the_reason(
         "error",
         "unknown_value",
     )
-    assert "'dance' is no" in line["error"]
+    assert "'dance' " in line["error"]
 
 
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])

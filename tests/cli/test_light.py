@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.plugins.control.socket import control_server
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from tests.rigs.nvml_library import NvmlLibrary

@@ -1,5 +1,6 @@
 """The command line `metagpu`: help, reports, errors, exit statuses."""
 
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from anyio import to_thread
 
+from metagpu.agent import config_source
 from metagpu.cli.metagpu import main
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.display.table import CLEAR_SCREEN
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.plugins.control.socket import control_server
@@ -82,10 +84,8 @@ def test_explain_has_the_reason_of_an_empty_pool(
     file.write_text(TWO_POOLS)
 
     assert main(["explain", "--config", str(file), "--simulate", "a100-40gb:2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "",
-        "pool small has no GPU here: NVIDIA A100-SXM4-40GB does not match *T4*",
-    ]
+    why = "pool small has no GPU here: NVIDIA A100-SXM4-40GB does not match *T4*"
+    assert f"\n\n{why}\n" in capsys.readouterr().out
 
 
 def test_a_display_card_is_left_out_as_by_nvidias_plugin(
@@ -133,6 +133,31 @@ def test_explain_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out
 
 
+def test_explain_says_what_follows_from_too_much_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each pool of fractions or time-slices has its policy as it acts; MPS and MIG have none."""
+    file = tmp_path / "policies.yaml"
+    file.write_text(
+        "version: metagpu/v1\npools:\n"
+        "  - {name: strict, gpus: {index: 0}, memoryEnforcement: {policy: kill},\n"
+        "     backends: [{backend: whole}, {backend: timeslice, replicas: 2}]}\n"
+        "  - {name: tried, gpus: {index: 1}, memoryEnforcement: {policy: kill, dryRun: true},\n"
+        "     backends: [{backend: fraction}]}\n"
+        "  - {name: mps, gpus: {index: 2}, backends: [{backend: mps}]}\n"
+        "  - {name: rest, backends: [{backend: fraction}]}\n"
+        "  - {name: none, backends: [{backend: fraction}]}\n"
+    )
+    assert main(["explain", "--config", str(file), "--simulate", "t4:4", "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)["memoryPolicies"]
+    assert policies == {"strict": "kill", "tried": "dry-run", "rest": "warn"}
+
+    assert main(["explain", "--config", str(file), "--simulate", "t4:4"]) == 0
+    said = "memory above a share brings a warning, and nothing ends (policy warn)"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"pool rest: {said}; compute is not limited" in shown
+
+
 def test_explain_has_the_backends_of_an_idle_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,7 +172,7 @@ def test_explain_has_the_backends_of_an_idle_gpu(
 
     output = " ".join(capsys.readouterr().out.split())
     assert "4 gpu.shared" in output
-    assert "GPU 1, 2: offered by timeslice, whole. An idle GPU goes to the first" in output
+    assert "GPU 1, 2: timeslice, whole share it. The first pod on an idle GPU chooses" in output
     assert "GPU 0" not in output
 
 
@@ -219,6 +244,17 @@ def test_validate_has_line_and_path(tmp_path: Path, capsys: pytest.CaptureFixtur
     [line] = captured.err.splitlines()
     assert line.startswith(f"{wrong}: 5: pools[0].backends[0].sharePerGpu: unknown key; allowed:")
     assert line.endswith("did you mean sharesPerGpu?")
+
+
+def test_validate_reads_stdin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-` is stdin, and an error there has its line."""
+    given = b"version: metagpu/v1\npools: []\nunknown: 1\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    config_source._read_stdin.cache_clear()
+    assert main(["validate", "-"]) == 1
+    assert "-: 3: unknown: unknown key" in "".join(capsys.readouterr())
 
 
 def test_validate_knows_the_kubelets_names(
@@ -304,6 +340,16 @@ def test_demo_shows_exact_offers_beside_those_of_all_free_shares() -> None:
         (policy["offer"], [(outcome["free"], outcome["outcome"]) for outcome in policy["outcomes"]])
         for policy in demo()["offers"]
     ] == [("all", [(60, "is refused")]), ("exact", [(30, "waits"), (130, "runs")])]
+
+
+def test_demo_ends_a_process_above_its_share() -> None:
+    """A pod that grows above its share loses its largest process, and an Event says why."""
+    growth = demo()["growth"]
+    assert [step["gib"] for step in growth["steps"][-2:]] == [
+        {"serve": 18, "notebook": 21},
+        {"serve": 18, "notebook": 9},
+    ]
+    assert "its share is 20480 MiB" in growth["message"]
 
 
 def test_demo_allocates_claims() -> None:

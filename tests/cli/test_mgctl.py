@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import termios
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -87,11 +88,11 @@ async def test_rows_are_sorted_by_a_field(
 
 
 async def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """MetaGPU's columns: a row for each process, and for each holder without one."""
+    """A row for each process, and for each holder without one; the total counts all of them."""
     assert await run_mgctl(tmp_path, "get", "processes") == 0
 
     head, _, *rows = lines(capsys.readouterr().out)
-    assert head == ["POD", "NS", "DEVICE", "NODE", "GPU", "MEMORY", "PID", "CMD", "REQ"]
+    assert head == ["POD", "NAMESPACE", "GPU", "NODE", "LOAD", "MEMORY", "PID", "CMD", "SHARES"]
     assert rows[:5] == [
         ["alice", "team", "0", "gpu-7", "150%", "13000/12288", "MiB", "100", "python", "3"],
         ["alice", "team", "0", "gpu-7", "0%", "?/12288", "MiB", "101", "-", "3"],
@@ -99,7 +100,7 @@ async def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ["bob", "team", "0", "gpu-7", "-", "0/4096", "MiB", "-", "-", "1"],
         ["-", "-", "1", "gpu-7", "-", "50", "MiB", "300", "-", "-"],
     ]
-    assert rows[5] == ["2", "13000", "MiB", "6"]
+    assert rows[5] == ["total", "13050", "MiB", "6"]
     assert " ".join(rows[6]) == (
         "1 process uses a GPU without a share of it; -o wide has the reasons"
     )
@@ -118,14 +119,14 @@ async def test_wide_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 async def test_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """MetaGPU's columns, and their sums."""
+    """A GPU has its memory, its shares and their size; the last row is their sum."""
     assert await run_mgctl(tmp_path, "get", "devices") == 0
 
     head, _, a, _, total = lines(capsys.readouterr().out)
-    assert head == ["IDX", "UUID", "MEMORY", "SHARES", "SHARE", "SIZE"]
+    assert head == ["GPU", "UUID", "MEMORY", "CAPACITY", "SHARE", "SIZE"]
     assert a[0] == "0"
     assert a[2:] == ["40960", "MiB", "10", "4096", "MiB"]
-    assert total == ["2", "81920", "MiB", "20"]
+    assert total == ["total", "81920", "MiB", "20"]
 
 
 async def test_wide_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +147,7 @@ async def test_wide_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 async def test_a_broken_gpu_does_not_look_like_a_healthy_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Below MetaGPU's columns, which have no health, a line names each fault."""
+    """Below the columns, which have no health, a line names each fault."""
     broken = answer()["gpus"]
     broken[0] |= {"cordon": "to be moved", "faults": {"MIG-x": "XID 94"}}
     broken[1] |= {"healthy": False, "reason": "XID 79"}
@@ -395,7 +396,7 @@ def test_shares_of_several_resources_have_no_sum() -> None:
 
     for kind in ("devices", "processes"):
         total = [line for line in format_usage(report, kind, "table", PLAIN).splitlines() if line]
-        assert [line.split()[-1] for line in total if line.startswith(" 2 ")] == ["-"]
+        assert [line.split()[-1] for line in total if line.startswith(" total ")] == ["-"]
 
 
 async def test_q_ends_a_live_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,18 +527,32 @@ def test_the_doctor_looks_below_the_kubelets_root(
 def test_the_doctor_names_code_verdict_and_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each check has a line, with its fix below; a failed check is status 1."""
+    """A summary comes first, then groups, problems first, each check with its fix below."""
     assert doctor_report(tmp_path) == 1
 
     out = capsys.readouterr().out
+    first, *rest = out.splitlines()
+    shown = [line[:16].split() for line in rest if line.startswith("MG")]
+    counts = Counter(result for _, result in shown)
+    unknown = len(CHECKS) - len(shown)
+    assert first == (
+        f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} checks ok; "
+        f"{unknown} more need the daemon's answer"
+    )
     assert (
         "MG201  error    NVIDIA's kernel module is not loaded\n                install the" in out
     )
     assert "MG303  ok       no other GPU device plugin\n" in out
     assert (
-        "MG401  error    the daemon does not answer\n"
+        "\ndaemon\nMG401  error    the daemon does not answer\n"
         f"                no daemon answers on {tmp_path}" in out
     )
+    assert "unknown" not in out
+    groups = [line for line in rest if line and not line.startswith(("MG", " "))]
+    assert groups[0] in ("permissions", "driver")
+    for group in out.split("\n\n")[1:]:
+        results = [line[7:12].strip() for line in group.splitlines() if line.startswith("MG")]
+        assert results == sorted(results, key=["error", "warni", "ok"].index)
 
 
 def test_the_doctor_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,6 @@ from metagpu.kubectl.program import complete
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "metagpu: the following arguments are required: COMMAND; see `metagpu --help`"),
         (
             "explan",
             "metagpu: unknown command 'explan'. Did you mean 'explain'? See `metagpu --help`",
@@ -60,6 +59,36 @@ def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFi
 
     assert end.value.code == 2
     assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_a_program_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments each program prints its commands, as kubectl does."""
+    for run in (main, mgctl.main, kubectl_program.main):
+        with pytest.raises(SystemExit) as end:
+            run([])
+        shown = capsys.readouterr()
+        assert (end.value.code, shown.err) == (0, "")
+        assert "\ncommands:\n" in shown.out
+
+
+def test_a_command_without_its_object_names_the_objects(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a command that needs another word, the line has the words."""
+    with pytest.raises(SystemExit):
+        mgctl.main(["get"])
+    assert "required: OBJECT, one of devices, processes, pods; see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["get nodes --timeout 5", "web --interval 2", "drain-gpu gpu-1/0 --timeout 300"]
+)
+def test_a_time_has_a_unit(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number that could be seconds or milliseconds is refused, as by kubectl."""
+    with pytest.raises(SystemExit):
+        kubectl_program.main(line.split())
+    number = line.rpartition(" ")[2]
+    assert f"'{number}' has no unit; write one like {number}s; see" in capsys.readouterr().err
 
 
 def run_explain(output: int) -> subprocess.CompletedProcess[bytes]:
@@ -168,6 +197,8 @@ PARSERS = {
         ("kubectl-metagpu nowhere ", set(COMMANDS)),
         ("kubectl-metagpu drain-gpu --f", {"--force"}),
         ("kubectl-metagpu web --no", {"--no-open"}),
+        ("metagpu completion f", {"fish"}),
+        ("metagpu cordon 0 ", set()),
     ],
 )
 def test_what_completes_a_line(line: str, expected: set[str]) -> None:
@@ -177,19 +208,76 @@ def test_what_completes_a_line(line: str, expected: set[str]) -> None:
 
 
 def test_bash_completes_by_the_program_itself(tmp_path: Path) -> None:
-    """`complete -C` of a real bash prints the completions of the line."""
+    """A real bash that has read `mgctl completion bash` completes a line of mgctl."""
     program = tmp_path / "mgctl"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m metagpu.cli.mgctl "$@"\n')
     program.chmod(0o755)
     script = f"""
         PATH={tmp_path}:$PATH
+        source <(mgctl completion bash)
         export COMP_LINE='mgctl get dev' COMP_POINT=13
-        mgctl mgctl dev get
+        $(complete -p mgctl | sed "s/.* -C '*\\([^' ]*\\).*/\\1/") mgctl dev get
     """
     done = subprocess.run(  # noqa: S603 - our own program
         ["/bin/bash", "-c", script], capture_output=True, text=True, check=True, env=os.environ
     )
     assert done.stdout.split() == ["device", "devices"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_ask_the_program_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for zsh and fish names the program that completes the line."""
+    for run, name in (
+        (main, "metagpu"),
+        (mgctl.main, "mgctl"),
+        (kubectl_program.main, "kubectl-metagpu"),
+    ):
+        assert run(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert f"complete -o default -C {name} {name}\n" in script or (
+            f"(env COMP_LINE=(commandline --cut-at-cursor) {name})" in script
+        )
+
+
+PROFILES = "version: metagpu/v1\npools: [{name: a, gpus: all, backends: []}]\n"
+LAYOUTS = """\
+version: v1
+mig-configs:
+  all-disabled: [{devices: all, mig-enabled: false}]
+  halves: [{devices: all, mig-enabled: true, mig-devices: {3g.20gb: 2}}]
+"""
+
+
+def test_a_file_completes_its_profiles_and_layouts(tmp_path: Path) -> None:
+    """The choices of a configuration are those of the files that the line names."""
+    folder, layouts = tmp_path / "profiles", tmp_path / "layouts.yaml"
+    folder.mkdir()
+    (folder / "a100").write_text(PROFILES)
+    (folder / "t4").write_text(PROFILES)
+    layouts.write_text(LAYOUTS)
+    of_run = ["run", "--config", str(folder), "--profile", ""]
+    assert completions(arguments.parser(), of_run) == ["a100", "t4"]
+    of_validate = ["validate", str(layouts), f"--node-name={NAME}", "--mig-config", ""]
+    assert completions(arguments.parser(), of_validate) == ["all-disabled", "halves"]
+    of_plan = ["plan", f"--config={layouts}", "--mig-config", "h"]
+    assert completions(arguments.parser(), of_plan) == ["halves"]
+
+
+NAME = "gpu-1"
+
+
+def test_what_cannot_be_asked_completes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without a daemon, file or cluster a Tab prints nothing, and no error."""
+    for parser, line in (
+        (arguments.parser, f"cordon --run-dir {tmp_path} "),
+        (arguments.parser, f"run --config {tmp_path}/absent --profile "),
+        (mgctl.parser, f"get pods --run-dir {tmp_path} -n "),
+        (kubectl_program.parser, f"why --kubeconfig {tmp_path}/absent "),
+    ):
+        assert completions(parser(), line.split(" ")) == []
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`metagpu run --with-kubelet` in one process, `metagpu sim` in others, as users have them."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,8 +17,12 @@ from typing import Any
 
 import pytest
 
+import metagpu.plugins.cluster.client  # noqa: F401 - the plugin loads it in its event loop
+from metagpu.cli import simulation
 from metagpu.cli.metagpu import main
+from metagpu.cli.mgctl import main as mgctl
 from metagpu.core.devices.devices import gpu_of_device
+from metagpu.kubectl.program import main as kubectl_metagpu
 from metagpu.sim.allocation.pools import gather_pools
 from tests.e2e.rig.tools import Tools
 
@@ -25,6 +30,9 @@ pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 METAGPU = "cnvrg.io/metagpu"
+PROGRAMS = {"metagpu": main, "mgctl": mgctl}
+SHOW = {"list", "pods", "doctor", "batch"}
+"""The last words of commands in the tour that show, and change nothing."""
 LIMIT = 120.0
 """Seconds for one wait. A daemon starts in one, but on a busy machine in many."""
 TWO_POOLS = """\
@@ -36,10 +44,12 @@ pools:
 
 
 def command(line: str) -> tuple[int, str, str]:
-    """Run a command line of metagpu; return its status and what it printed."""
+    """Run a command line of one of the programs; return its status and what it printed."""
     out, err = StringIO(), StringIO()
+    words = shlex.split(line.removeprefix("kubectl "))
+    run = kubectl_metagpu if line.startswith("kubectl ") else PROGRAMS[words[0]]
     with redirect_stdout(out), redirect_stderr(err):
-        status = main(shlex.split(line)[1:])
+        status = run(words[1:])
     return status, out.getvalue(), err.getvalue()
 
 
@@ -69,6 +79,13 @@ class Node:
     def json(self, line: str) -> Any:  # noqa: ANN401 - JSON
         """Run a command and return its JSON."""
         return json.loads(self.sim(f"{line} -o json"))
+
+    def kubectl(self, line: str, status: int = 0) -> str:
+        """Run `kubectl metagpu` by the kubeconfig that the daemon wrote; return its output."""
+        kubeconfig = self.run_dir / "cluster" / "kubeconfig"
+        ended, out, err = command(f"kubectl metagpu {line} --kubeconfig {kubeconfig}")
+        assert ended == status, out + err
+        return out
 
     def pods(self) -> dict[str, str]:
         """Return the phase of each pod."""
@@ -107,12 +124,12 @@ def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
     assert "Traceback" not in node.log.read_text()
 
 
-def until(is_so: Any) -> None:  # noqa: ANN401 - any predicate
-    """Poll until a predicate holds."""
+def until(is_so: Any, period: float = 0.05) -> None:  # noqa: ANN401 - any predicate
+    """Poll until a predicate holds; a daemon takes two new tokens of viewers a second."""
     deadline = time.monotonic() + LIMIT
     while not is_so():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(period)
 
 
 def tour() -> list[tuple[str, str]]:
@@ -131,8 +148,10 @@ def matches(shown: str, printed: str) -> bool:
 def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command of the tour prints what the page shows; lists may need a moment."""
     (first, _), (run, _), *steps = tour()
-    assert first == "export METAGPU_RUN_DIR=/tmp/run"
+    variables = "METAGPU_RUN_DIR=/tmp/run KUBECONFIG=/tmp/run/cluster/kubeconfig"
+    assert first == f"export PATH=$PWD/.venv/bin:$PATH {variables}"
     monkeypatch.setenv("METAGPU_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "cluster/kubeconfig"))
     monkeypatch.setenv("COLUMNS", "160")  # of a terminal as wide as the page
     words = shlex.split(run)
     assert (words[:2], words[-1]) == (["metagpu", "run"], "&")
@@ -140,12 +159,44 @@ def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(steps) >= 9
     with daemon(tmp_path, *(word for word in words[2:-1] if word != "--with-kubelet")):
         for line, shown in steps:
+            if line.split()[-1] in SHOW:
+                deadline = time.monotonic() + LIMIT
+                while not matches(shown, printed := command(line)[1].rstrip("\n")):
+                    assert time.monotonic() < deadline, f"{line}\n{printed}"
+                    time.sleep(1)
+                continue
             status, out, err = command(line)
-            if line.split()[-1] in {"list", "show"}:
-                until(lambda line=line, shown=shown: matches(shown, command(line)[1].rstrip("\n")))
-            else:
-                assert matches(shown, out.rstrip("\n")), f"{line}\n{out}{err}"
+            assert matches(shown, out.rstrip("\n")), f"{line}\n{out}{err}"
             assert status == 0
+
+
+def test_a_command_waits_for_a_daemon_that_starts(tmp_path: Path) -> None:
+    """The tour may be pasted as a whole: `metagpu sim` finds a daemon that was just started."""
+    show = f"metagpu sim --run-dir {tmp_path} show -o json"
+    run = [sys.executable, "-m", "metagpu", "run", "--with-kubelet", "--run-dir", str(tmp_path)]
+    process = subprocess.Popen([*run, "--simulate", "t4"])  # noqa: S603 - our own program
+    try:
+        status, out, err = command(show)
+        assert (status, len(json.loads(out or "{}").get("gpus", ()))) == (0, 1), err
+        assert err.endswith("/metagpu.sock yet; waiting 30 s\n")
+    finally:
+        process.terminate()
+        process.wait(timeout=LIMIT)
+
+
+def test_a_command_for_no_daemon_fails_at_once(tmp_path: Path) -> None:
+    """Without one that starts there, the error says how to start one, or where another runs."""
+    (other := tmp_path / "other").mkdir()
+    show = f"metagpu sim --run-dir {tmp_path} show"
+    status, _, err = command(show)
+    assert status == 1
+    assert "waiting" not in err
+    assert f"no daemon runs in {tmp_path}; " in err
+
+    with daemon(other, "--simulate", "t4"):
+        status, _, err = command(show)
+    assert (status, "waiting" in err) == (1, False)
+    assert f"one runs with --run-dir {other}" in err
 
 
 def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
@@ -165,6 +216,7 @@ def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
         until(lambda: all(name in node.status() for name in ("default/a (main)", "team/b (main)")))
         assert node.sim("kubelet forget") == "the kubelet was restarted without its checkpoint"
         assert [pod["devices"] for pod in node.json("pod list")] == [{}, {}]
+        assert node.pods() == {"a": "Running", "b": "Running"}
         until(lambda: "kubelet forgot devices" in node.log.read_text())
         assert "default/a (main)" in node.status()
         assert node.sim("pod end b --namespace team") == "pod b has ended"
@@ -239,6 +291,22 @@ def test_a_simulated_kubelet_stands_alone(
     err = capsys.readouterr().err
     assert problem in err
     assert err.count("\n") == 1
+
+
+def test_real_gpus_are_not_simulated_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kubelet of a node with a driver gets no simulated GPUs, as by the chart's `simulate`."""
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06")
+    monkeypatch.setattr(simulation, "_DRIVER", tmp_path / "version")
+    monkeypatch.setenv("METAGPU_SIMULATE", "a100-40gb:8")
+    assert main(["run", "--run-dir", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "--simulate: this node has an NVIDIA driver" in err
+    assert "leave out --simulate (the chart's value simulate)" in err
+    assert err.count("\n") == 1
+    with daemon(tmp_path, "--simulate", "t4:1") as node:
+        assert node.allocatable() == {METAGPU: 100}
 
 
 DRA_PAGE = PAGE.with_name("dra.md")
@@ -411,7 +479,7 @@ def phases_in(node: Node, namespace: str) -> dict[str, int]:
 
 
 def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
-    """Claims for NVIDIA's classes, in each shape of its demos, get devices by `sim apply`."""
+    """Claims and `limits`, in each shape of its demos, get devices by `sim apply`."""
     (tmp_path / "metagpu.yaml").write_text(NVIDIAS)
     (tmp_path / "node.yaml").write_text(NVIDIAS_NODE)
     config, gpus = str(tmp_path / "metagpu.yaml"), str(tmp_path / "node.yaml")
@@ -438,6 +506,13 @@ def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
         for name in ("gpu-each", "pods-share", "mig-parts", "strategies"):
             assert node.sim(f"delete -f {MANIFESTS / name}.yaml").startswith("deleted ")
         assert (node.pods(), claims(node)) == ({}, {})
+        assert node.sim(f"apply -f {MANIFESTS / 'in-limits.yaml'}").startswith("created ")
+        until(lambda: phases_in(node, "limits") == {"Running": 2})
+        held = claims(node)
+        assert {pod: len(devices) for pod, (_, devices) in held.items()} == {"gpus": 2, "part": 1}
+        assert {state for state, _ in held.values()} == {"Prepared"}
+        assert node.sim(f"delete -f {MANIFESTS / 'in-limits.yaml'}").startswith("deleted ")
+        until(lambda: not claims(node))
         node.sim(f"apply -f {MANIFESTS / 'by-name.yaml'}")
         until(lambda: phases_in(node, "default") == {"Succeeded": 3})
 
@@ -478,6 +553,124 @@ def test_a_manifest_is_taken_as_a_whole(tmp_path: Path) -> None:
         assert "pod a exists with another spec; end it first" in node.fails(f"apply -f {file}")
 
 
+def held_gpus(node: Node) -> list[int]:
+    """Return the GPU of each container that holds shares, as `kubectl metagpu` shows it."""
+    return [row["gpu"] for row in json.loads(node.kubectl("get pods -o json"))["items"]]
+
+
+def test_kubectl_metagpu_knows_the_simulated_cluster(tmp_path: Path) -> None:
+    """The plugin finds the daemon's pod, asks it through the API server, and moves pods."""
+    serve = tmp_path / "serve.yaml"
+    pod = {"metadata": {"labels": {"app": "serve"}}, "spec": {"containers": [
+        {"name": "main", "resources": {"limits": {METAGPU: "20"}}}
+    ]}}  # fmt: skip
+    serve.write_text(
+        json.dumps({"kind": "Deployment", "metadata": {"name": "serve"}, "spec": {"template": pod}})
+    )
+    with daemon(tmp_path, "--simulate", "a100-40gb:2") as node:
+        assert node.pods() == {}  # the daemon's own pod is the cluster's, not the user's
+        node.sim(f"apply -f {serve}")
+        assert "Unschedulable" in node.sim(f"pod add large {METAGPU}=190 --namespace team")
+        until(lambda: held_gpus(node) == [0], 1)
+        assert "sim    2 " in node.kubectl("top nodes")
+        assert "it does not fit on sim" in node.kubectl("why large -n team", 1)
+        assert "fits on node sim" in node.kubectl(f"fit -f {serve}")
+        assert "cnvrg.io/metagpu   200" in node.kubectl("explain sim")
+        assert "on 1 node" in node.kubectl("version")
+        assert "problem" in node.kubectl("doctor")
+
+        assert "is drained: nobody holds it" in node.kubectl("drain-gpu sim/0 --yes --reason fan")
+        until(lambda: held_gpus(node) == [1], 1)
+        assert "GPU 0 is cordoned: fan" in node.kubectl("get gpus")
+        assert "gives new shares again" in node.kubectl("uncordon sim/0")
+
+    with daemon(tmp_path, "--simulate", "a100-40gb:2") as node:  # on another port
+        assert "healthy" in node.kubectl("get nodes")
+
+
+THREE_POLICIES = """\
+version: metagpu/v1
+pools:
+  - name: report
+    gpus: {index: 0}
+    memoryEnforcement: {policy: report}
+    backends: [{backend: fraction, resource: example.com/report}]
+  - name: warn
+    gpus: {index: 1}
+    backends: [{backend: fraction, resource: example.com/warn}]
+  - name: kill
+    memoryEnforcement: {policy: kill}
+    backends: [{backend: fraction, resource: example.com/kill}]
+"""
+
+
+def test_a_pod_over_its_share(tmp_path: Path) -> None:
+    """A process in a pod is counted, shown and warned of, and ended where the policy is `kill`."""
+    (tmp_path / "metagpu.yaml").write_text(THREE_POLICIES)
+    config = str(tmp_path / "metagpu.yaml")
+    with daemon(tmp_path, "--config", config, "--simulate", "a100-40gb:3") as node:
+        for gpu, name in enumerate(("report", "warn", "kill")):
+            node.sim(f"pod add {name} example.com/{name}=25")
+            until(lambda name=name: f"default/{name} (main)" in node.status())
+            line = node.sim(f"process start --pod {name} --memory 5Gi --load 40%")
+            assert f"pod {name} (main) on GPU {gpu}: memory 5120 MiB, load 40 %" in line
+        shown = node.json("process list")
+        assert [(each["pod"], each["gpu"], each["load"]) for each in shown] == [
+            ("report", 0, 40), ("warn", 1, 40), ("kill", 2, 40),
+        ]  # fmt: skip
+
+        for name in ("report", "warn", "kill"):
+            node.sim(f"process start --pod {name} --memory 10Gi")
+        until(lambda: [each["pod"] for each in node.json("process list")].count("kill") == 1)
+        usage = json.loads(command(f"mgctl get pods --run-dir {tmp_path} -o json")[1])
+        used = {each["pod"]: each["gpus"][0]["usedMiB"] for each in usage["containers"]}
+        assert used == {"report": 15360, "warn": 15360, "kill": 5120}
+        until(lambda: "GPUProcessSignaled" in node.sim("event list"))
+        reasons = {(each["object"], each["reason"]) for each in node.json("event list")}
+        assert reasons >= {
+            ("Pod/default/warn", "GPUMemoryExceeded"),
+            ("Pod/default/kill", "GPUMemoryExceeded"),
+            ("Pod/default/kill", "GPUProcessSignaled"),
+        }
+        assert ("Pod/default/report", "GPUMemoryExceeded") not in reasons
+        counters = command(f"kubectl metagpu get pods --kubeconfig {tmp_path}/cluster/kubeconfig")
+        assert "15360/10240 MiB" in counters[1]
+
+        assert node.sim("process end --pod warn") == "2 processes have ended in pod warn"
+        assert "pod warn has no process" in node.fails("process end --pod warn")
+        assert "metagpu: GPU 1 has" in node.fails("process start --pod warn --memory 99Gi")
+        assert node.fails("process start 0 --pod warn") == "metagpu: pod warn sees no GPU 0"
+        assert "no pod wran in namespace default" in node.fails("process start --pod wran")
+        node.sim("pod end report")
+        assert [each["pod"] for each in node.json("process list")] == ["kill"]
+        assert node.sim("reboot") == "the node was rebooted"
+        assert node.json("process list") == []
+    assert "process list" not in node.log.read_text()
+
+
+def test_processes_in_mig_devices_and_claims(tmp_path: Path) -> None:
+    """A process runs on the device that its container sees, by a resource name or by a claim."""
+    (tmp_path / "metagpu.yaml").write_text(
+        "version: metagpu/v1\npools:\n"
+        "  - {name: mig, gpus: {index: 0}, backends: [{backend: mig, profiles: [2g.10gb]}]}\n"
+        "  - {name: claims, api: dra, backends: [{backend: mig, profiles: [3g.20gb]}]}\n"
+    )
+    (tmp_path / "node.yaml").write_text("gpus: [{model: a100-40gb, count: 2, mig: true}]")
+    config, gpus = str(tmp_path / "metagpu.yaml"), str(tmp_path / "node.yaml")
+    with daemon(tmp_path, "--config", config, "--simulate", gpus) as node:
+        until(lambda: are_published(node, 1))
+        assert "Running" in node.sim("pod add one nvidia.com/mig-2g.10gb=1")
+        assert "Prepared" in node.sim("claim add two --class mig.metagpu.io")
+        until(lambda: node.pods() == {"one": "Running", "two": "Running"})
+        assert "on GPU 0: memory 3072 MiB" in node.sim("process start --pod one --memory 3Gi")
+        assert "on GPU 1: memory unknown" in node.sim("process start --pod two")
+        assert "GPU 0 has" in node.fails("process start --pod one --memory 9Gi")
+        show = json.loads(command(f"metagpu sim --run-dir {tmp_path} show --json")[1])
+        for gpu in show["gpus"]:
+            [instance], [process] = gpu["instances"], gpu["processes"]
+            assert process["gi"] == instance["gi"]
+
+
 KUBECTL = Path(Tools.cached().path("kubectl"))
 
 
@@ -486,12 +679,16 @@ def test_kubectl_itself_reads_and_writes_the_cluster(tmp_path: Path) -> None:
     """Objects are applied, scaled, listed, described and deleted, with the simulator's checks."""
     (tmp_path / "plugin.yaml").write_text(TIME_SLICING)
     config = str(tmp_path / "plugin.yaml")
-    options = ("--kubeconfig", str(tmp_path / "cluster/kubeconfig"), "--cache-dir", str(tmp_path))
+    options = ("--cache-dir", str(tmp_path))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"KUBECONFIG": str(tmp_path / "cluster/kubeconfig"), "PATH": path}
 
     def kubectl(line: str, text: str | None = None) -> str:
+        # A plugin's name stands before all options.
         done = subprocess.run(  # noqa: S603 - the real program
-            [str(KUBECTL), *options, *line.split()],
+            [str(KUBECTL), *line.split(), *(() if line.startswith("metagpu") else options)],
             input=text,
+            env={**os.environ, **variables},
             capture_output=True,
             text=True,
             check=False,
@@ -514,6 +711,8 @@ def test_kubectl_itself_reads_and_writes_the_cluster(tmp_path: Path) -> None:
         refused = kubectl("apply -f -", '{"apiVersion": "v1", "kind": "Pod", "metadata": '
             '{"name": "a"}, "spec": {}}')  # fmt: skip
         assert "the spec of the Pod a: Object missing required field `containers`" in refused
+        plugin = kubectl("metagpu get pods --no-headers")
+        assert len(plugin.splitlines()) == 5, plugin
         assert 'pod "notebook" deleted' in kubectl("delete pod notebook")
         kubectl(f"delete -f {MANIFESTS / 'samples.yaml'}")
         until(lambda: node.pods() == {})

@@ -345,7 +345,7 @@ OPTIONS: Final = (
     *("NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"),
 )
 """NVIDIA's variables that are options of ours."""
-PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "development" / "compat.md"
 TITLES: Final = {
     cnvrg: "MetaGPU",
     nvidia_file: "NVIDIA's device plugin",
@@ -378,7 +378,7 @@ def fate(said: str) -> str:
 
 
 def test_the_page_lists_what_becomes_of_every_key() -> None:
-    """docs/compat.md has each key and variable of each project, by its effect in the tests."""
+    """The page of cases has each key and variable of each project, by its effect in the tests."""
     text = PAGE.read_text(encoding="utf-8").partition("## Every key and variable")[2]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (`.*`) \|$", text, re.MULTILINE)
     page = {

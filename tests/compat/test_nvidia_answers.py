@@ -57,7 +57,7 @@ def test_an_amount_of_0_has_the_true_reason(
 
     [remark] = json.loads(capsys.readouterr().out)["remarks"]
     assert remark["text"] == (
-        "nvidia.com/gpu has the amount 0, as no GPU provides it; GPU 0: nvidia.com/gpu is for "
+        "nvidia.com/gpu has the amount 0, because no GPU provides it; GPU 0: nvidia.com/gpu is for "
         "instances of one size, and its pool has 1g.5gb, 2g.10gb; MIG mode is on; GPU 1: other "
         "devices of this node have the name of its resource; a resource is of one kind"
     )

@@ -155,6 +155,11 @@ async def test_an_unknown_server_and_an_unknown_command_are_answers(scene: Scene
         assert await answer("get_client_list 1") == "Server 1 not found"
         assert await scene.control.clients(1) == []
         assert await answer("shutdown_server 1") == "Server 1 not found"
+        # The last line is CUDA's code, 0 where a client was ended.
+        refusal = "Server 1 not found\nServer 1 not found!\n1"
+        assert await answer("terminate_client 1 2") == refusal
+        with pytest.raises(ProgramError, match="answer to terminate_client 1 2: 'Server 1 not"):
+            await scene.control.end_client(1, 2)
         assert await answer("nonsense") == 'Unknown command "nonsense"'
         assert await answer("get_server_status 1") in {
             "Server 1 not found",

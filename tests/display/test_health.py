@@ -4,7 +4,8 @@ import pytest
 
 from metagpu.core.model.shares import Recovery
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import EnforcementReport, GpuReport
+from metagpu.core.reports.schema.daemon import EnforcementReport
+from metagpu.core.reports.schema.gpus import GpuReport
 from metagpu.core.state.facts import Fact, GpuFaulted, GpuRecovering, GpuUnheard
 from metagpu.display.health import format_enforcement, full_health
 from tests.rigs.build import offer
@@ -28,9 +29,9 @@ from tests.rigs.reported import CORDON, ENDED, FRACTIONS, HELD, SUSPENDED, A, gp
             (GpuFaulted(A.id, "XID 79", at=0), GpuRecovering(A.id, Recovery(60, 120))),
             [
                 (
-                    "recovering: its checks pass since 1970-01-01 00:01:00 UTC, and it returns at "
-                    "1970-01-01 00:02:00 UTC if none fails; it was out of service for: XID 79, "
-                    "since 1970-01-01 00:00:00 UTC"
+                    "recovering: its checks have passed since 1970-01-01 00:01:00 UTC, and it "
+                    "returns at 1970-01-01 00:02:00 UTC if none fails; it was out of service for: "
+                    "XID 79, since 1970-01-01 00:00:00 UTC"
                 )
             ],
         ),
@@ -40,7 +41,7 @@ from tests.rigs.reported import CORDON, ENDED, FRACTIONS, HELD, SUSPENDED, A, gp
         ),
         (
             (GpuUnheard(A.id, "refused", at=0),),
-            ["its XIDs are not heard: refused, since 1970-01-01 00:00:00 UTC"],
+            ["NVML does not report its XIDs: refused, since 1970-01-01 00:00:00 UTC"],
         ),
     ],
     ids=[
@@ -63,7 +64,7 @@ def test_a_cleanup_has_its_line() -> None:
     report = gpu_report(HELD, ENDED)
     report["cleaning"] = dict.fromkeys(report["cleaning"], "1970-01-01T00:03:00+00:00")
     (line,) = full_health(read_report(report, GpuReport))
-    assert line.text == "mps cleans up since 1970-01-01 00:03:00 UTC"
+    assert line.text == "mps has been cleaning up since 1970-01-01 00:03:00 UTC"
 
 
 def test_a_waiting_gpu_names_its_pods() -> None:
@@ -80,3 +81,5 @@ def test_enforcement_is_a_line() -> None:
         "memory enforcement since the daemon's start: 3 warnings, 2 SIGTERM sent",
         "memory limits set in the driver: 4",
     ]
+    [line] = format_enforcement(EnforcementReport(0, 1, {"SIGTERM": 0, "SIGKILL": 0}, []))
+    assert line.endswith(": 1 warning")

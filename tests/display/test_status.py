@@ -9,7 +9,8 @@ import pytest
 from msgspec import convert
 
 from metagpu.core.model.shares import OfferTurn
-from metagpu.core.reports.schema import SharesReport, StatusReport
+from metagpu.core.reports.schema.gpus import SharesReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.state.facts import GpuFaulted, TurnsChanged
 from metagpu.display import status as module
 from metagpu.display.status import held_bars, show, show_plan, table
@@ -92,7 +93,7 @@ def test_a_status_has_reasons_below_its_table(
 def test_a_narrow_terminal_breaks_no_word(
     columns: str, left_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a narrow terminal columns are left out, memory first; words and bars stay whole."""
+    """A narrow terminal leaves out columns and names them; words and bars stay whole."""
     monkeypatch.setenv("COLUMNS", columns)
     one = {**gpu_report(SUSPENDED, HELD), "product": "NVIDIA A100-SXM4-40GB", "pool": "notebooks"}
     status = {"resources": {}, "gpus": [one], "leases": [], "remarks": []}
@@ -103,7 +104,10 @@ def test_a_narrow_terminal_breaks_no_word(
 
     assert {"A100-SXM4-40GB", "suspended", "matches", "*A100*"} <= set(explained.split())
     assert {"A100-SXM4-40GB", "suspended", "1/2", "mps"} <= set(told_of.split())
-    assert [name for name in ("MEMORY", "POOL") if name not in told_of.split()] == left_out.split()
+    [head] = [line for line in told_of.splitlines() if "PRODUCT" in line and "HEALTH" in line]
+    assert [name for name in ("MEMORY", "POOL") if name not in head.split()] == left_out.split()
+    mark = f"… not in this narrow table: {', '.join(left_out.split())}; -o json has all"
+    assert (mark in told_of) == bool(left_out)
     lines = [*explained.splitlines(), *told_of.splitlines()]
     assert all(len(line) <= int(columns) for line in lines)
 
@@ -200,6 +204,14 @@ def test_a_status_names_pods_whose_devices_are_gone(capsys: pytest.CaptureFixtur
 
     out = capsys.readouterr().out
     assert out.startswith("team/alice: container main was given MIG-1, which is no more")
+
+
+def test_a_status_has_the_policy_of_each_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says what follows from too much memory, also by a policy that is not known here."""
+    show_status({"gpus": [], "memoryPolicies": {"a": "kill", "b": "newer"}})
+    out = capsys.readouterr().out
+    assert "pool a: processes above the memory of their share end (policy kill)" in out
+    assert "pool b: memory (policy newer)" in out
 
 
 def test_a_status_ends_with_the_backends_notes(capsys: pytest.CaptureFixture[str]) -> None:

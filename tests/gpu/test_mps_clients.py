@@ -144,6 +144,21 @@ async def test_clients_of_two_containers_are_listed_side_by_side(mps: Mps) -> No
     assert all((listed[pid] or 0) >= 4096 * MIB for pid in pids)
 
 
+async def test_a_client_that_is_ended_amid_its_work_harms_no_other(mps: Mps) -> None:
+    """After the control daemon's answer its process is killed; the others and new ones compute."""
+    async with mps.container(30) as one, mps.container(50) as other:
+        [server] = await mps.control.servers()
+        async with anyio.create_task_group() as group:
+            group.start_soon(one.ask, "spin 2000")
+            await anyio.sleep(0.2)  # the kernel runs
+            await mps.control.end_client(server, one.process.pid)
+        one.process.kill()
+        await one.process.wait()
+        assert await other.ask("spin 10") == "ok"
+        async with mps.container(20) as new:
+            assert await new.ask("spin 10") == "ok"
+
+
 async def test_the_fault_of_a_client_is_known_by_the_server(mps: Mps) -> None:
     """After a client's fault the server is at fault, or active again; new clients are served."""
     async with mps.container(20) as program:

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from metagpu.core.contracts.host import Container
+from metagpu.core.contracts.host import Container, StartingContainer
 from metagpu.core.model.shares import Holder
-from metagpu.host.containers import read_holders
+from metagpu.host.containers import read_holders, read_starting_holder
+from metagpu.host.linux import LinuxHost
 from metagpu.sim.machine.containers import SimHost, container_of
+from tests.rigs.cgroups import real_cgroup
+from tests.rigs.host import running
 
 ALICE = Holder("team", "alice-0", "main")
 
@@ -83,3 +86,74 @@ def test_a_file_that_is_no_link_gives_no_name(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("")
 
     assert read_holders(tmp_path, [container, Container("0" * 64, "u")]) == {}
+
+
+CONTAINERD = (
+    *("io.kubernetes.cri.sandbox-uid", "io.kubernetes.cri.sandbox-namespace"),
+    *("io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.container-name"),
+)
+CRIO = (
+    *("io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"),
+    "io.kubernetes.container.name",
+)
+BY_CRIO = {"io.kubernetes.cri-o.ContainerType": "container"}
+
+
+def annotated(runtime: tuple[str, ...], uid: str, holder: Holder) -> dict[str, str]:
+    """Return the annotations with which a runtime names a container."""
+    names = zip(runtime, (uid, holder.namespace, holder.pod, holder.container), strict=True)
+    return dict(names) | (BY_CRIO if runtime is CRIO else {})
+
+
+@pytest.mark.parametrize("runtime", [CONTAINERD, CRIO])
+async def test_a_starting_container_has_its_name_by_its_runtime(
+    tmp_path: Path, runtime: tuple[str, ...]
+) -> None:
+    """A container without a link has the name of its runtime's annotations, in a real cgroup."""
+    container = Container("5" * 64, "5f2e1a3c-0000-4000-8000-00000000beef")
+    logs = tmp_path / "containers"
+    logs.mkdir()
+    (tmp_path / "pods" / f"team_alice-0_{container.pod_uid}" / "main").mkdir(parents=True)
+    host = LinuxHost(logs=logs, own_pids=True)
+
+    with real_cgroup(container) as cgroup:
+        async with running() as first:
+            (cgroup / "cgroup.procs").write_text(str(first.pid))
+            assert await host.holders([container]) == {container: Holder("team", "alice-0", "")}
+            starts = StartingContainer(
+                container.id, first.pid, annotated(runtime, container.pod_uid, ALICE)
+            )
+            found = await host.starting(starts)
+            assert (found.container, found.holder) == (container, ALICE)
+            assert await host.holders([container]) == {container: ALICE}
+
+
+BOB = Holder("other", "bob", "main")
+
+
+def test_the_annotations_of_a_pod_name_no_other_pods_container(tmp_path: Path) -> None:
+    """Under CRI-O a pod adds any annotations, and gets a name of its own containers at most."""
+    rig, own, bobs = SimHost(tmp_path), container_of(ALICE), container_of(BOB)
+    (rig.pods / f"team_alice-0_{own.pod_uid}" / "main").mkdir(parents=True)
+    (rig.pods / f"other_bob_{bobs.pod_uid}" / "main").mkdir(parents=True)
+    pod = Holder("team", "alice-0", "")
+
+    def named(annotations: dict[str, str]) -> Holder | None:
+        return read_starting_holder(rig.logs, own, annotations)
+
+    assert named(annotated(CRIO, own.pod_uid, ALICE)) == ALICE
+    assert named(annotated(CRIO, own.pod_uid, BOB)) == pod
+    assert named(annotated(CRIO, bobs.pod_uid, BOB)) == pod
+    assert named(annotated(CRIO, own.pod_uid, Holder("team", "alice-0", "absent"))) == pod
+    assert named(annotated(CRIO, own.pod_uid, Holder("team", "alice-0", ".."))) == pod
+    assert named(annotated(CONTAINERD, own.pod_uid, BOB) | BY_CRIO) == pod
+    assert named(annotated(CONTAINERD, bobs.pod_uid, BOB)) == pod
+
+
+def test_containerd_names_containers_whose_logs_are_elsewhere(tmp_path: Path) -> None:
+    """A kubelet with another `podLogsDir` has no folder here; a runtime without names has none."""
+    rig, own = SimHost(tmp_path), container_of(ALICE)
+    by_containerd = annotated(CONTAINERD, own.pod_uid, ALICE)
+    assert read_starting_holder(rig.logs, own, by_containerd) == ALICE
+    assert read_starting_holder(rig.logs, own, annotated(CRIO, own.pod_uid, ALICE)) is None
+    assert read_starting_holder(rig.logs, own, {}) is None

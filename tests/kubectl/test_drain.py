@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
-from metagpu.core.reports.schema import GpuReport, PauseReport, StatusReport
+from metagpu.core.reports.schema.gpus import GpuReport, PauseReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.kubectl import drain
 from metagpu.kubectl.drain import UNNAMED, GpuDrain, Holding, holdings_of, judge_pod
@@ -154,7 +155,7 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
         live_cluster.scene.server.denied.clear()
         live_cluster.scene.server.failing.append(("POST", EVICTED))
         status, _, err = await live_cluster.run(
-            "drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3"
+            "drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3s"
         )
         assert (status, "bob (not evicted: a test made" in err) == (1, True)
 
@@ -279,9 +280,9 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "delays", lambda: Backoff(0.01, 0.01))
 
 
-def drain_of(viewer: ScriptedViewer, *, yes: bool, drain_timeout: float = 30.0) -> GpuDrain:
+def drain_of(viewer: ScriptedViewer, *, yes: bool, whole_timeout: float = 30.0) -> GpuDrain:
     """Return the drain of a GPU whose daemon is about to be replaced."""
-    args = Namespace(yes=yes, force=False, drain_timeout=drain_timeout)
+    args = Namespace(yes=yes, force=False, whole_timeout=whole_timeout)
     agent = AgentPod(NODE, "system", "before", 1, ready=True)
     return GpuDrain(args, viewer, agent, complete({"uuid": "GPU-a"}, GpuReport))
 
@@ -302,7 +303,7 @@ async def test_a_drain_meets_what_comes_meanwhile(
 ) -> None:
     """Late pods need consent too, a daemon may be replaced, and each pod is evicted once."""
     viewer = ScriptedViewer(*rounds)
-    gpu_drain = drain_of(viewer, yes=yes, drain_timeout=0.3 if "0.3" in problem else 30.0)
+    gpu_drain = drain_of(viewer, yes=yes, whole_timeout=0.3 if "0.3" in problem else 30.0)
     await gpu_drain.look()
     with pytest.raises(MetagpuError, match=problem) if problem else nullcontext():
         await gpu_drain.evict()

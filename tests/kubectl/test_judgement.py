@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from metagpu.compat.kube_documents import KubeDocument
 from metagpu.core.errors import MetagpuError
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.kubectl.claims import ReadClaims, claim_refs
 from metagpu.kubectl.judgement import conclude, exceeded_quota, judge, judge_all
 from metagpu.kubectl.obstacles import ClusterNode, Obstacle
@@ -184,7 +184,7 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         Obstacle.NONE,
         "70 of",
     ),
-    ("too large", demand(101), node(gpu(0, 0)), Obstacle.TOO_LARGE, "gets 100 at most"),
+    ("too large", demand(101), node(gpu(0, 0)), Obstacle.TOO_LARGE, "can get at most 100"),
     (
         "a cordoned GPU",
         demand(80),
@@ -205,6 +205,13 @@ CASES: Sequence[tuple[str, PodDemand, ClusterNode, Obstacle, str]] = [
         node(gpu(0, 0), labels={"metagpu.io/config": "slices"}),
         Obstacle.NOT_OFFERED,
         "does not offer nvidia.com/gpu, by its profile slices; it offers cnvrg.io/metagpu",
+    ),
+    (
+        "compute of a backend that shares time",
+        demand(30, resource="nvidia.com/gpucores"),
+        node(gpu(0, 0)),
+        Obstacle.NOT_OFFERED,
+        "does not offer nvidia.com/gpucores; it offers cnvrg.io/metagpu",
     ),
     (
         "a competing plugin",
@@ -365,7 +372,7 @@ def test_the_nearest_node_speaks_for_the_cluster() -> None:
         "the pod requests no GPU resource",
     )
     claiming = demand(resourceClaims=[{"name": "gpu", "resourceClaimName": "a"}])
-    assert "(gpu) ask for no device of metagpu" in conclude(claiming, [])[1]
+    assert "(gpu) request no device of metagpu" in conclude(claiming, [])[1]
 
 
 def test_init_containers_count_where_they_need_more() -> None:

@@ -18,10 +18,12 @@ from anyio import to_thread
 
 from metagpu import __version__
 from metagpu.cli import live
+from metagpu.cli.parser import completions
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.facts import BackendSuspended, SharesClaimed
+from metagpu.core.usage.lost_devices import LostDevices
 from metagpu.display.table import CLEAR_SCREEN
-from metagpu.kubectl.program import main
+from metagpu.kubectl.program import main, parser
 from metagpu.kubectl.viewer import KUBELET_FOLDER
 from metagpu.plugins.cluster.settings import VIEWER
 from metagpu.sim.apiserver.server import SimApiServer
@@ -137,6 +139,28 @@ def fields(rows: Sequence[Any], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names) for row in rows]
 
 
+async def test_names_complete_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pods, controllers, nodes, GPUs, namespaces and contexts are those of the cluster."""
+    async with cluster(tmp_path, capsys) as live_cluster:
+        server = live_cluster.scene.server
+        server.add_pod("default", "web-1", NODE, owner=("Job", "web"))
+        server.store.put(("namespaces", "", "team-a"), {"metadata": {}})
+        start = ["--kubeconfig", str(live_cluster.kubeconfig)]
+
+        async def completed(command: str, word: str, *before: str) -> Sequence[str]:
+            words = [*command.split(), *start, *before, word]
+            return await to_thread.run_sync(lambda: completions(parser(), words))
+
+        assert await completed("why", "") == ["alice", "job/web", "web-1"]
+        assert await completed("get pods", "al") == ["alice"]
+        assert await completed("get pods", "a", "-n", "nowhere") == []
+        assert await completed("get nodes", "") == [NODE]
+        assert await completed("explain", "") == [NODE]
+        assert await completed("cordon", f"{NODE}/") == [f"{NODE}/0", f"{NODE}/1"]
+        assert await completed("get pods", "team", "--agent-namespace") == ["team-a"]
+        assert await completed("top gpus", "", "--context") == ["sim"]
+
+
 async def test_the_objects_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes, GPUs, pods and namespaces have what is held; selections and orders hold."""
     async with cluster(tmp_path, capsys) as live_cluster:
@@ -193,6 +217,26 @@ async def test_why_a_pod_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert (status, "request at most 20" in out) == (1, True)
 
 
+async def test_why_names_a_device_that_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod that holds a GPU that its node has no more, and a pod that waits beside it."""
+    async with cluster(tmp_path, capsys) as live_cluster:
+        loss = LostDevices("default", "alice", "main", "", ("GPU-gone",))
+        live_cluster.scene.node.agent.usage_service._lost.found = frozenset({loss})
+        status, out, _ = await live_cluster.run("why", "alice", "-o", "json")
+        answer = json.loads(out[out.index("{\n") :])
+        assert (status, answer["reason"], answer["fix"]) == (1, "device_lost", loss.fix)
+        assert "holds GPU-gone, gone or another's after" in answer["sentence"]
+
+        live_cluster.add_pod("large", 18)
+        status, out, _ = await live_cluster.run("why", "large", "-o", "json")
+        answer = json.loads(out[out.index("{\n") :])
+        assert answer["notes"] == [
+            f"{NODE} counts what default/alice (main) requests, whose device is gone: {loss.fix}"
+        ]
+
+
 @pytest.mark.parametrize(
     ("asked", "owner"),
     [("job/train", ("Job", "train")), ("deploy/web", ("ReplicaSet", "web-5d8f"))],
@@ -212,6 +256,8 @@ async def test_why_a_controllers_pod_waits(
         )
         status, out, _ = await live_cluster.run("why", asked)
         assert (status, "default/other" in out) == (1, True)
+        status, _, err = await live_cluster.run("why", "deployment/none")
+        assert (status, "there is no pod of deployment none in" in err) == (1, True)
 
 
 async def test_why_a_pod_with_resource_claims_waits(
@@ -302,7 +348,7 @@ async def test_all_daemons_are_checked_and_one_explained(
     """`doctor` names the node, the code and the fix; `explain` has what the node offers."""
     async with cluster(tmp_path, capsys) as live_cluster:
         status, out, _ = await live_cluster.run("doctor")
-        assert (status, "none of 1 nodes have a problem" in out) == (0, True)
+        assert (status, "1 node, no problem" in out) == (0, True)
         live_cluster.scene.node.node.raise_xid(live_cluster.scene.node.node.gpu(0), 79)
         await live_cluster.scene.node.until(20, 10)
         status, out, _ = await live_cluster.run("doctor")
@@ -340,7 +386,7 @@ async def test_gpu_nodes_without_a_daemon_are_found(
 
         server.denied.append(("GET", "/api/v1/nodes"))
         status, out, err = await live_cluster.run("doctor")
-        assert (status, "none of 1 nodes have a problem" in out) == (0, True)
+        assert (status, "1 node, no problem" in out) == (0, True)
         assert "nodes without a daemon are not looked for: " in err
 
 
@@ -372,9 +418,9 @@ async def test_get_takes_names_and_prints_them(
         server = live_cluster.scene.server
         server.add_pod(SYSTEM, "silent", "gpu-2")["status"]["podIP"] = "127.0.0.1"
         make_daemon(server, "silent", 1)
-        status, _, err = await live_cluster.run("get", "nodes", "gpu-2", "--timeout", "1")
+        status, _, err = await live_cluster.run("get", "nodes", "gpu-2", "--timeout", "1s")
         assert (status, "not among" in err, "gpu-2: " in err) == (0, False, True)
-        status, out, _ = await live_cluster.run("version", "--timeout", "1")
+        status, out, _ = await live_cluster.run("version", "--timeout", "1s")
         assert (status, f"metagpu {__version__} on 1 node\n" in out) == (0, True)
         with pytest.raises(SystemExit):
             await live_cluster.run("get", "pods", "-o", "jsonpath={.items}")
@@ -545,7 +591,7 @@ async def test_the_row_of_a_silent_node_returns_to_top(
         async with second_daemon(live_cluster, answer):
             monkeypatch.setattr(sys, "stdout", screen)
             monkeypatch.setattr(live, "sleep", pause)
-            status, _, err = await live_cluster.run("top", "nodes", "--timeout", "1")
+            status, _, err = await live_cluster.run("top", "nodes", "--timeout", "1s")
             assert (status, err) == (0, "")
             assert " gpu-2 " in screen.getvalue().split(CLEAR_SCREEN)[-1]
 

@@ -10,7 +10,9 @@ import pytest
 
 from metagpu.core.reports.doctor import diagnose_status
 from metagpu.core.reports.reading import FieldMissing, decode_report, plain_report, read_report
-from metagpu.core.reports.schema import GpuReport, StatusReport, UsageReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.display.status import show_explanation
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.commands import silent_nodes

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import UsageReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.kubectl import viewer
 from metagpu.kubectl.commands import report_silence, silent_nodes
 from metagpu.kubectl.tables import read_rows

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
+import metagpu as package
 from metagpu.kubectl import web
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.judgement import waiting_pods
@@ -19,6 +20,8 @@ from metagpu.kubectl.obstacles import ClusterNode, Obstacle
 from metagpu.kubectl.program import main, parser
 from metagpu.kubectl.viewer import ClusterViewer
 from metagpu.kubectl.web import ClusterView, serve_cluster
+from metagpu.plugins.cluster.event_recorder import EventReason
+from metagpu.plugins.web.recent_events import FREED, GRANTED
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_status_api import NODE
 from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
@@ -61,7 +64,7 @@ def test_what_waits_has_the_sentence_of_why() -> None:
     assert "request at most 30" in rows["large"]["advice"]
     assert rows["misspelled"]["reason"] == "not_offered"
     assert rows["small"]["reason"] == "fits"
-    assert "read what the scheduler says" in rows["small"]["advice"]
+    assert "read the scheduler's message" in rows["small"]["advice"]
     counted = [ClusterNode("plain", allocatable={GPUS: 1}), node(gpu(0, 0))]
     assert waiting_pods([pod("of another plugin", 1, GPUS)], counted, ReadClaims()) == []
 
@@ -74,6 +77,30 @@ def test_the_pods_that_wait_in_the_pictures_are_judged_as_real_ones() -> None:
     for document in shown:
         assert document.keys() == made.keys()
         assert document["reason"].upper() in Obstacle.__members__
+
+
+VARIABLE = re.compile(r"\S*[\d/]\S*|\bmain\b|\bGPU\b|[(),:;]")
+"""Parts of a sentence that are names and numbers, or join two sentences."""
+
+
+def test_the_sentences_of_the_pictures_are_those_of_the_product() -> None:
+    """Every event of the documentation's pictures has a reason and words that the code makes."""
+    files = Path(package.__file__).parent.rglob("*.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
+    source = re.sub(r"\"\n\s*f?\"", "", source)
+    events, texts = [], []
+    for view in (views.node_view(), views.cluster_view()):
+        events += view["events"]
+        texts += [node["problem"] for node in view["nodes"]]
+        statuses = [node["status"] for node in view["nodes"] if node["status"]]
+        texts += [remark["text"] for status in statuses for remark in status["remarks"]]
+        texts += [gpu["reason"] for status in statuses for gpu in status["gpus"]]
+    assert {each["reason"] for each in events} <= {*EventReason, GRANTED, FREED}
+    texts += [each["text"] for each in events]
+    parts = {part.strip() for text in texts for part in VARIABLE.split(text)}
+    long = {part for part in parts if part.count(" ") > 1}
+    assert len(long) > 10
+    assert {part for part in long if part not in source} == set()
 
 
 async def test_the_view_has_what_daemons_and_api_server_report(
@@ -290,11 +317,12 @@ async def test_the_page_is_served_to_this_machine(
         ("web --address 0.0.0.0:80", "'0.0.0.0:80' is not a port of the loopback"),
         ("web --address :8400", "write one as in 127.0.0.1:8400"),
         ("web --address gpu-1:8400", "is not a port of the loopback"),
-        ("web --interval 0.1", "give seconds, 0.5 or more"),
-        ("web --interval nan", "give seconds, 0.5 or more"),
-        ("get nodes --timeout 0", "give seconds, 0.1 or more"),
-        ("drain-gpu gpu-1/0 --timeout -1", "give seconds, 0.1 or more"),
-        ("drain-gpu gpu-1/0 --timeout nan", "give seconds, 0.1 or more"),
+        ("web --interval 0.1", "'0.1' has no unit; write one like 0.1s"),
+        ("web --interval 0.1s", "'0.1s' is too short; write 0.5s or more"),
+        ("web --interval nan", "'nan' is not a duration"),
+        ("get nodes --timeout 0s", "'0s' is too short; write 0.1s or more"),
+        ("drain-gpu gpu-1/0 --timeout -1", "'-1' is not a duration"),
+        ("drain-gpu gpu-1/0 --timeout nan", "'nan' is not a duration"),
     ],
 )
 def test_wrong_arguments_are_one_line(

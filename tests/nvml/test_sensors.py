@@ -150,43 +150,94 @@ def answering(code: int, *samples: tuple[int, int, int]) -> Callable[..., int]:
     return function
 
 
-async def utilisation(function: Callable[..., int], **others: Callable[..., int]) -> object:
-    """Return the utilization of a GPU whose NVML has this function."""
-    others |= {"nvmlDeviceGetProcessUtilization": function}
+def own_samples(*percents: int) -> Callable[..., int]:
+    """Make NVML's function return samples of the GPU's own use, the idle moments too."""
+
+    def function(_: object, kind: Any, since: Any, *out: Any) -> int:  # noqa: ANN401 - of ctypes
+        assert kind.value == pynvml.NVML_GPU_UTILIZATION_SAMPLES
+        value_type, count, into = out
+        value_type._obj.value, count._obj.value = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, len(percents)
+        for number, entry in enumerate(into or ()):
+            entry.timeStamp = since.value + (number + 1) * SAMPLE_PERIOD
+            entry.sampleValue.uiVal = percents[number]
+        return int(pynvml.NVML_SUCCESS if percents else pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    return function
+
+
+async def utilisation(function: Callable[..., int], *percents: int, **others: Any) -> object:  # noqa: ANN401 - functions of ctypes
+    """Return the utilization of a GPU with this function and these samples of its own use."""
+    others = {
+        "nvmlDeviceGetProcessUtilization": function,
+        "nvmlDeviceGetSamples": own_samples(*percents),
+        **others,
+    }
     nvml = NvmlDriver(altered_library(build_node("t4:1"), **others))
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         return await nvml.utilization(gpu.id)
 
 
-async def test_one_sample_of_each_process_is_the_drivers_mean() -> None:
-    """A single sample counts for the whole window; older and empty ones do not count."""
-    samples = [(7, 40, 1), (8, 50, 5), (8, 90, -10)]
-    assert await utilisation(answering(pynvml.NVML_SUCCESS, *samples)) == {7: 40, 8: 50}
-
-
-def every(period: float, *samples: tuple[int, int]) -> list[tuple[int, int, int]]:
+def every(period: float, *samples: tuple[int, int], start: float = 0) -> list[tuple[int, int, int]]:
     """Return a sample of each pid and percent every `period` seconds of the window."""
-    times = range(1, int(WINDOW * 1e6), int(period * 1e6))
+    times = range(int(start * 1e6) + 1, int(WINDOW * 1e6), int(period * 1e6))
     return [(pid, percent, age) for age in times for pid, percent in samples]
 
 
-async def test_moments_without_a_sample_count_as_idle() -> None:
-    """Of several samples the mean is that of the whole window, also where no process is busy."""
-    bursty = [*every(1, (7, 100))]
-    assert await utilisation(answering(pynvml.NVML_SUCCESS, *bursty)) == {7: 18}
-    beside = [*bursty, *every(0.167, (8, 60)), (9, 90, 1)]
-    assert await utilisation(answering(pynvml.NVML_SUCCESS, *beside)) == {7: 17, 8: 60, 9: 5}
+STEADY = SAMPLE_PERIOD / 1e6
+ONE_OF_SIX = (100, 0, 0, 0, 0, 0) * 3
 
 
-async def test_a_driver_without_a_period_has_means_of_its_samples() -> None:
-    """Without a period, the process with the most samples counts as always busy."""
-    samples = answering(pynvml.NVML_SUCCESS, *every(1, (7, 60)), (8, 90, 1))
+@pytest.mark.parametrize(
+    ("samples", "percents", "expected"),
+    [
+        pytest.param([(7, 40, 1), (8, 50, 5)], [90] * 18, {7: 40, 8: 50}, id="means-of-a-driver"),
+        pytest.param([(8, 50, 5), (8, 90, -10)], [], {8: 50}, id="older-than-the-window"),
+        pytest.param([(8, 90, -10)], [], {}, id="nothing-within-the-window"),
+        pytest.param([*every(1, (7, 100))], ONE_OF_SIX, {7: 17}, id="bursts-alone"),
+        pytest.param([(7, 100, 1)], [100] + [0] * 17, {7: 6}, id="one-burst"),
+        pytest.param(
+            [*every(1, (7, 100)), *every(1, (8, 100), start=0.5)],
+            (100, 0, 0) * 6,
+            {7: 17, 8: 17},
+            id="bursts-in-turn",
+        ),
+        pytest.param(
+            [*every(1, (7, 100)), *every(STEADY, (8, 60)), (9, 90, 1)],
+            [],
+            {7: 17, 8: 60, 9: 5},
+            id="bursts-beside-a-steady-load",
+        ),
+        pytest.param([*every(STEADY, (7, 100))], [100] * 18, {7: 100}, id="busy-all-the-time"),
+        pytest.param([(7, 40, 1)], [0] * 18, {7: 40}, id="a-gpu-that-contradicts"),
+        pytest.param([(7, 4000, 1)], [], {7: 100}, id="a-value-that-cannot-be"),
+    ],
+)
+async def test_utilization_is_a_part_of_all_time(
+    samples: list[tuple[int, int, int]], percents: list[int], expected: object
+) -> None:
+    """Moments without a sample are idle, and processes have no more than the GPU altogether."""
+    assert await utilisation(answering(pynvml.NVML_SUCCESS, *samples), *percents) == expected
 
-    def none(*_: object) -> int:
-        return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    assert await utilisation(samples, nvmlDeviceGetEncoderUtilization=none) == {7: 60, 8: 30}
+@pytest.mark.parametrize("processes", [0, 2])
+async def test_the_newer_function_answers_where_the_older_one_is_missing(processes: int) -> None:
+    """Without `nvmlDeviceGetProcessUtilization`, NVML's other list of processes is read."""
+
+    def newer(_: object, info: Any) -> int:  # noqa: ANN401 - of ctypes
+        into, info._obj.processSamplesCount = info._obj.procUtilArray, processes
+        if not processes:
+            return int(pynvml.NVML_ERROR_NOT_FOUND)
+        if not into:
+            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        for number in range(processes):
+            into[number].pid, into[number].smUtil = number + 7, 30
+            into[number].timeStamp = info._obj.lastSeenTimeStamp + 1
+        return int(pynvml.NVML_SUCCESS)
+
+    older = answering(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    found = await utilisation(older, nvmlDeviceGetProcessesUtilizationInfo=newer)
+    assert found == {number + 7: 30 for number in range(processes)}
 
 
 async def test_a_process_that_pauses_has_the_mean_of_its_time(

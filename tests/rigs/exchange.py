@@ -37,22 +37,33 @@ NODE: Final = ("--simulate", "a100-40gb:4")
 AT = """
 import importlib, inspect, os
 
-owner, name = getattr(importlib.import_module({module!r}), {owner!r}), {name!r}
+module, name = importlib.import_module({module!r}), {name!r}
+owner = getattr(module, {owner!r}) if {owner!r} else module
 place = getattr(owner, name)
 
-async def here(self, *arguments, **options):
-    if {when!r} == "before":
+def stop(when):
+    if {when!r} == when:
         os.kill(os.getpid(), {number})
+
+async def here(self, *arguments, **options):
+    stop("before")
     try:
         answer = place(self, *arguments, **options)
         return await answer if inspect.isawaitable(answer) else answer
     finally:
-        if {when!r} == "after":
-            os.kill(os.getpid(), {number})
+        stop("after")
 
-setattr(owner, name, here)
+def here_in_a_thread(*arguments, **options):
+    stop("before")
+    try:
+        return place(*arguments, **options)
+    finally:
+        stop("after")
+
+setattr(owner, name, here if {owner!r} else here_in_a_thread)
 """
-"""Python that sends a signal to the daemon itself before or after one of its functions."""
+"""Python that sends a signal to the daemon itself before or after one of its functions: a method
+that is awaited, or a function of a module, which a thread calls."""
 
 PLACES: Final = {
     "prepare": ("metagpu.agent.preparation", "Preparation", "look", "before"),
@@ -63,11 +74,28 @@ PLACES: Final = {
     "released": ("metagpu.agent.agent", "Agent", "run", "after"),
 }
 """Where a daemon is at each step of an exchange."""
+AT_WORK: Final = {
+    "allocate": ("metagpu.plugins.kubelet.device_plugin", "DevicePluginService", "_grant"),
+    "prepare": ("metagpu.plugins.dra.preparer", "ClaimPreparer", "_hold"),
+    "unprepare": ("metagpu.plugins.dra.preparer", "ClaimPreparer", "unprepare"),
+    "create": ("metagpu.nvml.mig", "", "create_instance"),
+    "destroy": ("metagpu.nvml.mig", "", "destroy_instance"),
+    "mps": ("metagpu.backends.common.mps_daemon.supervisor", "DaemonSupervisor", "_start"),
+}
+"""Where a daemon is while it serves pods."""
 
 
 def at(step: str, number: signal.Signals) -> str:
     """Return Python that has a daemon get a signal at a step."""
-    module, owner, name, when = PLACES[step]
+    return _stop(*PLACES[step], number)
+
+
+def at_work(step: str, when: str, number: signal.Signals) -> str:
+    """Return Python that has a daemon get a signal before or after a step of its work."""
+    return _stop(*AT_WORK[step], when, number)
+
+
+def _stop(module: str, owner: str, name: str, when: str, number: signal.Signals) -> str:
     return AT.format(module=module, owner=owner, name=name, when=when, number=int(number))
 
 

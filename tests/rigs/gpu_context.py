@@ -2,6 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 
+from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.backend_runner import RESTARTS
@@ -23,6 +24,7 @@ def run_backends(
     injection: Injection | None = None,
     programs: Programs | None = None,
     daemons: Daemons | None = None,
+    host: HostProcesses | None = None,
     timing: RestartTiming = RESTARTS,
 ) -> AbstractAsyncContextManager[BackendRig]:
     """Run built-in backends on a simulated node while the block lasts."""
@@ -35,5 +37,6 @@ def run_backends(
         injection=injection,
         programs=programs,
         daemons=daemons,
+        host=host,
         timing=timing,
     )

@@ -12,7 +12,7 @@ from metagpu.translation.translate import translate
 from metagpu.translation.values import NodeOffer, TranslationSettings
 from tests.translation.nodes import limits, node, pod
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "compat.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "development" / "compat.md"
 GPU, MEMORY, PERCENT, CORES = (
     f"nvidia.com/{key}" for key in ("gpu", "gpumem", "gpumem-percentage", "gpucores")
 )
@@ -76,7 +76,7 @@ def becomes(example: str, offer: NodeOffer) -> str:
 
 def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
-    section = PAGE.read_text(encoding="utf-8").partition("## HAMi's pods")[2].partition("\n- ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("## HAMi's pods")[2].partition("\n## ")[0]
     table = [
         word.strip("| ").split(" | ") for word in re.findall(r"^\| `.*$", section, re.MULTILINE)
     ]

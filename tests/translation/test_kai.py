@@ -77,7 +77,7 @@ def becomes(annotations: Mapping[str, str], offer: NodeOffer) -> str:
 
 def rows() -> Mapping[str, list[str]]:
     """Return the rows of the page's table, by example."""
-    section = PAGE.read_text(encoding="utf-8").partition("## KAI's pods")[2].partition("\n| Key")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("## KAI's pods")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]
     return {name: rest for name, *rest in (line.split(" | ") for line in lines)}
 

@@ -152,7 +152,7 @@ async def test_the_cluster_of_real_daemons(
     """The page of `kubectl metagpu web` has nodes, faults, and what waits and why."""
     async with (
         cluster(tmp_path, capsys) as live_cluster,
-        page(live_cluster, "--interval", "0.5") as port,
+        page(live_cluster, "--interval", "0.5s") as port,
         opened(browser, port) as shown,
     ):
         await shown.live()

@@ -85,3 +85,22 @@ async def test_a_long_name_hides_no_column(browser: "Browser") -> None:
             assert await frame.evaluate("(it) => it.scrollWidth <= it.clientWidth")
         width = "() => document.querySelector('#waiting td').getBoundingClientRect().width"
         assert await tab.run(width) > 300
+
+
+async def test_a_long_resource_name_stays_in_its_row(browser: "Browser") -> None:
+    """A resource's name has 63 characters behind the domain: its row is as wide as the others."""
+    node = views.NodeView("gpu-1")
+    node.gpu(views.A100, offers={f"example.com/{'n' * 63}": 100})
+    nodes = [node.as_node(), views.busy_node("gpu-2").as_node()]
+    for size in ((1280, 800), (320, 568)):
+        async with (
+            served(views.view("cluster", nodes)) as server,
+            opened(browser, server.server.port, size=size) as tab,
+        ):
+            await tab.live()
+            wider = """() => [...document.querySelectorAll('.node')].filter((row) =>
+                [...row.querySelectorAll('.node-offers *')].some((part) =>
+                    part.getBoundingClientRect().right > row.getBoundingClientRect().right
+                )).length"""
+            assert await tab.run(wider) == 0
+            assert await tab.run("() => document.documentElement.scrollWidth <= innerWidth")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.display.status import show_status
 from metagpu.plugins.http.address import HttpTiming
 from metagpu.plugins.web.server import WebServer
@@ -204,6 +204,43 @@ async def test_problems_are_in_the_words_of_status(
         assert "cordoned: fan since" in shown
 
 
+async def test_processes_without_a_share_are_named_by_their_memory(browser: "Browser") -> None:
+    """Memory that no container with a share uses is a reason of its GPU, and of no other."""
+    node = views.NodeView("used")
+    for _ in range(2):
+        node.gpu(views.A100, [("lab/ana", views.METAGPU, 50, 0.5)])
+    node.usage["unauthorized"] = 2
+    node.usage["gpus"][1]["usedMiB"] += 3072
+    async with (
+        served(views.view("node", [node.as_node()])) as server,
+        opened(browser, server.server.port) as tab,
+    ):
+        await tab.live()
+        problems = await tab.page.inner_text("#problems")
+        assert problems.startswith("GPU 1")
+        assert "processes without a share use 3.0 GiB" in problems
+        assert "used without a share" in await tab.page.inner_text("#gpu-1")
+        assert "without a share" not in await tab.page.inner_text("#gpu-0")
+
+
+async def test_a_problem_of_a_node_is_shown_once(browser: "Browser") -> None:
+    """The cluster's page names a lost device above; the node's row has its own silence alone."""
+    node, silent = views.NodeView("gpu-1"), views.NodeView("gpu-2")
+    node.gpu(views.A100)
+    lost = {"holder": "lab/ana (main)", "podUid": "u", "devices": ["MIG-1"], "fix": "delete it"}
+    node.status["lostDevices"] = [{**lost, "reason": "container main holds MIG-1, gone"}]
+    nodes = [node.as_node(), silent.as_node(problem="no answer")]
+    async with (
+        served(views.view("cluster", nodes)) as server,
+        opened(browser, server.server.port) as tab,
+    ):
+        await tab.live()
+        assert "MIG-1" in await tab.page.inner_text("#problems")
+        rows = await tab.page.inner_text("#nodes")
+        assert "MIG-1" not in rows
+        assert "no answer" in rows
+
+
 async def test_there_is_a_page_without_gpus(browser: "Browser") -> None:
     """No GPU, no node and no answer are drawn in words; nothing moves for who wants that."""
     empty, silent = views.NodeView("empty"), views.NodeView("silent").as_node(problem="no answer")
@@ -344,13 +381,22 @@ async def test_a_missing_right_is_one_line(browser: "Browser") -> None:
         assert await tab.page.locator("#nodes h3").count() == 9
 
 
+async def test_a_nodes_own_page_says_where_waiting_pods_are(browser: "Browser") -> None:
+    """A daemon does not know them; its page names the commands that do."""
+    async with served(views.node_view()) as server, opened(browser, server.server.port) as tab:
+        await tab.live()
+        text = await tab.page.inner_text("#waiting-part p")
+        assert "kubectl metagpu why POD" in text
+        assert not await tab.page.locator("#waiting-table").is_visible()
+
+
 async def test_the_cluster_is_filtered(browser: "Browser") -> None:
     """Filters leave the nodes that have such a GPU, stay in the address, and open a node."""
     async with served(views.cluster_view()) as server, opened(browser, server.server.port) as tab:
         await tab.live()
         nodes = tab.page.locator("#nodes h3")
         assert await nodes.count() == 9
-        assert "no answer from pod" in await tab.page.inner_text("#nodes")
+        assert "no answer within 5 s" in await tab.page.inner_text("#nodes")
         await tab.page.select_option("#filter-model", "L40S")
         assert await nodes.all_inner_texts() == ["gpu-c-04", "gpu-c-07"]
         await tab.page.select_option("#filter-health", "needs attention")
@@ -389,7 +435,7 @@ class OneToken:
     async def run(self) -> None:
         """Hold nothing."""
 
-    async def check(self, token: str) -> str:
+    async def check(self, token: str, source: str) -> str:  # noqa: ARG002 - as the protocol has it
         """Return why another token gives no access."""
         if self.problem:
             raise ConnectionError(self.problem)

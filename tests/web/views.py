@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from metagpu.core.model.xid_severity import DEFAULT_XIDS
 from metagpu.core.reports.remarks import RemarkReason
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.kubectl.claims import ReadClaims
 from metagpu.kubectl.judgement import claims_of, waiting_pods
 from metagpu.kubectl.obstacles import ClusterNode
+from metagpu.plugins.web.node import ELSEWHERE
 from metagpu.plugins.web.pod import node_of_pod
+from metagpu.plugins.web.recent_events import GRANTED
 from tests.rigs.reported import complete
 
 METAGPU = "cnvrg.io/metagpu"
@@ -24,6 +27,13 @@ A100 = ("NVIDIA A100-SXM4-80GB", 81920, 763)
 H100 = ("NVIDIA H100 80GB HBM3", 81559, 328)
 L40S = ("NVIDIA L40S", 46068, 471)
 T4 = ("Tesla T4", 15360, 393)
+OFF_THE_BUS, ECC_ERROR = (f"XID {code}: {DEFAULT_XIDS[code].meaning}" for code in (79, 48))
+FAN = "fan replacement"
+OVER_ITS_SHARE = (
+    "lab/notebook-ben: container main uses more memory of GPU 0 than it may: its share is 8115 "
+    "MiB, its limit 8378 MiB, and all its processes together use 9089 MiB; it keeps running"
+)
+CONFIG_APPLIED = f"the configuration in force offers 500 {METAGPU}, 12 {SHARED}"
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -277,6 +287,12 @@ def event(minutes: float, severity: str, reason: str, text: str, **where: object
     }
 
 
+def granted(minutes: float, pod: str, shares: str, gpu: int, **where: object) -> Report:
+    """Return the event of a grant."""
+    text = f"{pod} has {shares} on GPU {gpu}"
+    return event(minutes, "info", GRANTED, text, gpu=gpu, **where)
+
+
 MIG_OFFERS = {
     "nvidia.com/mig-1g.10gb": 7,
     "nvidia.com/mig-2g.20gb": 3,
@@ -326,13 +342,13 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
         A100,
         [("lab/sweep-14", METAGPU, 40, 0.5)],
         healthy=False,
-        reason="XID 79: GPU has fallen off the bus",
+        reason=OFF_THE_BUS,
         since=ago(14),
     )
     node.gpu(
         A100,
         [("nlp/embed", METAGPU, 30, 0.6), ("lab/notebook-cleo", METAGPU, 30, 0.2)],
-        cordon={"reason": "fan replacement", "since": ago(47), "reset": False},
+        cordon={"reason": FAN, "since": ago(47), "reset": False},
     )
     node.gpu(A100)
     node.status["offers"][METAGPU] = {
@@ -343,8 +359,11 @@ def busy_node(name: str = "gpu-node-01") -> NodeView:
     }
     node.status["devices"] = {"gpu": {"devices": 4, "free": 1, "largest": {}}}
     hidden = f"20 free shares of {METAGPU} are hidden from the scheduler"
-    back = f"{hidden}: the GPU serves as many as it can"
-    move = "if nlp/finetune-7b moved from 3g.40gb@0 of GPU 1 to GPU 3, a 4g.40gb would fit on GPU 1"
+    back = f"{hidden}: one pod can get at most 100 now"
+    move = (
+        "if nlp/finetune-7b (main) moved from 3g.40gb@0 of GPU 1 to 3g.40gb@0 of GPU 3, a 4g.40gb "
+        "would fit on GPU 1"
+    )
     largest = "GPU 1: the largest instance that fits is 1g.10gb"
     node.status["remarks"] = [
         {"reason": RemarkReason.SHARES_HELD_BACK, "gpu": 0, "text": f"GPU 0: {back}"},
@@ -360,13 +379,14 @@ def node_view() -> View:
         "node",
         [busy_node().as_node()],
         events=[
-            event(2, "info", "GPUSharesGranted", "lab/notebook-ben has 10 shares on GPU 0", gpu=0),
-            event(9, "info", "MIGDeviceCreated", "1g.10gb@6 was created", gpu=1),
-            event(14, "error", "GPUUnhealthy", "XID 79: GPU has fallen off the bus", gpu=5),
-            event(21, "warning", "MemoryLimit", "lab/notebook-ben uses more than it holds", gpu=0),
-            event(47, "warning", "GPUCordoned", "fan replacement", gpu=6),
-            event(180, "info", "ConfigApplied", "profile mixed of ConfigMap metagpu"),
+            granted(2, "lab/notebook-ben", f"10 shares of {METAGPU}", 0),
+            granted(9, "serve/rerank", "1 share of nvidia.com/mig-2g.20gb", 1),
+            event(14, "error", "GPUUnhealthy", f"GPU 5: {OFF_THE_BUS}", gpu=5),
+            event(21, "warning", "GPUMemoryExceeded", OVER_ITS_SHARE, gpu=0),
+            event(47, "info", "GPUCordoned", f"GPU 6 accepts no new shares: {FAN}", gpu=6),
+            event(180, "info", "ConfigApplied", CONFIG_APPLIED),
         ],
+        lacking=ELSEWHERE,
     )
 
 
@@ -378,7 +398,7 @@ def pod_view() -> View:
         H100,
         [("lab/notebook-ana", METAGPU, 40, 1.2)],
         healthy=False,
-        reason="XID 79: off the bus",
+        reason=OFF_THE_BUS,
         since=ago(14),
     )
     containers = [
@@ -394,10 +414,9 @@ def pod_view() -> View:
     row = node_of_pod(
         {"node": node.name, "gpus": gpus}, {"containers": containers, "unauthorized": []}
     )
-    granted = "lab/notebook-ana has 20 shares of cnvrg.io/metagpu on GPU 0"
     events = [
-        event(14, "error", "GPUUnhealthy", "GPU 1: XID 79: off the bus", gpu=1, node=node.name),
-        event(90, "info", "GPUSharesGranted", granted, gpu=0, node=node.name),
+        event(14, "error", "GPUUnhealthy", f"GPU 1: {OFF_THE_BUS}", gpu=1, node=node.name),
+        granted(90, "lab/notebook-ana", f"20 shares of {METAGPU}", 0, node=node.name),
     ]
     return view("pod", [row], events=events)
 
@@ -461,18 +480,18 @@ def cluster_view(count: int = 9) -> View:
                 )
             else:
                 broken = number == 4 and index == 2
-                fault = {"healthy": False, "reason": "XID 48: double-bit ECC error"}
+                fault = {"healthy": False, "reason": ECC_ERROR}
                 node.gpu((A100, L40S)[kind], held, **(fault if broken else {}))  # type: ignore[arg-type]
         nodes.append(node.as_node())
-    lost = "no answer from pod metagpu-x7k2p within 3 s"
+    lost = "no answer within 5 s"
     nodes.append(NodeView("gpu-d-99").as_node(problem=lost))
     return view(
         "cluster",
         nodes,
         events=[
-            event(3, "error", "GPUUnhealthy", "XID 48: ECC error", node="gpu-c-04", gpu=2),
-            event(14, "error", "GPUUnhealthy", "XID 79: off the bus", node="gpu-a-01", gpu=5),
-            event(31, "info", "MIGDeviceCreated", "3g.40gb@0 was created", node="gpu-d-05", gpu=1),
+            event(3, "error", "GPUUnhealthy", f"GPU 2: {ECC_ERROR}", node="gpu-c-04", gpu=2),
+            event(14, "error", "GPUUnhealthy", f"GPU 5: {OFF_THE_BUS}", node="gpu-a-01", gpu=5),
+            granted(31, "nlp/mig-51", "1 share of nvidia.com/mig-3g.40gb", 1, node="gpu-d-05"),
         ],
         waiting=waiting_pods(
             [

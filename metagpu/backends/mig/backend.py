@@ -8,6 +8,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.decisions import PRIVILEGES, MpsDaemonTiming
+from metagpu.backends.mig.capacity import KINDS, capacity_metrics, free_capacity, instance_metrics
 from metagpu.backends.mig.inventory import InstanceSettings, MigTiming, find_instances
 from metagpu.backends.mig.options import (
     CreateAt,
@@ -18,14 +19,11 @@ from metagpu.backends.mig.options import (
     placed_profiles,
     possible_shares,
 )
-from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
-from metagpu.backends.mig.planner import (
-    KINDS,
+from metagpu.backends.mig.placement import (
+    PlacementCandidate,
     UnplaceableLayout,
-    capacity_metrics,
+    choose_placements,
     choose_replicas,
-    free_capacity,
-    instance_metrics,
 )
 from metagpu.backends.mig.profiles import (
     PlacedProfile,

@@ -328,10 +328,12 @@ class InstanceInventory:
         return self.footprint(state, slot)
 
     def footprint(self, state: GpuState, slot: str) -> frozenset[str]:
-        """Return the footprint of a present or possible instance."""
+        """Return the footprint of an instance, empty for a profile that the GPU lacks now."""
         for placed in geometry_of(state.gpu.mig_profiles).placed_profiles:
             if str(placed) == slot:
                 return placed.footprint
+        if slot not in self.present:
+            return frozenset()
         placement = self.present[slot].placement
         return PlacedProfile(ProfileGeometry(slot, 0, (placement,), 2), placement).footprint
 
@@ -390,7 +392,8 @@ def held_slots(state: GpuState) -> set[str]:
 def identity(instance: MigInstance) -> str:
     """Return the unique name of an instance: earlier ones in its slot had others."""
     uuids = [compute.uuid for compute in instance.compute_instances if compute.uuid]
-    return uuids[0] if uuids else f"GPU instance {instance.number}"
+    place = f"{instance.number} at {instance.placement.start}"
+    return uuids[0] if uuids else f"GPU instance {place} without compute instance"
 
 
 def _has_our_form(instance: MigInstance) -> bool:

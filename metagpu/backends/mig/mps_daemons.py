@@ -97,6 +97,9 @@ class _MigDaemonHost(NamedTuple):
             process for process in await self.context.processes() if process.gpu_instance == number
         ]
 
+    async def stopping_processes(self) -> Collection[int]:
+        return await self.context.stopping_processes()
+
 
 @dataclass(eq=False, slots=True)
 class _ManagedDaemon:

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from metagpu.backends.common.packing import AllocationPolicy
-from metagpu.backends.mig.planner import UnplaceableLayout, layout_name, place_layout
+from metagpu.backends.mig.placement import UnplaceableLayout, layout_name, place_layout
 from metagpu.backends.mig.profiles import PlacedProfile, geometry_of, profile_resource, share_id
 from metagpu.backends.mig.provisioner import LEAVING
 from metagpu.backends.mig.sharing import (

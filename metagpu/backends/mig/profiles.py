@@ -55,6 +55,11 @@ class ProfileGeometry(msgspec.Struct, frozen=True):
         return self.placements[0].size
 
     @property
+    def size(self) -> tuple[int, int]:
+        """The memory and compute slices, by which profiles are ordered."""
+        return self.memory_slices, self.compute_slices
+
+    @property
     def placed_profiles(self) -> list["PlacedProfile"]:
         """The profile at each of its placements, the lowest start first."""
         return [PlacedProfile(self, placement) for placement in self.placements]
@@ -131,6 +136,10 @@ class MigGeometry:
         for slot in slots:
             found |= bits.get(slot, 0)
         return found
+
+    def taken(self, placed: Iterable[PlacedProfile]) -> int:
+        """Return the mask of placed profiles, which may be of another geometry."""
+        return self.mask(slot for each in placed for slot in each.footprint)
 
     def free_placements(self, occupied: int, profile: str | None = None) -> list[PlacedProfile]:
         """List the placed profiles, of one profile or of all, that fit now."""

@@ -337,15 +337,17 @@ class InstanceProvisioner:
             await anyio.sleep(delay)
 
     def _request(self, slot: str) -> tuple[int, Placement]:
-        """Return NVML's number of a slot's profile, and the placement."""
+        """Return NVML's number of a slot's profile, and the placement.
+
+        Raises:
+            DriverError: if the GPU does not have them now.
+        """
         name, _, start = slot.rpartition("@")
-        return next(
-            (profile.number, placement)
-            for profile in self._context.state.gpu.mig_profiles
-            if profile.name == name
-            for placement in profile.placements
-            if placement.start == int(start)
-        )
+        for profile in self._context.state.gpu.mig_profiles:
+            for placement in profile.placements:
+                if (profile.name, placement.start) == (name, int(start)):
+                    return profile.number, placement
+        raise DriverError(f"the GPU does not have the MIG profile of {slot} now")
 
     async def _request_instance(
         self, slot: str, profile: int, placement: Placement, deadline: float

@@ -105,7 +105,9 @@ def unavailable_shares(
     """Find the shares of one GPU that these leases and cleanups make unavailable.
 
     A device that no container holds makes the shares on its slots unavailable until it is known to
-    be idle; a reusable one leaves its own share available. Delayed shares are unavailable.
+    be idle; a reusable one leaves its own share available. Delayed shares are unavailable. So is a
+    leased one that no container is known to hold and whose slots something else occupies: its pod
+    has ended, and another pod could not have it.
 
     Orphaned leases make the shares unavailable that wait for them. A backend that cleans the GPU up
     excludes all others, as one with leases does.
@@ -122,9 +124,10 @@ def unavailable_shares(
     owners = {share.backend for share in held} | set(cleaning)
     taken = {slot for share in held for slot in share.footprint}
     owners |= {backend for backend, state in provisioned.items() if state.exclusive}
+    blocked = {slot for state in provisioned.values() for slot in state.blocked}
+    taken |= blocked
     released, reusable, delayed = set[ShareId](), set[ShareId](), set[ShareId]()
     for state in provisioned.values():
-        taken.update(state.blocked)
         released |= {
             i for i, device in state.devices.items() if i not in leases and not device.idle
         }
@@ -138,15 +141,22 @@ def unavailable_shares(
     return frozenset(
         share.id
         for share in shares
-        if share.id not in leases
-        and (
-            not owners <= {share.backend}
-            or not share.footprint.isdisjoint(taken)
-            or (share.id not in reusable and not share.footprint.isdisjoint(being_released))
-            or share.id in delayed
-            or share.id in waiting
+        if (_has_no_holder(leases.get(share.id)) and not share.footprint.isdisjoint(blocked))
+        or (
+            share.id not in leases
+            and (
+                not owners <= {share.backend}
+                or not share.footprint.isdisjoint(taken)
+                or (share.id not in reusable and not share.footprint.isdisjoint(being_released))
+                or share.id in delayed
+                or share.id in waiting
+            )
         )
     )
+
+
+def _has_no_holder(lease: Lease | None) -> bool:
+    return lease is not None and lease.holder is None and lease.resource_claim is None
 
 
 def conflicting_shares(state: GpuState) -> frozenset[ShareId]:
@@ -270,6 +280,17 @@ def _released_on(state: GpuState, share: Share) -> Iterator[ShareId]:
             unleased = device is not None and not device.idle and other.id not in state.leases
             if unleased and not share.footprint.isdisjoint(other.footprint):
                 yield other.id
+
+
+def shares_of_moved_nodes(state: GpuState) -> frozenset[ShareId]:
+    """Find the leased shares whose answers name the device nodes of other GPUs.
+
+    A boot without one GPU renumbers those behind it, and the kubelet starts a container with the
+    answer that it has. It rejects a pod at its own start whose shares are Unhealthy.
+    """
+    nodes, number = state.kubelet.nodes, state.gpu.minor
+    moved = [ids for named, ids in nodes.items() if number is not None and number not in named]
+    return NONE.union(*moved).intersection(state.leases)
 
 
 def shares_on_faulty_devices(state: GpuState) -> frozenset[ShareId]:

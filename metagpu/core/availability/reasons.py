@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import (
     NONE,
@@ -19,6 +20,7 @@ from metagpu.core.availability.conflict import (
     conflicts_of,
     occupied_text,
     orphaned_text,
+    shares_of_moved_nodes,
     shares_on_faulty_devices,
 )
 from metagpu.core.model.offers import Api
@@ -92,7 +94,6 @@ class Availability:
     """
 
     def __init__(self, state: GpuState) -> None:
-        self._state = state
         self.parts: dict[ResourceName, tuple[Offer, Any]] = {}
         self.unlisted = self.uncounted = self.unfree = self.refused = NONE
         for row, evidence, find in _EFFECTS:
@@ -106,6 +107,9 @@ class Availability:
                     self.unfree |= shares
                 if row.refusal is not None:
                     self.refused |= shares
+        # A copy: the state keeps this object, and nobody but the collector frees a circle.
+        self._state = replace(state)
+        self._state.__dict__.update(state.__dict__)
 
     @cached_property
     def found(self) -> Sequence[tuple[Reason, frozenset[ShareId]]]:
@@ -196,13 +200,16 @@ def _every(state: GpuState) -> frozenset[ShareId]:
 def _unhealthy(state: GpuState) -> frozenset[ShareId]:
     if not state.verdict.healthy:
         return _every(state)
-    return shares_on_faulty_devices(state) if state.mig_faults else NONE
+    moved = shares_of_moved_nodes(state) if state.kubelet.nodes else NONE
+    return moved | shares_on_faulty_devices(state) if state.mig_faults else moved
 
 
 def _refuse_unhealthy(state: GpuState, share: Share) -> RequestError:
     fault = state.device_fault(share.id)
     if not state.verdict.healthy or fault is None:
-        return GpuUnhealthy(share.resource, str(state.gpu), state.verdict.reason)
+        moved = f"the pod of {share.id} would get another GPU's device node"
+        reason = moved if state.verdict.healthy else state.verdict.reason
+        return GpuUnhealthy(share.resource, str(state.gpu), reason)
     slot = share.id.partition("::")[2]
     return InstanceUnhealthy(share.resource, slot, str(state.gpu), fault.reason)
 
@@ -318,7 +325,8 @@ def _conflict(
 REASONS: Final = (
     Reason(
         "unhealthy",
-        "all shares of a GPU that is out of service, or of a MIG device that is",
+        "all shares of a GPU that is out of service, or of a MIG device that is; a share whose pod "
+        "would get another GPU's device node",
         _unhealthy,
         refusal=_refuse_unhealthy,
         taint=UNHEALTHY,

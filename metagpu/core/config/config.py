@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from metagpu.core.config.document import Document
 from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.config.memory import MemoryEnforcement
+from metagpu.core.config.memory import ComputeEnforcement, ComputePolicy, MemoryEnforcement
 from metagpu.core.config.selector import GpuSelector
 from metagpu.core.config.units import Duration
 from metagpu.core.contracts.backend import Backend, Options
+from metagpu.core.contracts.capabilities import MemoryGuard, guard_of
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import POD_FOLDER, DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
@@ -165,6 +166,7 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="came
     backends: tuple[dict[str, Any], ...]
     gpus: Literal["all"] | GpuSelector = "all"
     memory_enforcement: MemoryEnforcement = MemoryEnforcement()
+    compute_enforcement: ComputeEnforcement = ComputeEnforcement()
     reason: str = ""
     offer: OfferPolicy = OfferPolicy.EXACT
     api: Api = Api.DEVICE_PLUGIN
@@ -207,6 +209,14 @@ class MigStrategy(StrEnum):
     MIXED = "mixed"
 
 
+class StartHook(StrEnum):
+    """The hook before a container's first process, by what follows its failure."""
+
+    IGNORE = "ignore"
+    FAIL = "fail"
+    NONE = "none"
+
+
 class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """The top-level keys of the file; the options of backends are not decoded yet."""
 
@@ -220,6 +230,7 @@ class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     cdi_kind: str = cdi.KIND
     mig_strategy: MigStrategy | None = None
     mgctl: MgctlConfig = MgctlConfig()
+    start_hook: StartHook = StartHook.NONE
     dra: DraConfig = DraConfig()
 
     @property
@@ -231,6 +242,7 @@ class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     def injection(self, base: Injection) -> Injection:
         """Return the node's injection: `base` with the settings of the file."""
         mounted = bool(base.pod_dir) and self.mgctl.in_pods
+        hooks = bool(base.start_hook) and self.start_hook is not StartHook.NONE
 
         return replace(
             base,
@@ -239,6 +251,7 @@ class RootConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
             cdi_kind=self.cdi_kind,
             pod_dir=base.pod_dir if mounted else "",
             mgctl_path=(self.mgctl.path or "") if mounted else "",
+            start_hook=(*base.start_hook, str(self.start_hook)) if hooks else (),
         )
 
 
@@ -288,6 +301,7 @@ class Config:
                 self._options(f"{path}.backends[{place}]", given, pool.offer)
                 for place, given in enumerate(pool.backends)
             )
+            self._check_compute(path, pool)
         # Backends reject unusable options here, when the file is read.
         self.build_backends(self.root.injection(Injection()))
 
@@ -315,6 +329,16 @@ class Config:
         if not _CDI_KIND.fullmatch(kind):
             problem = f"{kind!r} is not a vendor/class; write one like nvidia.com/gpu"
             raise self._document.error("cdiKind", problem, ConfigReason.INVALID_VALUE)
+
+    def _check_compute(self, path: str, pool: Pool) -> None:
+        """Reject reports of compute where every backend of a pool gives it by itself."""
+        names = [options.backend for options in self.options[pool.name]]
+        guards = {guard_of(self._backends[name]) for name in names}
+        is_on = pool.compute_enforcement.policy is ComputePolicy.REPORT
+        if is_on and guards and MemoryGuard.ENFORCER not in guards:
+            problem = f"with {' and '.join(names)} each container has its own compute; remove it"
+            path = f"{path}.computeEnforcement"
+            raise self._document.error(path, problem, ConfigReason.CONFLICT)
 
     def _options(self, path: str, given: Mapping[str, Any], offer: OfferPolicy) -> Options:
         name = given.get("backend")
@@ -357,6 +381,14 @@ class Config:
                         path, reason = f"{path}.resource", error.reason
                     raise self._document.error(path, str(error), reason) from None
                 backends.append(backend)
+            guards = {guard_of(type(backend)) for backend in backends}
+            if pool.memory_enforcement.burst and MemoryGuard.ENFORCER not in guards:
+                raise self._document.error(
+                    f"pools[{number}].memoryEnforcement.burst",
+                    "no backend of this pool can lend memory: MPS, MIG and whole GPUs have fixed "
+                    "amounts; add fraction or timeslice, or leave burst out",
+                    ConfigReason.CONFLICT,
+                )
             built.append((pool, backends))
 
         return built

@@ -66,7 +66,8 @@ class Document:
         self._removed: dict[str, frozenset[int]] = {}
 
         self.is_json = text.lstrip().startswith("{")
-        text = _without_tabs(text)
+        text = self._text = _without_tabs(text)
+        self._loader = _LOADER
         try:
             if problem := _excess(text):
                 raise ConfigError(f"no usable YAML: {problem}", ConfigReason.TOO_LARGE, file=file)
@@ -106,6 +107,25 @@ class Document:
                 line=self._above + again,
                 path=key,
             )
+
+    def read_by(self, loader: Any) -> None:  # noqa: ANN401 - a loader of PyYAML
+        """Read the text again as another program reads it, unless that is done.
+
+        Raises:
+            ConfigError: that program reads no YAML in it.
+        """
+        if self._loader is loader:
+            return
+        self._loader = loader
+        try:
+            self.data = yaml.load(self._text, Loader=loader)  # noqa: S506 - a safe loader
+        except yaml.MarkedYAMLError as error:
+            line = self._above + error.problem_mark.line + 1 if error.problem_mark else 0
+            problem = f"no valid YAML: {error.problem}"
+            raise ConfigError(problem, ConfigReason.NO_YAML, file=self.file, line=line) from error
+        except (yaml.YAMLError, ValueError, LookupError) as error:
+            problem = f"no valid YAML: {error}"
+            raise ConfigError(problem, ConfigReason.NO_YAML, file=self.file) from error
 
     def error(self, path: str, problem: str, reason: ConfigReason) -> ConfigError:
         """Return the error for a problem at `path`."""

@@ -1,4 +1,4 @@
-"""The settings of memory enforcement in a pool."""
+"""The settings of enforcement in a pool: of memory, and of compute."""
 
 from enum import StrEnum
 from typing import Final
@@ -21,6 +21,13 @@ class EnforcementPolicy(StrEnum):
     KILL = "kill"
 
 
+class ComputePolicy(StrEnum):
+    """The steps where a container takes more of a GPU's time than its shares give."""
+
+    OFF = "off"
+    REPORT = "report"
+
+
 class VictimSelection(StrEnum):
     """The processes of a container that are ended to free memory."""
 
@@ -33,6 +40,27 @@ class AnnotationKind(StrEnum):
 
     LIMIT = "limit"
     POLICY = "policy"
+
+
+class Burst(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The lending of GPU memory: containers use more than their shares for a while.
+
+    Attributes:
+        limit: bytes of each GPU that a container without an annotation may use; `None` for all.
+        reserve: bytes of each GPU to keep free for pods that use less than they have requested;
+            `None` for all that they have requested and do not use.
+    """
+
+    limit: Bytes | None = None
+    reserve: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.reserve == 0:
+            raise ValueError("reserve must be more than 0: nobody would give memory back")
+
+
+SHORTEST_PERIOD: Final = 0.01
+"""Seconds: a daemon that checks more often does nothing else."""
 
 
 class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -50,6 +78,7 @@ class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         driver_limits: whether the driver's own memory limits are set too, where the driver has
             them and the policy is `kill`.
         allow_annotations: the settings that pods may change.
+        burst: how memory is lent; `None` where a container's limit is that of its shares.
     """
 
     policy: EnforcementPolicy | bool = EnforcementPolicy.WARN
@@ -61,14 +90,17 @@ class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     dry_run: bool = False
     driver_limits: bool = True
     allow_annotations: tuple[AnnotationKind, ...] = ()
+    burst: Burst | None = None
 
     def __post_init__(self) -> None:
-        if self.policy is True:
-            raise ValueError(f"policy is no switch; allowed: {', '.join(EnforcementPolicy)}")
-        if self.policy is False:
-            msgspec.structs.force_setattr(self, "policy", EnforcementPolicy.OFF)
-        if self.period <= 0:
-            raise ValueError("period must be longer than 0")
+        _read_policy(self, EnforcementPolicy)
+        if self.period < SHORTEST_PERIOD:
+            raise ValueError("period must be 10 ms or more")
+        if self.burst is not None and self.policy is not EnforcementPolicy.KILL:
+            raise ValueError(
+                f"burst needs `policy: kill`: with `{self.policy}` nobody gives memory back; write "
+                "`policy: kill`, or leave burst out"
+            )
 
     @property
     def needs_watch(self) -> bool:
@@ -81,9 +113,47 @@ class MemoryEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         return self.policy in {EnforcementPolicy.WARN, EnforcementPolicy.KILL}
 
     @property
+    def in_force(self) -> str:
+        """The policy as it acts: `dry-run` sends no signal, `burst` lends memory."""
+        ends_nothing = self.policy is EnforcementPolicy.KILL and self.dry_run
+        return "dry-run" if ends_nothing else "burst" if self.burst else str(self.policy)
+
+    @property
     def uses_driver_limits(self) -> bool:
         """True if the driver refuses memory beyond the limit.
 
         Only where processes may be ended, too.
         """
         return self.policy is EnforcementPolicy.KILL and self.driver_limits and not self.dry_run
+
+
+class ComputeEnforcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The compute enforcement of a pool's GPUs.
+
+    Attributes:
+        policy: a `ComputePolicy`; YAML reads an unquoted `off` as false, which means `off`.
+        window: seconds for which a container takes more than its shares give until it is reported.
+    """
+
+    policy: ComputePolicy | bool = ComputePolicy.OFF
+    window: Duration = Duration(300)
+
+    def __post_init__(self) -> None:
+        _read_policy(self, ComputePolicy)
+        if self.window <= 0:
+            raise ValueError("window must be longer than 0")
+
+
+def _read_policy(
+    settings: MemoryEnforcement | ComputeEnforcement,
+    policies: type[EnforcementPolicy] | type[ComputePolicy],
+) -> None:
+    """Take false for `off`, as YAML reads it.
+
+    Raises:
+        ValueError: the policy is true.
+    """
+    if settings.policy is True:
+        raise ValueError(f"policy is no switch; allowed: {', '.join(policies)}")
+    if settings.policy is False:
+        msgspec.structs.force_setattr(settings, "policy", policies.OFF)

@@ -32,10 +32,10 @@ class Duration(float):
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Parse `250ms`, `30s`, `5m`, `1h`, or a plain number of seconds.
+        """Parse `250ms`, `30s`, `5m`, `1h`, or 0.
 
         Raises:
-            ValueError: the text has another form, or is longer than a year.
+            ValueError: the text has another form, no unit, or is longer than a year.
         """
         found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h)?", str(text).strip())
         if found is None:
@@ -45,14 +45,16 @@ class Duration(float):
         seconds = float(found[1]) * _SECONDS[found[2] or "s"]
         if seconds > _YEAR:
             raise ValueError(f"{_shown(text)} is longer than a year; write at most 8760h")
+        if seconds and not found[2]:
+            raise ValueError(f"{_shown(text)} has no unit; write one like {found[1]}s")
         return cls(seconds)
 
     def __str__(self) -> str:
         return f"{float(self):g}s"
 
 
-class Bytes(int):
-    """An amount of memory in bytes."""
+class Quantity(int):
+    """An amount of memory as Kubernetes writes it: a number alone is of bytes."""
 
     @classmethod
     def parse(cls, text: object) -> Self:
@@ -82,6 +84,24 @@ class Bytes(int):
                 f"{_shown(text)} is more memory than any GPU has; write at most 1048576Ti"
             )
         return cls(amount)
+
+
+class Bytes(Quantity):
+    """An amount of memory in bytes, as a person writes it: it has a unit."""
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Parse `512Mi`, `1Gi`, `16G` or another Kubernetes quantity with a unit, or 0.
+
+        Raises:
+            ValueError: the text has another form, no unit, or is more than an exbibyte.
+        """
+        written = str(text).strip()
+        amount = super().parse(text)
+        if amount and re.fullmatch(r"[0-9.]+", written):
+            examples = f"{written}Mi or {written}Gi"
+            raise ValueError(f"{_shown(text)} has no unit; write one like {examples}")
+        return amount
 
 
 def _shown(value: object) -> str:
@@ -130,7 +150,7 @@ def _pci_number(text: str) -> int:
 
 def decode_unit(wanted: type, value: object) -> Any:  # noqa: ANN401 - the shape of msgspec's hook
     """Decode values with units for msgspec (its `dec_hook`)."""
-    if issubclass(wanted, (Duration, Bytes)):
+    if issubclass(wanted, (Duration, Quantity)):
         return wanted.parse(value)
 
     raise NotImplementedError(f"no unit {wanted}")

@@ -2,11 +2,12 @@
 
 A backend is a class that a package registers under the entry-point group `metagpu.backends`. The
 entry point's name is the backend's `name`, and the value of `backend:` in a pool. The built-in
-backends are found through the same group. docs/backends/your-own.md walks through one.
+backends are found through the same group. docs/development/your-own-backend.md walks through one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Final, Generic, Protocol, Self, TypeVar, cast
 
@@ -22,6 +23,12 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 
 GROUP: Final = "metagpu.backends"
 """The entry-point group."""
+
+
+@lru_cache(maxsize=4096)
+def _footprint(slot: str) -> frozenset[str]:
+    """Return the footprint of one slot; the shares of all GPUs have the same one."""
+    return frozenset((slot,))
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -161,7 +168,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
                 resource=self.resource,
                 backend=self.name,
                 number=number,
-                footprint=frozenset((slot,)),
+                footprint=_footprint(slot),
                 memory=memory,
                 replica=replica,
                 interchangeable=True,
@@ -321,6 +328,16 @@ class GpuContext(Protocol):
 
         Raises:
             DriverError: if NVML cannot list them.
+        """
+        ...
+
+    async def stopping_processes(self) -> Collection[int]:
+        """Wait until the kubelet is about to kill pods; return their processes on the GPU.
+
+        The pids are the host's. Without an API server nobody knows when: this waits for ever.
+
+        Raises:
+            DriverError: if NVML cannot list the processes.
         """
         ...
 

@@ -281,6 +281,10 @@ class UsageDriver(Protocol):
         """List the compute and graphics processes that have memory on one GPU."""
         ...
 
+    async def free_memory(self, gpu: GpuId) -> int | None:
+        """Read the free bytes of one GPU; `None` where the driver does not report them."""
+        ...
+
     async def activity(
         self, gpu: GpuId, *, processes: bool = True, sensors: bool = False, costly: bool = True
     ) -> GpuActivity:

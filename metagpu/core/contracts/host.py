@@ -80,6 +80,20 @@ class ContainerCgroup(msgspec.Struct, frozen=True):
     populated: bool = True
 
 
+class StartingContainer(msgspec.Struct, frozen=True):
+    """A container without a process yet: the state that its runtime gives to hooks.
+
+    Attributes:
+        id: the id of the container runtime.
+        pid: the process that becomes the first one, on the host; it is in the container's cgroup.
+        annotations: the runtime's, with those of the pod that its settings let through.
+    """
+
+    id: str
+    pid: int
+    annotations: dict[str, str] = {}
+
+
 class HostProcesses(Protocol):
     """The processes of this machine. Reads happen in worker threads.
 
@@ -132,6 +146,17 @@ class Host(HostProcesses, Protocol):
         """Identify the process at the other end of a socket.
 
         `None` if the process has ended since, or is not visible, as in another pid namespace.
+        """
+        ...
+
+    async def starting(self, container: StartingContainer) -> ContainerCgroup:
+        """Find and name a container that starts; its name is known from now on.
+
+        The holder names the pod alone where the name is not certain. The cgroup is empty where the
+        host has none of version 2.
+
+        Raises:
+            HostError: it is not a container of a pod here.
         """
         ...
 

@@ -27,6 +27,7 @@ MIG_TYPE: Final = "mig"
 MONITOR_TYPE: Final = "monitor"
 """Of the device by which claims with adminAccess look at a GPU: the scheduler counts counters and
 capacity for them too, and this device has none."""
+GPU_GONE: Final = "the node no longer has this GPU"
 NO_SUCH_GPU: Final = "the node has no such GPU; delete the ResourceClaim to get another device"
 _GPU_NAME: Final = len("gpu-00000000-0000-0000-0000-000000000000")
 """Characters of a GPU, with which the names of its devices begin."""

@@ -41,6 +41,8 @@ _HOST_PATH: Final = (0, 5, 0)
 _DIGIT_FIRST: Final = (0, 5, 0)
 """The first version with names that begin with a digit, as uids do."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_HOOK_NAME: Final = "metagpu-hook"
+"""The name by which `mgctl` is a hook (mgctl/hook.h)."""
 _IN_CONTAINER: Final = frozenset({"createContainer", "startContainer"})
 """Hooks whose arguments are paths in the container."""
 _IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
@@ -142,6 +144,7 @@ def build_spec(
     common: Sequence[DeviceNode],
     edits: ContainerEdits,
     kind: str = KIND,
+    hook: Sequence[str] = (),
 ) -> str:
     """Build the JSON text of a specification.
 
@@ -151,6 +154,7 @@ def build_spec(
         common: device nodes of all devices.
         edits: further edits of a container with any of the devices.
         kind: vendor and class of the names.
+        hook: our program that starts before a container's first process, and its arguments.
     """
     nodes = [*common, *(node for those in devices.values() for node in those)]
     host_paths = any(node.host_path != node.container_path for node in nodes)
@@ -166,7 +170,11 @@ def build_spec(
             {"name": name, "containerEdits": {"deviceNodes": list(map(_node, those))}}
             for name, those in devices.items()
         ],
-        "containerEdits": {**edits.edits, "deviceNodes": [*map(_node, common), *others]},
+        "containerEdits": {
+            **edits.edits,
+            "deviceNodes": [*map(_node, common), *others],
+            **({"hooks": [_hook(hook), *(edits.edits.get("hooks") or ())]} if hook else {}),
+        },
     }
     return json.dumps(spec, indent=2) + "\n"
 
@@ -185,6 +193,16 @@ def build_monitor_spec(
     env = [*(edits.edits.get("env") or ()), *(f"{key}={value}" for key, value in variables.items())]
     changed = {**edits.edits, "deviceNodes": [], "env": env}
     return build_spec(devices, common, replace(edits, edits=changed), MONITOR_KIND)
+
+
+def _hook(command: Sequence[str]) -> Mapping[str, Any]:
+    """Return a hook without a deadline, by which a runtime fails the container."""
+    program, *arguments = command
+    return {
+        "hookName": "createRuntime",
+        "path": program,
+        "args": [_HOOK_NAME, *arguments],
+    }
 
 
 def _node(node: DeviceNode) -> Mapping[str, str]:

@@ -71,6 +71,8 @@ class Injection(msgspec.Struct, frozen=True):
             instance, by the driver's names such as `gpu0/gi3/ci0/access`.
         pod_dir: the folder of the host that containers see as `POD_FOLDER`, empty for none.
         mgctl_path: a second path of `mgctl` in containers, empty for none.
+        start_hook: the program that the runtime starts before a container, and its arguments; empty
+            for none.
         run_dir: the daemon's run directory, on the path that the container runtime uses.
     """
 
@@ -82,6 +84,7 @@ class Injection(msgspec.Struct, frozen=True):
     capabilities: Mapping[str, int] = msgspec.field(default_factory=dict)
     pod_dir: str = ""
     mgctl_path: str = ""
+    start_hook: tuple[str, ...] = ()
     run_dir: str = "/run/metagpu"
 
     @property

@@ -355,27 +355,24 @@ class MigHealth:
     clock: Callable[[], float]
     fault_count: Counter[GpuId] = field(default_factory=Counter)
 
-    def apply_fault(self, gpu: GpuId, assessment: FaultAssessment) -> bool:
+    def apply_fault(self, gpu: GpuId, instance: MigInstanceRef, reason: str) -> bool:
         """Take the MIG devices of an event out of service; return whether they are known."""
         state = self.registry.snapshot.gpus.get(gpu)
-        devices = (
-            _devices(state, assessment.mig_instance) if state and assessment.mig_instance else ()
-        )
-        self._fault(gpu, devices, assessment.reason)
+        devices = _devices(state, instance) if state else ()
+        self._fault(gpu, devices, reason)
         return bool(devices)
 
-    async def find_and_fault(self, gpu: GpuId, assessment: FaultAssessment) -> bool:
+    async def find_and_fault(self, gpu: GpuId, reference: MigInstanceRef, reason: str) -> bool:
         """Find the MIG devices of an event through NVML, and take them out of service.
 
-        Returns false if the event names no MIG instance, or NVML cannot list the instances.
+        Returns false if NVML cannot list the instances.
 
         Raises:
             DriverUnavailable: NVML as a whole is gone.
         """
-        reference = assessment.mig_instance
         try:
             mode = await self.driver.mig.mode(gpu)
-            if reference is None or mode is None or not mode.enabled:
+            if mode is None or not mode.enabled:
                 return False
             instances = await self.driver.mig.instances(gpu)
         except DriverUnavailable:
@@ -390,8 +387,8 @@ class MigHealth:
             if _is_instance(reference, instance.number, compute.number) and compute.uuid
         ]
         if not devices:
-            log.warning("mig instance of an event is gone", gpu=gpu, description=assessment.reason)
-        self._fault(gpu, devices, assessment.reason)
+            log.warning("mig instance of an event is gone", gpu=gpu, description=reason)
+        self._fault(gpu, devices, reason)
         return True
 
     async def recover_removed(self) -> None:

@@ -25,7 +25,7 @@ from metagpu.core.contracts.driver import (
 )
 from metagpu.core.errors import DriverError, DriverReplaced, DriverUnavailable, NotAcknowledged
 from metagpu.core.health.fault_assessment import (
-    FaultAssessment,
+    MigInstanceRef,
     deduplicated,
     find_problem,
     judge_condition,
@@ -101,7 +101,7 @@ class HealthWatch:
     fault_log: FaultLog = field(init=False)
     _unlisted: frozenset[GpuId] = frozenset()
     _survey_due: anyio.Event = field(default_factory=anyio.Event)
-    _unattributed: dict[GpuId, list[FaultAssessment]] = field(default_factory=dict)
+    _unattributed: dict[GpuId, list[tuple[MigInstanceRef, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.verdicts = GpuVerdicts(self.registry, self.clock)
@@ -276,11 +276,12 @@ class HealthWatch:
         assessment = judge_event(event, self.settings(), has_mig=self._has_mig(event.gpu))
         self.fault_log.publish(event)
         if assessment.fatal and assessment.gpu is not None:
-            if assessment.mig_instance is None:
+            gpu, reason, instance = assessment.gpu, assessment.reason, assessment.mig_instance
+            if instance is None:
                 fault = Fault.XID if isinstance(event, Xid) else Fault.MEMORY
-                self.verdicts.fault(assessment.gpu, assessment.reason, fault, proof=True)
-            elif not self.mig.apply_fault(assessment.gpu, assessment):
-                self._unattributed.setdefault(assessment.gpu, []).append(assessment)
+                self.verdicts.fault(gpu, reason, fault, proof=True)
+            elif not self.mig.apply_fault(gpu, instance, reason):
+                self._unattributed.setdefault(gpu, []).append((instance, reason))
         self.fault_log.log(event, assessment)
 
         if assessment.gpu is None:
@@ -367,13 +368,13 @@ class HealthWatch:
         return state is None or bool(state.gpu.mig_enabled or state.provisioned)
 
     async def _check(self, gpu: GpuId) -> None:
-        for assessment in self._unattributed.pop(gpu, ()):
+        for instance, reason in self._unattributed.pop(gpu, ()):
             found = False
             try:
-                found = await self.mig.find_and_fault(gpu, assessment)
+                found = await self.mig.find_and_fault(gpu, instance, reason)
             finally:  # also if NVML fails meanwhile: a fatal fault must not be lost
                 if not found:
-                    self.verdicts.fault(gpu, assessment.reason, Fault.XID, proof=True)
+                    self.verdicts.fault(gpu, reason, Fault.XID, proof=True)
         recoveries = self.verdicts.recoveries[gpu]
         problem = await find_problem(self.driver, gpu)
         if problem is not None and self.verdicts.recoveries[gpu] == recoveries:

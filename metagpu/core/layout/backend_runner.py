@@ -1,9 +1,9 @@
 """The runner of `ManagesGpu.serve`, for each GPU and backend of the layout."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import msgspec
@@ -13,6 +13,7 @@ from anyio.abc import TaskGroup
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import ManagesGpu
 from metagpu.core.contracts.driver import ComputeMode, Driver, GpuProcess, MigDriver
+from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
@@ -32,6 +33,8 @@ from metagpu.core.state.facts import (
 from metagpu.core.state.registry import Registry
 
 log = structlog.get_logger()
+
+ValueT = TypeVar("ValueT")
 
 RESTARTS: Final = RestartTiming(longest_delay=60.0, steady=60.0)
 """A backend that failed is called again after these; one that served longer is steady."""
@@ -65,6 +68,7 @@ class _RunContext(msgspec.Struct, frozen=True):
     _run: _Run
     _registry: Registry
     _driver: Driver
+    _host: HostProcesses
     _clock: Callable[[], float]
 
     @property
@@ -132,6 +136,12 @@ class _RunContext(msgspec.Struct, frozen=True):
     async def processes(self) -> Sequence[GpuProcess]:
         return await self._driver.processes(self.gpu.id)
 
+    async def stopping_processes(self) -> Collection[int]:
+        pods = await _first(self._registry, lambda snapshot: snapshot.pods.stopping or None)
+        pids = {process.pid for process in await self.processes()}
+        found = (await self._host.identify(pids)).values()
+        return [who.pid for who in found if who.container and who.container.pod_uid in pods]
+
     async def compute_mode(self) -> ComputeMode | None:
         return await self._driver.compute_mode(self.gpu.id)
 
@@ -148,14 +158,16 @@ class BackendRunner:
         driver: Driver,
         programs: Programs,
         daemons: Daemons,
-        clock: Callable[[], float] = time.time,
+        host: HostProcesses,
         *,
+        clock: Callable[[], float] = time.time,
         timing: RestartTiming = RESTARTS,
     ) -> None:
         self._registry = registry
         self._driver = driver
         self._programs = programs
         self._daemons = daemons
+        self._host = host
         self._clock = clock
         self._timing = timing
         self._assignments: tuple[BackendAssignment, ...] = ()
@@ -259,9 +271,8 @@ class BackendRunner:
         self._changed.set()
 
     async def _serve(self, run: _Run) -> None:
-        context = _RunContext(
-            self._programs, self._daemons, run, self._registry, self._driver, self._clock
-        )
+        own = self._registry, self._driver, self._host, self._clock
+        context = _RunContext(self._programs, self._daemons, run, *own)
         backend, timing = run.assignment.backend, self._timing
         backoff = Backoff(timing.first_delay, timing.longest_delay)
 
@@ -315,10 +326,15 @@ async def _wait_until(registry: Registry, gpu: Gpu, is_so: Callable[[GpuState], 
         state = snapshot.gpus[gpu.id]
         return state if is_so(state) else None
 
-    async with aclosing(registry.watch(view)) as states:
-        async for state in states:
-            if state is not None:
-                return state
+    return await _first(registry, view)
+
+
+async def _first(registry: Registry, view: Callable[[Snapshot], ValueT | None]) -> ValueT:
+    """Wait until a view of the registry has a value."""
+    async with aclosing(registry.watch(view)) as values:
+        async for value in values:
+            if value is not None:
+                return value
     raise AssertionError("a registry is watched for ever")
 
 

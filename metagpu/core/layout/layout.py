@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
-from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
@@ -15,13 +14,15 @@ from metagpu.core.config.errors import ConfigReason
 from metagpu.core.contracts.backend import Backend, Options
 from metagpu.core.contracts.capabilities import (
     HasMetrics,
+    MemoryGuard,
     OffersExisting,
     ReportsCapacity,
-    misfit_reason,
+    guard_of,
     no_shares_reason,
     offer_rule,
 )
 from metagpu.core.grants.injection import Injection
+from metagpu.core.layout.checks import PoolMisfit, check_ids, counted_shares, misfits, unused_pools
 from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance, is_mig, profile_of, share_suffix
@@ -31,17 +32,9 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.state.facts import GpusFound, SharesClaimed, SharesOffered
 from metagpu.core.state.reduce import reduce
 
-ID_LIMIT: Final = 63
-"""Characters of a device id, by the comment in the kubelet's API."""
-_MAX_SHARES: Final = 70_000
-"""Of one resource: more than the kubelet takes in a list, whose bytes are counted later."""
-_MAX_NODE_SHARES: Final = 4 * _MAX_SHARES
-"""Of all resources. A configuration must not take the memory and the time of a node."""
 _OTHER_KIND: Final = (
     "other devices of this node have the name of its resource; a resource is of one kind"
 )
-_MAX_REASONS: Final = 3
-"""Reasons that are listed when no GPU is in a pool."""
 
 
 class PoolAssignment(msgspec.Struct, frozen=True):
@@ -64,25 +57,6 @@ class BackendAssignment(msgspec.Struct, frozen=True):
     backend: Backend
 
 
-class PoolMisfit(msgspec.Struct, frozen=True):
-    """GPUs of a pool that can have none of its shares, in any state or mode.
-
-    Attributes:
-        pool: the pool's position in the configuration.
-        complete: whether these are all GPUs of the pool.
-    """
-
-    pool: int
-    gpus: tuple[Gpu, ...]
-    reason: str
-    complete: bool
-
-    def __str__(self) -> str:
-        """Return the GPUs and the reason, for people."""
-        plural = "s" if len(self.gpus) > 1 else ""
-        return f"GPU{plural} {', '.join(str(gpu.index) for gpu in self.gpus)}: {self.reason}"
-
-
 class Layout(msgspec.Struct, frozen=True):
     """The offer of the node: the result of one configuration and one set of GPUs.
 
@@ -94,6 +68,7 @@ class Layout(msgspec.Struct, frozen=True):
         unused_pools: the pools without a GPU, each with the reason.
         misfits: the pools with GPUs that can have none of their shares.
         apis: the API of each resource.
+        memory_policies: the policies of pools with shares whose memory the enforcer guards.
     """
 
     pool_assignments: tuple[PoolAssignment, ...]
@@ -103,6 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
     unused_pools: Mapping[str, str] = {}
     misfits: tuple[PoolMisfit, ...] = ()
     apis: Mapping[ResourceName, Api] = {}
+    memory_policies: Mapping[str, str] = {}
 
     @property
     def offer_fact(self) -> SharesOffered:
@@ -202,7 +178,7 @@ def build_layout(
             ]
             backend_assignments += found
             backends = [backend_assignment.backend for backend_assignment in found]
-        made = list(_counted_shares(config, gpu, backends, counts))
+        made = list(counted_shares(config, gpu, backends, counts))
         of_gpu = [share for share in made if _answers(backends, share, answering)]
         if assignment.pool is not None and not of_gpu:
             missing = _OTHER_KIND if made else _no_shares_reason(gpu, backends, pool_reason)
@@ -213,48 +189,23 @@ def build_layout(
             pool = by_name[assignment.pool]
             shares += _with_allocation_order(pool, gpu, backends, of_gpu)
 
-    _check_ids(config, "", shares, set())
+    check_ids(config, "", shares, set())
+    pool_by_gpu = {each.gpu: each.pool for each in pool_assignments}
     return Layout(
         tuple(pool_assignments),
         _answering_backends(pools, pool_assignments, answering),
         tuple(shares),
         tuple(backend_assignments),
-        _unused_pools([pool for pool, _ in pools], pool_assignments),
-        tuple(_misfits(pools, pool_assignments)),
+        unused_pools([pool for pool, _ in pools], pool_by_gpu),
+        tuple(misfits(pools, pool_by_gpu)),
         _apis_by_resource(config, pools, pool_assignments, shares),
+        {
+            pool.name: pool.memory_enforcement.in_force
+            for pool, backends in pools
+            if pool.name in pool_by_gpu.values()
+            and MemoryGuard.ENFORCER in {guard_of(type(backend)) for backend in backends}
+        },
     )
-
-
-def check_fit(config: Config, layout: Layout) -> None:
-    """Check that each pool has a GPU that can have some of its shares, if it has GPUs.
-
-    Raises:
-        ConfigError: with the pool, and the reason of its GPUs.
-    """
-    for misfit in layout.misfits:
-        if misfit.complete:
-            problem = f"no GPU can have this: {misfit}"
-            raise config.error(f"pools[{misfit.pool}]", problem, ConfigReason.NO_GPU)
-
-
-def check_layout(config: Config) -> None:
-    """Check the share ids of each pool with one invented GPU.
-
-    The check finds what is wrong with a configuration on every node.
-
-    Raises:
-        ConfigError: as `build_layout`.
-    """
-    pools = config.build_backends(config.root.injection(Injection()))
-    checked = 0
-    for number, (_, backends) in enumerate(pools):
-        gpu = Gpu(GpuId(f"GPU-{UUID(int=number)}"), number, "any", memory=80 * 2**30)
-        seen: set[str] = set()
-        for place, backend in enumerate(backends):
-            if checked > _MAX_NODE_SHARES:
-                return  # `build_layout` checks the pools that this node has GPUs for
-            checked += len(shares := backend.shares(gpu))
-            _check_ids(config, f"pools[{number}].backends[{place}]", shares, seen)
 
 
 def _assign_pool(
@@ -378,83 +329,10 @@ def _answers(
     return False
 
 
-def _counted_shares(
-    config: Config, gpu: Gpu, backends: Iterable[Backend], counts: Counter[ResourceName]
-) -> Iterator[Share]:
-    """Yield the shares of a GPU, and refuse the configuration once they are too many."""
-    for backend in backends:
-        shares = backend.shares(gpu)
-        counts.update(share.resource for share in shares)
-        for resource, count in counts.items():
-            if count > _MAX_SHARES:
-                problem = (
-                    f"{resource} would have {count} shares or more; the kubelet takes a list of "
-                    f"less than {_MAX_SHARES}. Configure fewer shares of each GPU, or several "
-                    "resources"
-                )
-                raise config.error("", problem, ConfigReason.TOO_LARGE)
-        if counts.total() > _MAX_NODE_SHARES:
-            problem = f"the node would have more than {_MAX_NODE_SHARES} shares; configure fewer"
-            raise config.error("", problem, ConfigReason.TOO_LARGE)
-        yield from shares
-
-
-def _unused_pools(
-    pools: Iterable[Pool], assignments: Sequence[PoolAssignment]
-) -> Mapping[str, str]:
-    """Return the pools without a GPU, each with the reason."""
-    used = {assignment.pool for assignment in assignments}
-    unused = {}
-
-    for pool in pools:
-        if assignments and pool.name not in used:
-            exclusions = dict.fromkeys(pool.exclusion_reason(each.gpu) for each in assignments)
-            taken = "a pool before it has the GPUs that it selects"
-            unused[pool.name] = taken if None in exclusions else _first_few(exclusions)
-    return unused
-
-
-def _misfits(
-    pools: Sequence[tuple[Pool, list[Backend]]], assignments: Sequence[PoolAssignment]
-) -> Iterator[PoolMisfit]:
-    """Yield the pools with GPUs of which no backend can have a share."""
-    for number, (pool, backends) in enumerate(pools):
-        gpus = [each.gpu for each in assignments if each.pool == pool.name]
-        reasons: dict[Gpu, str] = {}
-        for gpu in gpus:
-            of_gpu = [misfit_reason(backend, gpu) for backend in backends]
-            if of_gpu and all(of_gpu):
-                reasons[gpu] = "; ".join(dict.fromkeys(of_gpu))
-        if reasons:
-            reason = _first_few(dict.fromkeys(reasons.values()))
-            yield PoolMisfit(number, tuple(reasons), reason, len(reasons) == len(gpus))
-
-
-def _first_few(reasons: Iterable[object]) -> str:
-    texts = list(map(str, reasons))
-    more = len(texts) - _MAX_REASONS
-    return "; ".join([*texts[:_MAX_REASONS], *([f"and {more} more"] if more > 0 else [])])
-
-
 def _no_shares_reason(gpu: Gpu, backends: list[Backend], pool_reason: str) -> str:
     if pool_reason or not backends:
         return pool_reason or "the pool has no backends"
     return "; ".join(dict.fromkeys(no_shares_reason(backend, gpu) for backend in backends))
-
-
-def _check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str]) -> None:
-    for share in shares:
-        if len(share.id) > ID_LIMIT:
-            problem = f"the share id {share.id} has more than {ID_LIMIT} characters"
-            raise config.error(path, problem, ConfigReason.TOO_LARGE)
-        if share.id in seen:
-            name = share.id.replace(share.gpu, "GPU-UUID")
-            problem = (
-                f"each {name} would be offered twice, again as {share.resource}; use each backend "
-                "once in a pool"
-            )
-            raise config.error(path, problem, ConfigReason.GIVEN_TWICE)
-        seen.add(share.id)
 
 
 def _filled(backend: Backend, places: Sequence[Share], snapshot: Snapshot) -> Iterator[Share]:

@@ -43,6 +43,8 @@ class KnownPod(msgspec.Struct, frozen=True):
         rejection: why the kubelet did not admit it, `None` for all other pods.
         terminating: whether the pod may end in the next moment: it has been deleted, or all its
             containers have ended for good.
+        stopping: whether the kubelet is about to kill the pod's containers, as its grace period is
+            nearly over.
         requests: the shares of each resource that the pod requests, as the scheduler counts them.
         claims: the requests of ResourceClaims that each container names: the name of the claim,
             and the request, empty for the whole claim.
@@ -62,6 +64,7 @@ class KnownPod(msgspec.Struct, frozen=True):
     owner_api: str = ""
     rejection: Rejection | None = None
     terminating: bool = False
+    stopping: bool = False
     requests: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: bool = False
     claims: Mapping[str, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
@@ -95,6 +98,7 @@ class PodIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         terminating: namespace and name of the pods that may end in the next moment, or have ended.
+        stopping: the uids of the pods whose containers the kubelet is about to kill.
         requested: the shares that all pods request which have not ended.
         arriving: those that pods request which are bound to the node and not admitted yet.
         listed: whether the API server has answered.
@@ -105,6 +109,7 @@ class PodIndex(msgspec.Struct, frozen=True):
     by_uid: Mapping[str, KnownPod] = msgspec.field(default_factory=dict)
     by_name: Mapping[tuple[str, str], KnownPod] = msgspec.field(default_factory=dict)
     terminating: frozenset[tuple[str, str]] = frozenset()
+    stopping: frozenset[str] = frozenset()
     requested: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
     listed: bool = False
@@ -120,6 +125,7 @@ class PodIndex(msgspec.Struct, frozen=True):
             MappingProxyType({pod.uid: pod for pod in known}),
             MappingProxyType({(pod.namespace, pod.name): pod for pod in running_last}),
             frozenset((pod.namespace, pod.name) for pod in known if pod.terminating or pod.ended),
+            frozenset(pod.uid for pod in known if pod.stopping),
             _sum_requests(pod for pod in known if not pod.ended),
             _sum_requests(pod for pod in known if pod.arriving),
             listed=True,

@@ -22,7 +22,7 @@ ResourceName = NewType("ResourceName", str)
 """The name a pod asks for, such as `cnvrg.io/metagpu`."""
 
 
-class Share(msgspec.Struct, frozen=True):
+class Share(msgspec.Struct, frozen=True, gc=False):
     """One id on offer: a part of `gpu` that `backend` shares as `resource`.
 
     Attributes:

@@ -1,9 +1,10 @@
 """Snapshots: everything known at one moment, immutable."""
 
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, wraps
+from itertools import chain
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -18,12 +19,16 @@ from metagpu.core.model.shares import (
     OfferTurn,
     Pause,
     ProvisionedState,
+    ResourceClaimRef,
     ResourceName,
     Share,
     ShareId,
     Verdict,
     holders_of,
 )
+
+SourceT = TypeVar("SourceT")
+ResultT = TypeVar("ResultT")
 
 
 class HiddenShares(msgspec.Struct, frozen=True):
@@ -56,10 +61,16 @@ class Cleanup(msgspec.Struct, frozen=True):
 NO_CLEANUP: Final = Cleanup()
 
 
+AnsweredNodes = Mapping[frozenset[int], frozenset[ShareId]]
+"""The shares of a GPU whose answers name device nodes `/dev/nvidiaN`, by the numbers named."""
+
+
 class KubeletWord(msgspec.Struct, frozen=True):
     """The kubelet's word about what pods hold, beside the leases.
 
     Attributes:
+        nodes: the device nodes in the answers of Allocate that its checkpoint keeps: it starts
+            containers with these.
         unknown_leases: why the leases that a kubelet gave before this daemon started are unknown,
             empty once they are known.
         mig_devices_of_other_plugins: the MIG devices that containers hold through another plugin;
@@ -68,6 +79,7 @@ class KubeletWord(msgspec.Struct, frozen=True):
 
     unknown_leases: str = ""
     mig_devices_of_other_plugins: frozenset[str] | None = None
+    nodes: AnsweredNodes = MappingProxyType({})
 
 
 NO_WORD: Final = KubeletWord()
@@ -95,7 +107,7 @@ class GpuState(msgspec.Struct, frozen=True, dict=True):
         provisioned: by backend, all that backends have created on the GPU.
         turn: the backend that offers the GPU while it is idle, `None` where all do.
         mig_faults: the MIG devices that are out of service.
-        kubelet: what the kubelet has said beside leases, the same for every GPU.
+        kubelet: what the kubelet has said beside leases; but for its nodes the same for all.
     """
 
     gpu: Gpu
@@ -208,7 +220,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         kubelet: the identity of the present kubelet's socket, `None` before the first one.
         readmitted: namespace and name of the pods that were about to end when this kubelet started.
             It admits them again, and fails those whose shares are not healthy.
-        vanished: what the kubelet lists as held of GPUs that the node does not have.
+        vanished: what the kubelet lists as held of GPUs that the node does not have, and what
+            prepared ResourceClaims hold of them.
         withdrawn: whether this daemon is about to give the node up.
         hands_over: whether another daemon waits for the node, which stays as it is then.
     """
@@ -228,6 +241,18 @@ class Snapshot(msgspec.Struct, frozen=True):
     withdrawn: bool = False
     hands_over: bool = False
 
+    @property
+    def claim_leases(self) -> Iterator[tuple[ResourceClaimRef, Lease]]:
+        """The leases of ResourceClaims, also of GPUs that the node does not have."""
+        of_gpus = (state.leases.values() for state in self.gpus.values())
+        for lease in chain(self.vanished.values(), *of_gpus):
+            if lease.resource_claim is not None:
+                yield lease.resource_claim, lease
+
+    def lacks(self, gpu: GpuId) -> bool:
+        """Return whether the node has a GPU no more: all of its GPUs are read."""
+        return bool(self.gpus) and not self.unreadable_gpus and gpu not in self.gpus
+
     def offers_of(self, api: Api) -> Mapping[ResourceName, Offer]:
         """Return the offers by one API."""
         return {name: offer for name, offer in self.offers.items() if offer.api is api}
@@ -244,3 +269,21 @@ def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     for state in states:
         gpus[state.gpu.id] = state
     return replace(snapshot, gpus=MappingProxyType(gpus))
+
+
+def latest(make: Callable[[SourceT], ResultT]) -> Callable[[SourceT], ResultT]:
+    """Keep the latest result of a function of something immutable.
+
+    Snapshots and their parts are replaced, never edited: what was made of one holds as long as that
+    one is the present one. So what happens by the clock walks no leases that have not changed.
+    """
+    made: tuple[SourceT, ResultT] | None = None
+
+    @wraps(make)
+    def keep(source: SourceT) -> ResultT:
+        nonlocal made
+        if made is None or made[0] is not source:
+            made = source, make(source)
+        return made[1]
+
+    return keep

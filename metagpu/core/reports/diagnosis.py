@@ -1,12 +1,19 @@
-"""Diagnoses of `mgctl doctor`, and the checks of the daemon's own status."""
+"""Diagnoses of `mgctl doctor`: checks of the daemon's status, and privileges."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
+from metagpu.core.config.config import Config
+from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
+from metagpu.core.contracts.capabilities import NeedsPrivileges
+from metagpu.core.grants.injection import Injection
 from metagpu.core.model.privileges import Privilege
-from metagpu.core.reports.schema import GpuReport, PrivilegeReport, SlicesReport, StatusReport
+from metagpu.core.reports.schema.daemon import PrivilegeReport, SlicesReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import StatusReport
 
 
 class CheckResult(StrEnum):
@@ -96,10 +103,14 @@ def check_node_amounts(status: StatusReport) -> Finding:
         fix = "see docs/permissions.md for the rights; metagpu tries again by itself"
         return WARNING, f"the API server does not serve metagpu: {problem}", fix
     differences = status.cluster.node_differences if status.cluster else {}
-    if not differences:
-        return OK, "the Node shows what metagpu lists, or is not read"
-    fix = "see in the kubelet's log whether it updates its Node, and who else writes the Node"
-    return WARNING, _named(differences), fix
+    if differences:
+        fix = "see in the kubelet's log whether it updates its Node, and who else writes the Node"
+        return WARNING, _named(differences), fix
+    features = status.cluster.features if status.cluster else {}
+    if refused := {feature: problem for feature, problem in features.items() if problem}:
+        fix = "docs/permissions.md has the rights of each feature; metagpu tries again by itself"
+        return WARNING, f"the API server refuses {_named(refused)}", fix
+    return OK, "the Node shows what metagpu lists, or is not read"
 
 
 def check_resource_claims(status: StatusReport) -> Finding:
@@ -118,7 +129,7 @@ def check_resource_claims(status: StatusReport) -> Finding:
     if problem := dra.status_problem:
         fix = "pods are not concerned: `status.devices` of their claims is empty"
         return WARNING, f"the status of ResourceClaims is not written: {problem}", fix
-    return OK, f"the kubelet has the DRA driver {dra.driver}, with {dra.claims} claims"
+    return OK, f"the kubelet has the DRA driver {dra.driver}; claims: {dra.claims}"
 
 
 def _slice_finding(slices: SlicesReport) -> Finding | None:
@@ -217,3 +228,47 @@ def _returning(gpu: GpuReport) -> str:
 
 def _named(problems: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+
+
+_FIRST_FREE_PORT: Final = 1024
+"""ip_unprivileged_port_start of a kernel, by default."""
+
+
+def needed_privileges(config: Config, ports: Mapping[str, int]) -> Mapping[Privilege, list[str]]:
+    """Return the capabilities that a configuration needs, each with its uses.
+
+    `ports` are those that are served, by what they serve. docs/permissions.md lists all.
+    """
+    needed: dict[Privilege, list[str]] = {each: [] for each in Privilege}
+
+    for pool, backends in config.build_backends(config.root.injection(Injection())):
+        for backend in backends:
+            if isinstance(backend, NeedsPrivileges):
+                for privilege, use in backend.privileges().items():
+                    needed[privilege].append(f"{use} (pool {pool.name})")
+        for privilege, use in _of_enforcement(pool.memory_enforcement).items():
+            needed[privilege].append(f"{use} (pool {pool.name})")
+    for name, port in ports.items():
+        if 0 < port < _FIRST_FREE_PORT:
+            needed[Privilege.NET_BIND_SERVICE].append(f"the port {port} of the {name}")
+    return needed
+
+
+def privileges_report(
+    needed: Mapping[Privilege, list[str]], held: frozenset[Privilege]
+) -> dict[str, PrivilegeReport]:
+    """Return for each capability whether it is held, and what needs it."""
+    return {
+        str(privilege): PrivilegeReport(privilege in held, uses)
+        for privilege, uses in needed.items()
+    }
+
+
+def _of_enforcement(settings: MemoryEnforcement) -> Mapping[Privilege, str]:
+    needed = {}
+    may_kill = settings.policy is EnforcementPolicy.KILL and not settings.dry_run
+    if may_kill or AnnotationKind.POLICY in settings.allow_annotations:
+        needed[Privilege.KILL] = "the end of processes over their memory"
+    if settings.uses_driver_limits:
+        needed[Privilege.SYS_ADMIN] = "the driver's own memory limits"
+    return needed

@@ -3,7 +3,7 @@
 docs/doctor.md explains each code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -15,7 +15,8 @@ from metagpu.core.model.privileges import Privilege
 from metagpu.core.reports import diagnosis as daemon
 from metagpu.core.reports.diagnosis import ERROR, OK, WARNING, Diagnosis, Finding
 from metagpu.core.reports.reading import FieldMissing
-from metagpu.core.reports.schema import DriverRootsReport, StatusReport
+from metagpu.core.reports.schema.daemon import DriverRootsReport
+from metagpu.core.reports.schema.status import StatusReport
 
 T = TypeVar("T")
 
@@ -98,6 +99,11 @@ class NodeFacts(msgspec.Struct, frozen=True):
     mps_program: str
 
 
+UNKNOWN: Final = "unknown: the daemon does not answer"
+"""The finding of the checks that need the daemon's status, where it gives none."""
+GROUPS: Final = ("permissions", "driver", "kubelet", "daemon", "containers", "toolkit", "MPS")
+"""The groups of checks, by the first digit of their codes from 1 on."""
+_ORDER: Final = (ERROR, WARNING, OK)
 OLDEST_DRIVER: Final = 510
 """The branch from which on NVML has all functions that metagpu uses, but for recovery actions."""
 
@@ -110,6 +116,21 @@ def diagnose(facts: NodeFacts) -> Sequence[Diagnosis]:
 def diagnose_status(status: StatusReport) -> Sequence[Diagnosis]:
     """Run the checks of the status of any node's daemon, in the order of the codes."""
     return [Diagnosis(code, *_finding(check, status)) for code, check in STATUS_CHECKS.items()]
+
+
+def in_groups(found: Iterable[Diagnosis]) -> Mapping[str, Sequence[Diagnosis]]:
+    """Return the checks of each group, those with problems first.
+
+    A check that is unknown, because no daemon answers, is in no group: the daemon's own check has
+    the cause.
+    """
+    ordered = sorted(found, key=lambda diagnosis: _ORDER.index(diagnosis.result))
+    groups: dict[str, list[Diagnosis]] = {}
+    for diagnosis in ordered:
+        if diagnosis.finding != UNKNOWN:
+            group = GROUPS[int(diagnosis.code[2]) - 1]
+            groups.setdefault(group, []).append(diagnosis)
+    return groups
 
 
 def _finding(check: Callable[[T], Finding], about: T) -> Finding:
@@ -319,7 +340,7 @@ def _of_status(check: daemon.StatusCheck) -> Callable[[NodeFacts], Finding]:
 
     def checked(facts: NodeFacts) -> Finding:
         if facts.status is None:
-            return WARNING, "unknown: the daemon does not answer"
+            return WARNING, UNKNOWN
         return check(facts.status)
 
     return checked
@@ -368,4 +389,4 @@ _NODE_CHECKS: Final[Mapping[str, Callable[[NodeFacts], Finding]]] = {
 CHECKS: Final = dict(
     sorted({**_NODE_CHECKS, **{k: _of_status(check) for k, check in STATUS_CHECKS.items()}}.items())
 )
-"""By code: 1 permissions, 2 driver, 3 kubelet, 4 daemon, 5 containers, 6 toolkit, 7 MPS."""
+"""By code, whose first digit is that of its group."""

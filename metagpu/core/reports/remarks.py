@@ -15,7 +15,8 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.offers import RequestRule
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import Offer, Snapshot
-from metagpu.core.reports.schema import FreeCapacityReport, MoveReport, RemarkReport
+from metagpu.core.reports.schema.gpus import FreeCapacityReport, MoveReport
+from metagpu.core.reports.schema.status import RemarkReport
 
 
 class RemarkReason(StrEnum):
@@ -124,7 +125,7 @@ def describe_empty(snapshot: Snapshot, layout: Layout) -> Iterator[Remark]:
                 f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(map(str, gpus))}: {reason}"
                 for reason, gpus in reasons.items()
             ]
-            text = f"{resource} has the amount 0, as no GPU provides it; {'; '.join(parts)}"
+            text = f"{resource} has the amount 0, because no GPU provides it; {'; '.join(parts)}"
             yield Remark(RemarkReason.RESOURCE_EMPTY, text)
 
 

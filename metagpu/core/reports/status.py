@@ -42,22 +42,24 @@ from metagpu.core.reports.remarks import (
     describe_empty,
     describe_held_back,
 )
-from metagpu.core.reports.schema import (
-    DeviceTypeReport,
-    DriverRootsReport,
-    Explanation,
+from metagpu.core.reports.schema.daemon import DriverRootsReport
+from metagpu.core.reports.schema.gpus import (
     FaultReport,
     FreeCapacityReport,
     GpuReport,
-    LeaseReport,
     MigDeviceReport,
-    OfferReport,
     PauseReport,
     PlacementReport,
     RecoveryReport,
-    ResourceReport,
     SharesReport,
     TurnReport,
+)
+from metagpu.core.reports.schema.status import (
+    DeviceTypeReport,
+    Explanation,
+    LeaseReport,
+    OfferReport,
+    ResourceReport,
     UnreadableGpuReport,
 )
 
@@ -92,6 +94,7 @@ def explain_report(snapshot: Snapshot, layout: Layout) -> Explanation:
             for index, verdict in snapshot.unreadable_gpus.items()
         ],
         unused_pools=dict(layout.unused_pools),
+        memory_policies=dict(layout.memory_policies),
         topology=_topology(snapshot),
         offers={
             resource: _offer_report(snapshot, offer) for resource, offer in snapshot.offers.items()

@@ -1,4 +1,4 @@
-"""Helpers of tasks: back-off, rate limits, listeners, files, restarts.
+"""Helpers of tasks: the loop, back-off, rate limits, listeners, files, restarts.
 
 Nothing here knows a GPU, a share or the configuration.
 """

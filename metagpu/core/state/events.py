@@ -12,12 +12,13 @@ from metagpu.core.state.facts import Fact
 
 
 class MemoryExceeded(msgspec.Struct, frozen=True):
-    """A container uses more GPU memory than its limit: one event for each excess.
+    """A container uses more GPU memory than its limit, or than others leave.
 
     Attributes:
         pod_uid: the uid of its pod, which another pod of the same name does not have.
         used: bytes that its processes use; `share` are the bytes of its shares, `limit` its limit.
         will_end: whether its processes are ended if the excess lasts.
+        borrowed: bytes within its limit that others need; 0 for a container above its limit.
     """
 
     gpu: GpuId
@@ -28,6 +29,7 @@ class MemoryExceeded(msgspec.Struct, frozen=True):
     limit: int
     will_end: bool
     at: float
+    borrowed: int = 0
 
 
 class ProcessSignalled(msgspec.Struct, frozen=True):
@@ -47,6 +49,27 @@ class ProcessSignalled(msgspec.Struct, frozen=True):
     used: int
     share: int
     limit: int
+    at: float
+    borrowed: int = 0
+
+
+class TimeExceeded(msgspec.Struct, frozen=True):
+    """A container takes more of a GPU's time than its shares give.
+
+    Others want more. One event when that has lasted for the pool's window, and one each hour.
+
+    Attributes:
+        pod_uid: the uid of its pod, `None` where it is unknown.
+        used: percent of the GPU's time that it takes; `given` is what its shares give.
+        seconds: for how long.
+    """
+
+    gpu: GpuId
+    holder: Holder
+    pod_uid: str | None
+    used: float
+    given: float
+    seconds: float
     at: float
 
 
@@ -256,6 +279,7 @@ Event = (
     Fact
     | MemoryExceeded
     | ProcessSignalled
+    | TimeExceeded
     | UnauthorizedUseFound
     | ContainerAbsent
     | MixedRequestFound

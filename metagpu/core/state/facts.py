@@ -4,6 +4,7 @@ A fact that changed the snapshot is also an event on the bus.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -23,7 +24,7 @@ from metagpu.core.model.shares import (
     Share,
     ShareId,
 )
-from metagpu.core.model.snapshot import Versions
+from metagpu.core.model.snapshot import AnsweredNodes, Versions
 
 
 class GpusFound(msgspec.Struct, frozen=True):
@@ -273,6 +274,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
         running: ids of pods that the API server reports as running.
         ended: ids that the checkpoint names for pods that have ended, and for no others.
         stopped: holders whose containers do not run any more.
+        nodes: the device nodes of GPUs in the answers that the checkpoint keeps, by GPU.
         of_claims: the containers of ResourceClaims' shares, by the uid of the claim and the share.
     """
 
@@ -291,9 +293,8 @@ class LeasesObserved(msgspec.Struct, frozen=True):
     running: frozenset[ShareId] = frozenset()
     ended: frozenset[ShareId] = frozenset()
     stopped: frozenset[Holder] = frozenset()
-    of_claims: Mapping[tuple[str, ShareId], tuple[Holder, ...]] = msgspec.field(
-        default_factory=dict
-    )
+    nodes: Mapping[GpuId, AnsweredNodes] = MappingProxyType({})
+    of_claims: Mapping[tuple[str, ShareId], tuple[Holder, ...]] = MappingProxyType({})
 
 
 class NodeWithdrawn(msgspec.Struct, frozen=True):
@@ -386,8 +387,7 @@ class BackendResumed(msgspec.Struct, frozen=True):
 class CleanupFinished(msgspec.Struct, frozen=True):
     """A backend has cleaned a GPU up: every backend may use the GPU.
 
-    `since` is the start of the cleanup that has ended. A cleanup that began later, after another
-    grant, goes on.
+    The cleanup that began at `since` has ended; one that began later, after a grant, goes on.
     """
 
     gpu: GpuId

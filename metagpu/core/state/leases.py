@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Final
 
@@ -37,12 +38,17 @@ _MIG: Final = "MIG-"
 def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin and end leases by what a look at the kubelet found: the one rule.
 
-    `docs/leases.md` has it as a table.
+    `docs/development/leases.md` has it as a table.
     """
     known = {i: lease for state in snapshot.gpus.values() for i, lease in state.leases.items()}
     # A claim after the request is not in the list, which may name the holder before.
     asked = {i: lease for i, lease in known.items() if lease.since < fact.at}
-    named = _named_by_claims(known.values(), fact)
+    gone = {
+        i: lease
+        for i, lease in snapshot.vanished.items()
+        if lease.resource_claim is not None and lease.share.gpu not in snapshot.gpus
+    }
+    named = _named_by_claims([*known.values(), *gone.values()], fact)
     asked = {i: lease for i, lease in asked.items() if lease.resource_claim is None}
     unnamed = [lease for i, lease in asked.items() if i not in fact.holders]
     ended = _ended(known.values(), unnamed, fact)
@@ -54,9 +60,10 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
         if lease.unconfirmed and fact.confirms and lease.share.id in allocated
     ]
     listed = [
-        _listed(snapshot, share_id, holder, known.get(share_id), fact)
+        _listed(snapshot, share_id, holder, lease, fact)
         for share_id, holder in fact.holders.items()
-        if gpu_of(share_id) in snapshot.gpus and (share_id in asked or share_id not in known)
+        if (lease := asked.get(share_id)) is None or _is_news(lease, holder, fact)
+        if gpu_of(share_id) in snapshot.gpus and (lease or share_id not in known)
     ]
     fresh = allocated.keys() - known.keys() - fact.holders.keys() if fact.begins else ()
     begun = [
@@ -74,13 +81,28 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
         vanished = {
             i: _listed(snapshot, i, holder, snapshot.vanished.get(i), fact)
             for i, holder in fact.holders.items()
-            if i.startswith(_GPU) and gpu_of(i) not in snapshot.gpus and i not in fact.ended
+            if i not in known and i.startswith(_GPU)
+            if gpu_of(i) not in snapshot.gpus and i not in fact.ended
         }
+        renamed = {lease.share.id: lease for lease in named if lease.share.id in gone}
+        vanished |= gone | renamed
         if vanished != snapshot.vanished:
             snapshot = replace(snapshot, vanished=MappingProxyType(vanished))
-        snapshot = _with_other_plugins_devices(_with_allocated(snapshot, fact), fact)
+        snapshot = _with_allocated(snapshot, fact)
+    snapshot = _with_word(snapshot, fact)
     started = _by_gpu([*confirmed, *listed, *begun, *named])
     return with_leases(snapshot, fact.at, started=started, ended=ended)
+
+
+def _is_news(lease: Lease, holder: Holder, fact: LeasesObserved) -> bool:
+    """Return whether a list that has a lease's share changes the lease."""
+    return (
+        lease.holder != holder
+        or lease.unconfirmed
+        or lease.unanswered
+        or lease.from_checkpoint
+        or fact.resources.get(lease.share.id) not in (None, lease.share.resource)
+    )
 
 
 def _listed(
@@ -194,20 +216,19 @@ def _with_allocated(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
     return with_states(snapshot, changed) if changed else snapshot
 
 
-def _with_other_plugins_devices(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
+def _with_word(snapshot: Snapshot, fact: LeasesObserved) -> Snapshot:
+    """Return the snapshot with the kubelet's word beside leases; unread parts stay."""
     devices = frozenset(str(share) for share in fact.holders if share.startswith(_MIG))
-    changed = [
-        gpu for gpu in snapshot.gpus.values() if gpu.kubelet.mig_devices_of_other_plugins != devices
-    ]
-    if not changed:
-        return snapshot
-    return with_states(
-        snapshot,
-        [
-            replace(state, kubelet=replace(state.kubelet, mig_devices_of_other_plugins=devices))
-            for state in changed
-        ],
-    )
+    states = []
+    for gpu, state in snapshot.gpus.items():
+        word = state.kubelet
+        if fact.kubelet_ready:
+            word = replace(word, mig_devices_of_other_plugins=devices)
+        if fact.allocated is not None:
+            word = replace(word, nodes=fact.nodes.get(gpu, {}))
+        if word != state.kubelet:
+            states.append(replace(state, kubelet=word))
+    return with_states(snapshot, states) if states else snapshot
 
 
 def _held_share(
@@ -259,7 +280,10 @@ def apply_claimed(snapshot: Snapshot, fact: SharesClaimed) -> tuple[Snapshot, tu
 def apply_resource_claims(
     snapshot: Snapshot, fact: ResourceClaimsRead
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
-    """Begin the leases of prepared ResourceClaims that have none."""
+    """Begin the leases of prepared ResourceClaims that have none.
+
+    Of a GPU that the node does not have, they are kept as `vanished`.
+    """
     leases = [
         Lease(
             _held_share(snapshot, share_id, None, None),
@@ -271,11 +295,25 @@ def apply_resource_claims(
         )
         for claim, devices in fact.claims.items()
         for device in devices
-        if (state := snapshot.gpus.get(device.gpu)) is not None
+        for state in (snapshot.gpus.get(device.gpu),)
         for share_id in device.share_ids
-        if share_id not in state.leases
+        if share_id not in (snapshot.vanished if state is None else state.leases)
     ]
+    if gone := {lease.share.id: lease for lease in leases if lease.share.gpu not in snapshot.gpus}:
+        snapshot = replace(snapshot, vanished=MappingProxyType({**snapshot.vanished, **gone}))
     return with_leases(snapshot, fact.at, started=_by_gpu(leases))
+
+
+def with_returned(snapshot: Snapshot, at: float) -> tuple[Snapshot, tuple[Fact, ...]]:
+    """Return leases of ResourceClaims to GPUs that are found again."""
+    found = {
+        i: lease
+        for i, lease in snapshot.vanished.items()
+        if lease.resource_claim is not None and lease.share.gpu in snapshot.gpus
+    }
+    left = {i: lease for i, lease in snapshot.vanished.items() if i not in found}
+    snapshot = replace(snapshot, vanished=MappingProxyType(left)) if found else snapshot
+    return with_leases(snapshot, at, started=_by_gpu(found.values()))
 
 
 def _by_gpu(leases: Iterable[Lease]) -> dict[GpuId, dict[ShareId, Lease]]:
@@ -296,6 +334,11 @@ def with_leases(
     ending = defaultdict[GpuId, list[ShareId]](list)
     for share_id in ended:
         ending[gpu_of(share_id)].append(share_id)
+    if gone := snapshot.vanished.keys() & set(chain.from_iterable(ending.values())):
+        left = {
+            share_id: its for share_id, its in snapshot.vanished.items() if share_id not in gone
+        }
+        snapshot = replace(snapshot, vanished=MappingProxyType(left))
 
     states: list[GpuState] = []
     begun: list[Share] = []

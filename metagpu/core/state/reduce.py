@@ -5,6 +5,7 @@ snapshot and the events for the bus; a fact without a change returns the same sn
 events.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -57,6 +58,7 @@ from metagpu.core.state.leases import (
     apply_pending,
     apply_resource_claims,
     with_leases,
+    with_returned,
 )
 
 
@@ -133,7 +135,8 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
 
     ordered = sorted(states.values(), key=lambda state: (state.gpu.index, state.gpu.id))
     gpus = MappingProxyType({state.gpu.id: state for state in ordered})
-    return replace(snapshot, gpus=gpus), (fact,)
+    following, events = with_returned(replace(snapshot, gpus=gpus), fact.at)
+    return following, (fact, *events)
 
 
 def _earlier_leases(snapshot: Snapshot, fact: EarlierLeases) -> tuple[Snapshot, tuple[Fact, ...]]:
@@ -226,9 +229,12 @@ def _of_one_gpu(snapshot: Snapshot, fact: GpuFact) -> tuple[Snapshot, tuple[Fact
 def _shares_offered(snapshot: Snapshot, fact: SharesOffered) -> tuple[Snapshot, tuple[Fact, ...]]:
     states = []
     offered = [share for share in fact.shares if share.gpu in snapshot.gpus]
+    of_gpu = defaultdict[GpuId, list[Share]](list)
+    for share in offered:
+        of_gpu[share.gpu].append(share)
 
     for state in snapshot.gpus.values():
-        shares = tuple(share for share in offered if share.gpu == state.gpu.id)
+        shares = tuple(of_gpu[state.gpu.id])
         api = _api_of(shares, fact)
         leases = _with_known_shares(state.leases, shares)
         states.append(

@@ -1,7 +1,8 @@
 """GPU usage of containers: processes joined with the leases of their containers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Final
 
@@ -14,7 +15,7 @@ from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import is_mig, placed_at
 from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, Share, holders_of
-from metagpu.core.model.snapshot import GpuState
+from metagpu.core.model.snapshot import GpuState, Snapshot
 
 PromisedMemory = Mapping[tuple[str, str, GpuId], int]
 """Bytes of each GPU that were promised to containers, by pod uid, container name and GPU.
@@ -123,11 +124,8 @@ class HeldParts:
         """Return the part that a share stands for."""
         gpu = self._state.gpu
         if is_mig(share.id):
-            slices = max(
-                (at.end for mig_profile in gpu.mig_profiles for at in mig_profile.placements),
-                default=1,
-            )
             for profile, placement in placed_at(gpu.mig_profiles, share.id):
+                slices = max(at.end for each in gpu.mig_profiles for at in each.placements)
                 return placement.size / slices * min(1.0, share.memory / profile.memory)
         if gpu.memory and share.memory and self._offered.get(share.id) != share:
             return min(1.0, share.memory / gpu.memory)
@@ -157,15 +155,17 @@ def attribute_processes(
     identities: Mapping[int, ProcessIdentity],
     names: Mapping[Container, Holder],
     promised: PromisedMemory = NO_PROMISED_MEMORY,
+    *,
+    of_claims: Mapping[Container, Sequence[Share]] = MappingProxyType({}),
 ) -> GpuUsage:
     """Attribute every process on a GPU to its container. Pure.
 
     A pod with a process in a container of unknown name is judged as one: all its processes on the
     GPU count against all its shares of the GPU. An init container, which the kubelet lists nowhere,
-    has the shares that the checkpoint names for it.
+    has the shares that the checkpoint names for it, and those of its claims.
     """
     gpu = state.gpu.id
-    shares = _with_unlisted(state, names)
+    shares = _with_unlisted(state, names, of_claims)
     charged = _charged(names, shares)
     attributed: defaultdict[tuple[Holder, str], list[ProcessUsage]] = defaultdict(list)
     unauthorized = []
@@ -198,25 +198,68 @@ def attribute_processes(
     return GpuUsage(gpu, tuple(sorted(containers, key=_sort_key)), tuple(unauthorized))
 
 
+def allocated_shares(state: GpuState) -> Iterator[Share]:
+    """Yield the shares that the checkpoint names, as granted rather than as offered."""
+    offered = {share.id: share for share in state.shares}
+    for share_id in state.allocated:
+        if share := lease.share if (lease := state.leases.get(share_id)) else offered.get(share_id):
+            yield share
+
+
+def shares_of_claims(
+    snapshot: Snapshot, names: Mapping[Container, Holder]
+) -> Mapping[Container, Sequence[Share]]:
+    """Return the shares of containers that only their Pods' claims name.
+
+    A container that names one request of a claim counts as one that names the claim.
+    """
+    found = {}
+    for container, holder in names.items():
+        pod = snapshot.pods.by_uid.get(container.pod_uid)
+        if pod is None or not pod.claims:
+            continue
+        if not any(holder in state.shares_by_holder for state in snapshot.gpus.values()):
+            of_container = (pod.claims.get(holder.container, ()),)
+            named = chain.from_iterable(of_container if holder.container else pod.claims.values())
+            claims = {(pod.namespace, claim) for claim, _ in named}
+            found[container] = [
+                lease.share
+                for claim, lease in snapshot.claim_leases
+                if (claim.namespace, claim.name) in claims
+            ]
+    return found
+
+
 def _with_unlisted(
-    state: GpuState, names: Mapping[Container, Holder]
+    state: GpuState,
+    names: Mapping[Container, Holder],
+    of_claims: Mapping[Container, Sequence[Share]],
 ) -> Mapping[Holder, Sequence[Share]]:
-    """Return each container's shares, with those that only the checkpoint names."""
-    if not state.allocated:
+    """Return each container's shares, also of those that the kubelet does not list."""
+    if not (state.allocated or of_claims):
         return state.shares_by_holder
     shares = defaultdict[Holder, list[Share]](list)
     shares.update((holder, list(held)) for holder, held in state.shares_by_holder.items())
+    unlisted = [
+        (names[container], share)
+        for container, claimed in of_claims.items()
+        for share in claimed
+        if share.gpu == state.gpu.id
+    ]
     seen = {
         (process_container.pod_uid, holder.container): holder
         for process_container, holder in names.items()
     }
-    for share in state.shares:
-        for uid, name in state.allocated.get(share.id, ()):
+    for share in allocated_shares(state):
+        for uid, name in state.allocated[share.id]:
             holder = seen.get((uid, name))
             if holder is None and (pod := seen.get((uid, ""))) is not None:
                 holder = replace(pod, container=name)
-            if holder is not None and share not in shares[holder]:
-                shares[holder].append(share)
+            if holder is not None:
+                unlisted.append((holder, share))
+    for holder, share in unlisted:
+        if share not in shares[holder]:
+            shares[holder].append(share)
     return shares
 
 

@@ -14,7 +14,6 @@ from time import time
 from typing import Final
 
 import anyio
-import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -24,7 +23,7 @@ from metagpu.core.config.memory import (
     EnforcementPolicy,
     MemoryEnforcement,
 )
-from metagpu.core.config.units import Bytes
+from metagpu.core.config.units import Quantity
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.gpu_preference import parse_preference, unmet
@@ -39,27 +38,13 @@ from metagpu.core.state.events import (
 )
 from metagpu.core.state.registry import Registry, Subscription
 from metagpu.core.usage.accounting import ContainerUsage
-from metagpu.core.usage.policy import memory_limit
+from metagpu.core.usage.policy import EffectiveLimit, memory_limit
 
 POLICY: Final = "metagpu.io/memory-policy"
 MAX_ANNOTATIONS: Final = 16
 MAX_LENGTH: Final = 64
 """Number of annotations of one pod that are read, and of characters of each: Kubernetes allows
 256 KiB of annotations in a pod, and every rejected annotation is reported."""
-
-
-class EffectiveLimit(msgspec.Struct, frozen=True):
-    """Memory limit of one container on one GPU.
-
-    Attributes:
-        settings: the pool's settings, with the policy that the pod has chosen.
-        limit: bytes; `None` where the container's share is unknown, or there is no limit.
-        rejected: a sentence for each annotation that has no effect.
-    """
-
-    settings: MemoryEnforcement
-    limit: int | None
-    rejected: tuple[str, ...] = ()
 
 
 class _RejectedError(Exception):
@@ -95,20 +80,26 @@ def effective_limit(
         except _RejectedError as error:
             rejected.append(f"{POLICY}: {error}; the policy of the GPU's pool stays")
 
-    limit = (
+    own = (
         None
         if settings.policy is EnforcementPolicy.OFF
         else memory_limit(usage, gpu, settings.headroom)
     )
+    limit, lends = own, settings.burst if gpu.memory else None
+    if own and lends and gpu.memory:
+        allowed = gpu.memory if lends.limit is None else lends.limit
+        limit = max(own, _limit_for(usage, gpu, allowed, settings.headroom))
     key = f"{LIMIT_PREFIX}{usage.shares[0].resource}"
     if pod is not None and key in pod.memory_annotations:
         try:
             requested = _requested_memory(pod.memory_annotations[key], usage, snapshot, settings)
         except _RejectedError as error:
-            rejected.append(f"{key}: {error}; the limit of the container's shares stays")
+            whose = "pool" if lends else "container's shares"
+            rejected.append(f"{key}: {error}; the limit of the {whose} stays")
         else:
             limit = limit and _limit_for(usage, gpu, requested, settings.headroom)
-    return EffectiveLimit(settings, limit, tuple(rejected))
+    request = min(own, limit) if lends and own and limit else limit
+    return EffectiveLimit(settings, limit, request, tuple(rejected))
 
 
 def count_held(snapshot: Snapshot, holder: Holder, resource: ResourceName) -> int:
@@ -140,7 +131,8 @@ def _with_policy(settings: MemoryEnforcement, value: str) -> MemoryEnforcement:
         raise _RejectedError(
             f"{value!r} is not a policy; allowed: {', '.join(EnforcementPolicy)}"
         ) from None
-    return msgspec.structs.replace(settings, policy=policy)
+    burst = settings.burst if policy is EnforcementPolicy.KILL else None
+    return replace(settings, policy=policy, burst=burst)
 
 
 def _requested_memory(
@@ -150,7 +142,7 @@ def _requested_memory(
     if AnnotationKind.LIMIT not in settings.allow_annotations:
         raise _RejectedError("the GPU's pool does not allow it (`allowAnnotations: [limit]`)")
     try:
-        amount = int(value) if value.isdecimal() else int(Bytes.parse(value))
+        amount = int(value) if value.isdecimal() else int(Quantity.parse(value))
     except ValueError:  # also for thousands of digits, which Python does not parse
         amount = 0
     if amount <= 0:

@@ -24,6 +24,7 @@ from metagpu.core.usage.accounting import (
     GpuUsage,
     PromisedMemory,
     attribute_processes,
+    shares_of_claims,
 )
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 from metagpu.core.usage.utilization import SensorTurns, UtilizationReader
@@ -127,6 +128,10 @@ class UsageCollector:
         """
         listing = self._list(gpu, await self._driver.processes(gpu))
         return (await self._attribute({gpu: listing}))[gpu]
+
+    async def free_memory(self, gpu: GpuId) -> int | None:
+        """Return the free bytes of a GPU, `None` if unknown; errors as of `collect_gpu`."""
+        return await self._driver.free_memory(gpu)
 
     async def collect(self, *, sensors: bool = False) -> NodeUsage:
         """Collect the usage of all GPUs, and their sensors where they are wanted.
@@ -240,7 +245,8 @@ class UsageCollector:
             }
             self._log_unknown(gpu, its)
             found[gpu] = attribute_processes(
-                snapshot.gpus[gpu], listing.processes, own, its, self.promised_memory
+                *(snapshot.gpus[gpu], listing.processes, own, its, self.promised_memory),
+                of_claims=shares_of_claims(snapshot, its),
             )
             self._checked[gpu] = anyio.current_time(), found[gpu]
         return found

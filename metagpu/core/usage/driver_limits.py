@@ -6,7 +6,7 @@ had before its limit.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 import msgspec
@@ -17,15 +17,16 @@ from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, Memory
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import LimitDriver
 from metagpu.core.contracts.host import Container, ContainerCgroup, Host
-from metagpu.core.errors import DriverError, DriverUnavailable, Unsupported
+from metagpu.core.errors import DriverError, DriverUnavailable, HostError, Unsupported
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder, Lease, Share, ShareId
-from metagpu.core.model.snapshot import Versions
+from metagpu.core.model.snapshot import GpuState, Versions
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.accounting import ContainerUsage
-from metagpu.core.usage.annotations import EffectiveLimit, effective_limit
+from metagpu.core.usage.accounting import ContainerUsage, allocated_shares
+from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import UsageCollector
+from metagpu.core.usage.policy import EffectiveLimit
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 log = structlog.get_logger()
@@ -112,24 +113,80 @@ class DriverLimits:
             DriverUnavailable: NVML is gone; no limit is known to be in force then.
         """
         state = self._gpus[gpu]
-        versions = self._registry.snapshot.versions
-        wanted = settings.uses_driver_limits or AnnotationKind.POLICY in settings.allow_annotations
-        if state.unsupported_by == versions:
+        if state.unsupported_by == self._registry.snapshot.versions:
             return
 
         try:
             if not settings.uses_driver_limits:
                 await self._inherit(gpu, state, settings)
-            if not (wanted or state.limits):
+            if not (self._may_limit(gpu, settings) or state.limits):
                 return
             for target, limit in await self._pending_changes(gpu, state, settings):
                 await self._set_limit(gpu, state, target, limit)
         except Unsupported as error:
-            self._gpus[gpu] = _GpuLimits(unsupported_by=versions)
-            log.info("driver memory limits unsupported", gpu=str(gpu), reason=str(error))
+            self._note_unsupported(gpu, error)
         except DriverUnavailable:
             self.forget(gpu)
             raise
+
+    async def limit_starting(
+        self, target: ContainerCgroup, settings: Callable[[GpuId], MemoryEnforcement]
+    ) -> int:
+        """Set the limits of a container that has no process yet; return their number.
+
+        Where a GPU may need one, the wait is for the shares of the container to be known.
+
+        Raises:
+            HostError: the name of the container is not certain.
+            DriverError: a limit that the container needs is not in force in time.
+        """
+        gpus = [gpu for gpu in self._registry.snapshot.gpus if self._may_limit(gpu, settings(gpu))]
+        if not gpus or not target.cgroup:
+            return 0
+        if not target.holder.container:
+            raise HostError(f"the name of container {target.container.id[:12]} is not certain")
+        with anyio.move_on_after(self._timing.start_deadline):
+            async for is_known in self._registry.watch(
+                lambda now: any(_held_shares(state, target) for state in now.gpus.values())
+            ):
+                if is_known:
+                    break
+            limits = [await self._limit_starting(gpu, target, settings(gpu)) for gpu in gpus]
+            return limits.count(True)
+        raise DriverError(
+            f"the memory limit of {target.holder} was not set within "
+            f"{self._timing.start_deadline:g} s of its start"
+        )
+
+    async def _limit_starting(
+        self, gpu: GpuId, target: ContainerCgroup, settings: MemoryEnforcement
+    ) -> bool:
+        """Set the limit of a container on one GPU; return whether it has one.
+
+        Raises:
+            DriverError: the limit could not be set.
+        """
+        held = _held_shares(self._registry.snapshot.gpus[gpu], target)
+        if not (shares := self._guarded(held)):
+            return False
+        effective = self._effective_limit(gpu, target, shares, settings)
+        limit, state = effective.limit, self._gpus[gpu]
+        if limit is None or not effective.settings.uses_driver_limits:
+            return False
+        try:
+            await self._set_limit(gpu, state, target, limit)
+        except Unsupported as error:
+            self._note_unsupported(gpu, error)
+            return False
+        if state.limits.get(target.container) != (target.holder, limit):
+            raise DriverError(f"the driver set no memory limit for {target.holder}")
+        state.cgroups = [*state.cgroups, target]
+        return True
+
+    def _may_limit(self, gpu: GpuId, settings: MemoryEnforcement) -> bool:
+        """Return whether containers on a GPU may need limits that the driver may have."""
+        wanted = settings.uses_driver_limits or AnnotationKind.POLICY in settings.allow_annotations
+        return wanted and self._gpus[gpu].unsupported_by != self._registry.snapshot.versions
 
     async def _inherit(self, gpu: GpuId, state: _GpuLimits, settings: MemoryEnforcement) -> None:
         """Find the limits that an earlier daemon has left, so that they are lifted.
@@ -242,6 +299,10 @@ class DriverLimits:
             mib = limit // MIB
             log.info("driver memory limit set", container=str(target.holder), limit_mib=mib)
 
+    def _note_unsupported(self, gpu: GpuId, error: Unsupported) -> None:
+        self._gpus[gpu] = _GpuLimits(unsupported_by=self._registry.snapshot.versions)
+        log.info("driver memory limits unsupported", gpu=str(gpu), reason=str(error))
+
     def _enforced_holders(self, gpu: GpuId) -> Mapping[Holder, Sequence[Share]]:
         """Return the shares of each container on a GPU that the enforcer guards."""
         held = self._registry.snapshot.gpus[gpu].shares_by_holder
@@ -258,3 +319,15 @@ class DriverLimits:
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:
         if self._logged.is_new(gpu, str(error)):
             log.warning("driver memory limit failed", gpu=str(gpu), error=str(error))
+
+
+def _held_shares(state: GpuState, target: ContainerCgroup) -> Sequence[Share]:
+    """Return the shares of a container on a GPU.
+
+    The kubelet's checkpoint has the pod's uid, and names init containers. The name alone counts for
+    what the checkpoint does not have: an ended pod may have had the same name.
+    """
+    key = target.container.pod_uid, target.holder.container
+    allocated = [share for share in allocated_shares(state) if key in state.allocated[share.id]]
+    named = state.shares_by_holder.get(target.holder, ())
+    return allocated or [share for share in named if share.id not in state.allocated]

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from random import SystemRandom
 from signal import Signals
 from time import time
@@ -20,16 +21,28 @@ from metagpu.core.errors import DriverError, DriverUnavailable, HostError
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.reports.schema import EnforcementReport, OverLimitReport
+from metagpu.core.reports.schema.daemon import EnforcementReport, OverLimitReport
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import MemoryExceeded, ProcessSignalled
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.accounting import ContainerUsage, GpuUsage, ProcessUsage
+from metagpu.core.usage.accounting import (
+    ContainerUsage,
+    GpuUsage,
+    ProcessUsage,
+    allocated_shares,
+)
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import UsageCollector
 from metagpu.core.usage.driver_limits import DriverLimits
-from metagpu.core.usage.policy import LimitViolation, decide
+from metagpu.core.usage.policy import (
+    Account,
+    LimitViolation,
+    Reclaim,
+    borrowed_memory,
+    decide,
+    reclaim,
+)
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
 
@@ -150,6 +163,7 @@ class Enforcer:
         self._guards = guards
         self._limits = limits
         self._timing = timing
+        self._reclaimed: dict[GpuId, Reclaim] = {}
         self._moments = CheckMoments()
         self._logged = LogOnce()
         self._warnings_logged = False
@@ -176,6 +190,7 @@ class Enforcer:
                 pause = await self._check(gpu, settings, violations)
             else:
                 violations.clear()
+                self._reclaimed.pop(gpu, None)
                 self.record.over_limit.pop(gpu, None)
                 await self._update_limits(gpu, settings)
                 pause = self._moments.seconds_to_next(self._timing.idle_period)
@@ -188,11 +203,16 @@ class Enforcer:
                 await self._limits.update(gpu, settings)
 
     def _has_enforced_containers(self, state: GpuState) -> bool:
-        """Return whether a container on the GPU has the enforcer as its only guard."""
+        """Return whether a container on the GPU has the enforcer as its only guard.
+
+        The kubelet's checkpoint and the Pods' claims alone name init containers.
+        """
+        listed = (
+            lease.share for lease in state.leases.values() if lease.holder or lease.resource_claim
+        )
         return any(
-            lease.holder is not None
-            and self._guards.get(lease.share.backend) is MemoryGuard.ENFORCER
-            for lease in state.leases.values()
+            self._guards.get(share.backend) is MemoryGuard.ENFORCER
+            for share in chain(listed, allocated_shares(state))
         )
 
     async def _check(
@@ -203,6 +223,7 @@ class Enforcer:
         await self._update_limits(gpu, settings)
         try:
             gpu_usage = await self._collector.collect_gpu(gpu)
+            free = await self._collector.free_memory(gpu) if settings.burst else None
         except DriverError as error:
             self.record.over_limit.pop(gpu, None)
             if self._limits is not None and isinstance(error, DriverUnavailable):
@@ -214,9 +235,11 @@ class Enforcer:
         found: dict[_Key, LimitViolation] = {}
         over: dict[Holder, int] = {}
         pauses = []
-        async for usage in self._enforced(gpu_usage):
+        accounts: list[Account] = []
+        async for usage in self._enforced(gpu_usage, idle=settings.burst is not None):
             key = usage.holder, usage.pod_uid
             effective = effective_limit(usage, self._registry.snapshot, settings)
+            accounts.append((usage, effective))
             limit, own = (
                 effective.limit if effective.settings.is_active else None,
                 effective.settings,
@@ -228,33 +251,54 @@ class Enforcer:
             if limit is not None and usage.memory > limit:
                 over[usage.holder] = usage.memory - limit
                 if decision.warn:
-                    self._warn(usage, limit, own)
+                    self._warn((usage, effective))
                 for process, signal in decision.signals:
-                    await self._signal(usage, limit, process, signal, dry=settings.dry_run)
+                    await self._signal((usage, effective), process, signal)
             if decision.next_check is not None:
                 pauses.append(decision.next_check)
 
         violations.clear()
         violations.update(found)
         self.record.over_limit[gpu] = over
+        if settings.burst is None:
+            self._reclaimed.pop(gpu, None)
+        else:
+            before, now = self._reclaimed.get(gpu, Reclaim()), anyio.current_time()
+            reclaimed = reclaim(accounts, free, settings, before, now, violations=found.values())
+            await self._carry_out(gpu, reclaimed)
+            pauses += [] if reclaimed.next_check is None else [reclaimed.next_check]
         return min([self._moments.seconds_to_next(settings.period), *pauses])
 
-    async def _enforced(self, gpu_usage: GpuUsage) -> AsyncIterator[ContainerUsage]:
-        """Yield the containers that the enforcer guards; other tasks run in between."""
+    async def _carry_out(self, gpu: GpuId, decision: Reclaim) -> None:
+        """Make borrowers give back what others need."""
+        self._reclaimed[gpu] = decision
+        for account in decision.warn:
+            self._warn(account, borrowed=borrowed_memory(account))
+        for account, process, signal in decision.signals:
+            await self._signal(account, process, signal, borrowed=borrowed_memory(account))
+
+    async def _enforced(self, gpu_usage: GpuUsage, *, idle: bool) -> AsyncIterator[ContainerUsage]:
+        """Yield the containers that the enforcer guards; other tasks run in between.
+
+        A container without a process uses no memory, whatever its limit: it is left out unless
+        `idle` ones count too.
+        """
         for number, usage in enumerate(gpu_usage.containers):
             if number % _TURN == 0:
                 await checkpoint()
-            if memory_guard_of(usage, self._guards) is MemoryGuard.ENFORCER:
+            has_part = idle or usage.processes
+            if has_part and memory_guard_of(usage, self._guards) is MemoryGuard.ENFORCER:
                 yield usage
 
-    def _warn(self, usage: ContainerUsage, limit: int, settings: MemoryEnforcement) -> None:
-        will_end = settings.policy is EnforcementPolicy.KILL and not settings.dry_run
+    def _warn(self, account: Account, *, borrowed: int = 0) -> None:
+        usage, terms = account
+        will_end = terms.settings.policy is EnforcementPolicy.KILL and not terms.settings.dry_run
         self.record.warnings += 1
-        log.warning(
-            "gpu memory limit exceeded",
-            **self._log_keys(usage, limit),
-            policy=str(settings.policy),
-        )
+        keys, policy = self._log_keys(account, borrowed), str(terms.settings.policy)
+        if borrowed:
+            log.warning("borrowed gpu memory needed", **keys, policy=policy)
+        else:
+            log.warning("gpu memory limit exceeded", **keys, policy=policy)
         self._registry.events.publish(
             MemoryExceeded(
                 usage.gpu,
@@ -262,28 +306,24 @@ class Enforcer:
                 usage.pod_uid,
                 used=usage.memory,
                 share=usage.share_memory or 0,
-                limit=limit,
+                limit=terms.limit or 0,
                 will_end=will_end,
                 at=time(),
+                borrowed=borrowed,
             )
         )
 
     async def _signal(
-        self,
-        usage: ContainerUsage,
-        limit: int,
-        process: ProcessUsage,
-        signal: Signals,
-        *,
-        dry: bool,
+        self, account: Account, process: ProcessUsage, signal: Signals, *, borrowed: int = 0
     ) -> None:
+        usage, terms = account
         bound = log.bind(
             pid=process.pid,
             process_mib=(process.memory or 0) // MIB,
             signal=signal.name,
-            **self._log_keys(usage, limit),
+            **self._log_keys(account, borrowed),
         )
-        if dry:
+        if terms.settings.dry_run:
             bound.warning("process not signalled in a dry run")
             return
         if process.identity is None:
@@ -309,18 +349,21 @@ class Enforcer:
                 memory=process.memory or 0,
                 used=usage.memory,
                 share=usage.share_memory or 0,
-                limit=limit,
+                limit=terms.limit or 0,
                 at=time(),
+                borrowed=borrowed,
             )
         )
 
-    def _log_keys(self, usage: ContainerUsage, limit: int) -> dict[str, object]:
+    def _log_keys(self, account: Account, borrowed: int) -> dict[str, object]:
+        usage, terms = account
         return {
             "container": str(usage.holder),
             "gpu": str(self._registry.snapshot.gpus[usage.gpu].gpu),
             "share_mib": (usage.share_memory or 0) // MIB,
-            "limit_mib": limit // MIB,
+            "limit_mib": (terms.limit or 0) // MIB,
             "used_mib": usage.memory // MIB,
+            **({"borrowed_mib": borrowed // MIB} if borrowed else {}),
         }
 
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:

@@ -2,10 +2,12 @@
 
 A reset and a reboot remove all instances; an exchanged GPU has another uuid. The kubelet keeps the
 answer to Allocate for the life of the pod, and uses it again at each start of the container:
-nothing that the daemon does reaches that container. The loss is reported once as an Event, and in
-the status as long as it lasts.
+nothing that the daemon does reaches that container. So it is with a GPU whose device node has
+another number, and with a prepared ResourceClaim whose GPU is gone; its MIG devices are made again.
+The loss is reported once as an Event, and in the status as long as it lasts.
 """
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from time import time
@@ -14,11 +16,13 @@ import anyio
 import msgspec
 import structlog
 
+from metagpu.core.availability.conflict import shares_of_moved_nodes
 from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
-from metagpu.core.reports.schema import LostDevicesReport
+from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of, holders_of
+from metagpu.core.model.snapshot import Snapshot, latest
+from metagpu.core.reports.schema.daemon import LostDevicesReport
 from metagpu.core.state.events import DevicesLost
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
@@ -67,8 +71,8 @@ AllocationReader = Callable[[], Awaitable[Iterable[AllocatedDevices] | None]]
 def describe_loss(container: str, devices: Iterable[str], fix: str) -> str:
     """Describe cause and fix of a loss in one sentence."""
     return (
-        f"container {container} holds {', '.join(devices)}, gone after a reset, a reboot or a "
-        f"change of the node's GPUs; restarting the container does not help: run {fix}"
+        f"container {container} holds {', '.join(devices)}, gone or another's after a reset, a "
+        f"reboot or a change of the node's GPUs; restarting the container does not help: run {fix}"
     )
 
 
@@ -97,6 +101,49 @@ def find_lost_devices(
             where = holder.namespace, holder.pod, holder.container
             found.add(LostDevices(*where, grant.pod_uid, devices))
     return frozenset(found)
+
+
+@latest
+def find_lost_gpus(snapshot: Snapshot) -> frozenset[LostDevices]:
+    """Return the containers whose claims' GPUs are gone, or that get others' nodes."""
+    found = defaultdict[Holder, set[str]](set)
+    for state in snapshot.gpus.values():
+        moved = shares_of_moved_nodes(state)
+        for named, ids in state.kubelet.nodes.items():
+            for lease in (state.leases[i] for i in ids & moved):
+                for holder in holders_of(lease):
+                    found[holder] |= {f"/dev/nvidia{number}" for number in named}
+    for _, lease in snapshot.claim_leases:
+        if snapshot.lacks(lease.share.gpu):
+            for holder in holders_of(lease):
+                found[holder].add(lease.share.gpu)
+    pods = {holder: snapshot.pods.find(holder, None) for holder in found}
+    return frozenset(
+        LostDevices(
+            holder.namespace,
+            holder.pod,
+            holder.container,
+            "" if (pod := pods[holder]) is None else pod.uid,
+            tuple(sorted(devices)),
+        )
+        for holder, devices in found.items()
+    )
+
+
+@latest
+def _held_leases(snapshot: Snapshot) -> Mapping[ShareId, Lease]:
+    """Return the leases of Allocate's answers, and those of GPUs that are gone.
+
+    A GPU that nobody can read is not gone, and has no uuid yet.
+    """
+    gone = {i: lease for i, lease in snapshot.vanished.items() if snapshot.lacks(lease.share.gpu)}
+    found = gone | {i: lease for gpu in snapshot.gpus.values() for i, lease in gpu.leases.items()}
+    return {i: lease for i, lease in found.items() if lease.resource_claim is None}
+
+
+@latest
+def _gpus_of(leases: Mapping[ShareId, Lease]) -> frozenset[GpuId]:
+    return frozenset(map(gpu_of, leases))
 
 
 class LostDeviceWatch:
@@ -148,16 +195,18 @@ class LostDeviceWatch:
 
     async def _check(self) -> frozenset[LostDevices] | None:
         """Return the present losses, `None` where allocations cannot be read."""
-        before = self._held_leases()
-        gpus = self._registry.snapshot.gpus
-        if not any(gpu not in gpus or gpus[gpu].gpu.mig_profiles for gpu in map(gpu_of, before)):
-            return frozenset()
+        snapshot = self._registry.snapshot
+        gpus, lost = snapshot.gpus, find_lost_gpus(snapshot)
+        before = _held_leases(snapshot)
+        held = _gpus_of(before)
+        leased = {gpu for gpu in held if gpu in gpus and gpus[gpu].gpu.mig_profiles}
+        if not leased and held <= gpus.keys():
+            return lost
         allocated = await self._read()
         if allocated is None:
             return None
 
         existing, unknown = set[str](gpus), set[GpuId]()
-        leased = {gpu for gpu in map(gpu_of, before) if gpu in gpus and gpus[gpu].gpu.mig_profiles}
         for gpu, answer in (await read_instances(self._driver.mig, leased)).items():
             if isinstance(answer, DriverError):
                 unknown.add(gpu)  # the health watch reports the error
@@ -165,22 +214,11 @@ class LostDeviceWatch:
                 existing |= {
                     part.uuid for instance in answer for part in instance.compute_instances
                 }
-        still = {
-            share: lease
-            for share, lease in self._held_leases().items()
-            if before.get(share) == lease
-        }
-        return find_lost_devices(allocated, still, existing, unknown)
-
-    def _held_leases(self) -> Mapping[ShareId, Lease]:
-        """Return all leases, and those of GPUs that are gone.
-
-        A GPU that nobody can read is not gone, and has no uuid yet.
-        """
-        now = self._registry.snapshot
-        known = now.gpus and not now.unreadable_gpus
-        found = dict(now.vanished) if known else {}
-        return found | {i: lease for gpu in now.gpus.values() for i, lease in gpu.leases.items()}
+        now = _held_leases(self._registry.snapshot)
+        still = now
+        if now is not before:
+            still = {share: lease for share, lease in now.items() if before.get(share) == lease}
+        return lost | find_lost_devices(allocated, still, existing, unknown)
 
     def _report_loss(self, loss: LostDevices) -> None:
         log.warning(

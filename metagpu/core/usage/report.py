@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
 from metagpu.core.config.memory import MemoryEnforcement
@@ -16,17 +17,19 @@ from metagpu.core.model.mig import profile_of
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import HardwareDevice, Holder, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.reports.schema import (
-    ContainerGpuReport,
-    ContainerReport,
+from metagpu.core.reports.schema.gpus import (
     DatedReason,
     HeldDeviceReport,
     OfferedSharesReport,
     PlacementReport,
+    UsedGpuReport,
+)
+from metagpu.core.reports.schema.usage import (
+    ContainerGpuReport,
+    ContainerReport,
     ProcessReport,
     UnauthorizedReport,
     UsageReport,
-    UsedGpuReport,
 )
 from metagpu.core.usage.accounting import (
     ContainerUsage,
@@ -37,7 +40,9 @@ from metagpu.core.usage.accounting import (
 )
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import NodeUsage
+from metagpu.core.usage.compute import Overuse
 from metagpu.core.usage.enforcer import memory_guard_of
+from metagpu.core.usage.policy import borrowed_memory
 
 
 class ReportRules(msgspec.Struct, frozen=True):
@@ -47,11 +52,14 @@ class ReportRules(msgspec.Struct, frozen=True):
         settings: returns the memory settings of a GPU's pool.
         guards: the guard of each backend's containers, by the backend's name.
         is_driver_limited: returns whether the driver limits a container on a GPU.
+        overuse: returns how a container's use of a GPU's time compares with its shares, `None`
+            where its pool does not ask for that.
     """
 
     settings: Callable[[GpuId], MemoryEnforcement]
     guards: Mapping[str, MemoryGuard]
     is_driver_limited: Callable[[ContainerUsage], bool] = lambda _: False
+    overuse: Callable[[GpuId, Holder], Overuse | None] = lambda *_: None
 
 
 class RequestingPod(msgspec.Struct, frozen=True):
@@ -301,11 +309,13 @@ def _container_gpu_report(
     effective = effective_limit(usage, snapshot, rules.settings(usage.gpu))
     enforced = guard is MemoryGuard.ENFORCER
     limit = effective.limit if enforced else None
+    lends = effective.settings.burst is not None
     if enforced and rules.is_driver_limited(usage):
         guard = MemoryGuard.DRIVER
     resource, part = usage.shares[0].resource, measure.of_container(usage)
     busy = node_usage.utilization.get(usage.gpu)
     own = None if busy is None else sum(busy.get(p.pid, 0) for p in usage.processes)
+    overuse = rules.overuse(usage.gpu, usage.holder)
 
     return ContainerGpuReport(
         index=state.gpu.index,
@@ -324,6 +334,8 @@ def _container_gpu_report(
         guard=str(guard) if guard else None,
         policy=str(effective.settings.policy) if enforced else None,
         processes=[_process_report(process, busy, node_usage) for process in usage.processes],
+        borrowed_mib=_mib(borrowed_memory((usage, effective))) if enforced and lends else UNSET,
+        over_share_seconds=round(overuse.lasting) if overuse and overuse.lasting else None,
     )
 
 

@@ -18,6 +18,8 @@ class UsageTiming(msgspec.Struct, frozen=True):
             for where no limit is wanted any more. By its end the kubelet has listed every pod that
             is older than this daemon.
         limit_retry: until the driver is asked again for a limit that it could not set.
+        start_deadline: for the limits of a container that starts, and waits for them. The kubelet
+            lists a pod half a second after its grant.
         lost_period: between two checks for lost devices. A loss is reported when two checks in
             a row have found it: in between, a pod may have come.
         unauthorized_period: between two checks of all GPUs for unauthorized use.
@@ -25,6 +27,7 @@ class UsageTiming(msgspec.Struct, frozen=True):
         absent_period: between two checks for leases whose containers do not run.
         absent_after: without a process, after which a container is reported. The kubelet waits for
             5 min at most before it starts a container that fails.
+        compute_period: between two readings of the time that containers take of their GPUs.
         mixed_period: between two checks for containers that hold shares of several resources.
         cache_age: for which callers share one collection of all GPUs.
         recent: for which a scrape takes a GPU's processes from the last check of the GPU alone; a
@@ -41,11 +44,13 @@ class UsageTiming(msgspec.Struct, frozen=True):
     start_window: float = 30.0
     inherit_window: float = 120.0
     limit_retry: float = 10.0
+    start_deadline: float = 8.0
     lost_period: float = 10.0
     unauthorized_period: float = 10.0
     admission_window: float = 15.0
     absent_period: float = 30.0
     absent_after: float = 600.0
+    compute_period: float = 10.0
     mixed_period: float = 5.0
     cache_age: float = 0.9
     recent: float = 1.1

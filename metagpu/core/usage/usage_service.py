@@ -5,22 +5,26 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
+from metagpu.core.config.memory import ComputeEnforcement
 from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.driver import Driver
-from metagpu.core.contracts.host import Host
-from metagpu.core.reports.schema import (
+from metagpu.core.contracts.host import Host, StartingContainer
+from metagpu.core.model.gpu import GpuId
+from metagpu.core.reports.schema.daemon import (
     EnforcementReport,
     LostDevicesReport,
     MixedRequestReport,
-    UsageReport,
 )
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import PromisedMemory
 from metagpu.core.usage.annotations import AnnotationWatch, UnmetPreferenceWatch
 from metagpu.core.usage.collector import CachedUsage, NodeUsage, UsageCollector
+from metagpu.core.usage.compute import ComputeWatch
 from metagpu.core.usage.driver_limits import DriverLimits
 from metagpu.core.usage.enforcer import EnforcementSettings, Enforcer, enforcement_report
 from metagpu.core.usage.lease_differences import (
@@ -36,6 +40,8 @@ from metagpu.core.usage.lost_devices import AllocationReader, LostDeviceWatch
 from metagpu.core.usage.report import ReportRules, RequestingPod, pod_report, usage_report
 from metagpu.core.usage.timing import DEFAULT_TIMING, UsageTiming
 
+log = structlog.get_logger()
+
 
 class UsageService:
     """The collection, enforcement and reports of the usage of all GPUs.
@@ -43,6 +49,7 @@ class UsageService:
     Args:
         settings: returns the present memory settings of a GPU's pool.
         guards: the guard of each backend's containers, by the backend's name.
+        compute: returns the present compute settings of a GPU's pool.
         running: finds the containers that run.
         read_allocated: reads the allocations that the kubelet keeps.
         shows_one_answer: returns whether a container of several resources sees one's devices.
@@ -56,15 +63,16 @@ class UsageService:
         settings: EnforcementSettings,
         guards: Mapping[str, MemoryGuard],
         *,
+        compute: Callable[[GpuId], ComputeEnforcement],
         running: RunningHolders,
         read_allocated: AllocationReader,
         shows_one_answer: Callable[[], bool],
         timing: UsageTiming = DEFAULT_TIMING,
     ) -> None:
         self._registry = registry
+        self._host = host
         self._collector = UsageCollector(driver, host, registry, timing)
         self._limits = DriverLimits(driver, host, registry, self._collector, guards, timing=timing)
-        self._rules = ReportRules(settings, guards, self._limits.is_limited)
         self._enforcer = Enforcer(
             self._collector,
             host,
@@ -75,6 +83,10 @@ class UsageService:
             timing=timing,
         )
         self._cache = CachedUsage(self._collector, timing.cache_age)
+        self._compute = ComputeWatch(registry, self.latest, compute, guards, timing)
+        self._rules = ReportRules(
+            settings, guards, self._limits.is_limited, lambda *key: self._compute.found.get(key)
+        )
         self._unauthorized = UnauthorizedUseWatch(self._collector, host, registry, timing)
         self._absent = AbsentContainerWatch(registry, running, timing)
         self._annotations = AnnotationWatch(registry, settings, guards)
@@ -88,6 +100,7 @@ class UsageService:
         return (
             self._enforcer.run,
             partial(run_with_restart, self._unauthorized.run, "watch for unauthorized use"),
+            partial(run_with_restart, self._compute.run, "watch for excess compute"),
             partial(run_with_restart, self._absent.run, "watch for absent containers"),
             partial(run_with_restart, self._annotations.run, "watch for annotations"),
             partial(run_with_restart, self._preferences.run, "watch for preferences of GPUs"),
@@ -130,6 +143,18 @@ class UsageService:
     def driver_limits(self) -> int:
         """Number of memory limits in force in the driver."""
         return self._limits.count
+
+    async def container_starting(self, starts: StartingContainer) -> Mapping[str, object]:
+        """Name a container that has no process yet, and set its limits in the driver.
+
+        Raises:
+            HostError: it is not a container of a pod here.
+            DriverError: a limit that it needs is not in force in time.
+        """
+        found = await self._host.starting(starts)
+        limits = await self._limits.limit_starting(found, self._enforcer.settings)
+        log.info("container starting", container=str(found.holder), driver_limits=limits)
+        return {"container": str(found.holder), "driverLimits": limits}
 
     def set_promised_memory(self, promised: PromisedMemory) -> None:
         """Set the memory promised to containers that are older than this daemon."""

@@ -6,15 +6,15 @@ look for a proxy and for passwords in ~/.netrc before each request, in a thread 
 are the library's, and connections aiohttp's own.
 """
 
+import re
 import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlencode, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import urlencode
 
 import aiohttp
 import anyio
@@ -25,8 +25,13 @@ from anyio import to_thread
 from metagpu import __version__
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.files import file_identity
-from metagpu.plugins.cluster.credentials import ConfigException, Configuration, load_credentials
+from metagpu.plugins.cluster.credentials import (
+    ConfigException,
+    Configuration,
+    load_credentials,
+    proxy_of,
+    tls_context,
+)
 from metagpu.plugins.cluster.settings import ClusterTiming
 
 if TYPE_CHECKING:
@@ -116,66 +121,38 @@ async def connect(configuration: Configuration) -> ApiConnection:
         OSError: the certificates cannot be read.
     """
     tls = await to_thread.run_sync(tls_context, configuration)
-    proxy = await to_thread.run_sync(_proxy, configuration)
+    proxy = await to_thread.run_sync(proxy_of, configuration)
     return ApiConnection(configuration, tls, proxy)
 
 
-def tls_context(configuration: Configuration) -> ssl.SSLContext:
-    """Return what judges the API server's certificate, and has ours. Blocks.
+async def read_address(address: str, query: Mapping[str, str], token: str) -> tuple[int, bytes]:
+    """Read the status and the body of another address than the API server's.
 
     Raises:
-        OSError: a file cannot be read, or is no certificate.
+        ClusterError: it cannot be reached.
     """
-    authorities = configuration.ssl_ca_cert or ssl.get_default_verify_paths().cafile
-    files = authorities, configuration.cert_file, configuration.key_file
-    return _tls_context(
-        *(configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file),
-        tuple(file_identity(Path(file)) if file else None for file in files),
-        verify=configuration.verify_ssl,
-        strict=not configuration.disable_strict_ssl_verification,
-    )
-
-
-@lru_cache(maxsize=1)
-def _tls_context(
-    authorities: str | None,
-    certificate: str | None,
-    key: str | None,
-    identities: object,  # noqa: ARG001 - of these files: other files have another context
-    *,
-    verify: bool,
-    strict: bool,
-) -> ssl.SSLContext:
-    """Return the context of some files, which takes a megabyte and 26 ms.
-
-    Each failed request loads the credentials again, and mostly finds the same files.
-    """
-    context = ssl.create_default_context(cafile=authorities)
-    if certificate:
-        context.load_cert_chain(certificate, keyfile=key)
-    if not verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if not strict:
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    return context
-
-
-def _proxy(configuration: Configuration) -> str | None:
-    """Return the proxy that the kubeconfig names, or the environment. Blocks.
-
-    On some systems the name of the host is looked up.
-    """
-    if configuration.proxy:
-        return str(configuration.proxy)
-    address = urlsplit(str(configuration.host))
-    if address.hostname is None or proxy_bypass(address.hostname):
-        return None
-    return getproxies().get(address.scheme)
+    configuration = Configuration(host=address)
+    if token:
+        configuration.api_key["BearerToken"] = f"Bearer {token}"
+    api = await connect(configuration)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
+    try:
+        answer = await api.request("GET", "", timeout, query=query, body=None, headers={})
+        return answer.status, await answer.read()
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        problem = str(error) or f"no answer within {REQUEST_TIMEOUT:g} s"
+        raise ClusterError(re.sub("//[^/]*@", "//", f"{address}: {problem}")) from error
+    finally:
+        await api.close()
 
 
 class KubeClient:
-    """A client of the API server; rejected credentials are loaded again."""
+    """A client of the API server; rejected credentials are loaded again.
+
+    Attributes:
+        date: the time of the last answer by the API server's clock, in seconds since the epoch;
+            `None` where it did not say.
+    """
 
     def __init__(
         self,
@@ -185,6 +162,7 @@ class KubeClient:
         context: str | None = None,
     ) -> None:
         self.timing = timing
+        self.date: float | None = None
         self._context = context
         self._kubeconfig = kubeconfig
         self._run_command = run_command
@@ -245,6 +223,7 @@ class KubeClient:
                 body=body,
                 headers={"Content-Type": content, **(headers or {})},
             ) as response:
+                self.date = _date(response.headers.get("Date", ""))
                 raw = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -411,7 +390,8 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
     except msgspec.DecodeError:
         status = {}
     details = status.get("details") or {}
-    message = _short(str(status.get("message") or response.reason or ""))
+    said = status.get("message") or status.get("error")  # the latter of a Prometheus behind it
+    message = _short(str(said or response.reason or ""))
 
     if response.status == _UNAUTHORIZED:
         problem = f"the API server does not accept our credentials ({message}); renew them"
@@ -430,6 +410,13 @@ def _refusal(method: str, path: str, response: aiohttp.ClientResponse, raw: byte
         fields=tuple(str(cause.get("field", "")) for cause in details.get("causes") or ()),
         causes=tuple(str(cause.get("message", "")) for cause in details.get("causes") or ()),
     )
+
+
+def _date(text: str) -> float | None:
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except ValueError:
+        return None
 
 
 def _seconds(text: str) -> float:

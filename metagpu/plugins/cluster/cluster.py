@@ -14,7 +14,7 @@ from anyio import to_thread
 from msgspec import UNSET
 
 from metagpu.core.contracts.programs import RunCommand
-from metagpu.core.reports.schema import ClusterReport
+from metagpu.core.reports.schema.daemon import ClusterReport
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.config_follower import ConfigFollower
 from metagpu.plugins.cluster.connection import ClusterContext, LastingParts, NodeConnection

@@ -102,8 +102,8 @@ class ConfigFollower:
 
         place = "ConfigMap {}/{}".format(*self.settings.config_map or ("", "")) if held else ""
         had_profiles = self._followed is not None and bool(self._followed.profiles)
-        if held is not None and held.object is None and had_profiles:
-            self._reject(f"{place} is gone")
+        if held is not None and had_profiles and not (held.object or {}).get("data"):
+            self._reject(f"{place} is {'gone' if held.object is None else 'empty'}")
             return False
 
         labels = node.object["metadata"].get("labels") or {}

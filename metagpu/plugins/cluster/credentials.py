@@ -1,6 +1,7 @@
-"""Address and credentials of the API server, also from a kubeconfig's program.
+"""Address, certificates and credentials of the API server.
 
-metagpu starts that program itself: the library waits for a program without end.
+A kubeconfig may name a program that has them. metagpu starts it itself: the library waits for a
+program without end.
 """
 
 # ruff: noqa: E402 - the library is loaded without its models, and then imported
@@ -8,16 +9,21 @@ metagpu starts that program itself: the library waits for a program without end.
 import asyncio
 import json
 import os
+import ssl
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import yaml
 from anyio import to_thread
 
 from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.errors import ClusterError
+from metagpu.core.runtime.files import file_identity
 from metagpu.patches import load_kubernetes_client
 
 load_kubernetes_client()
@@ -27,7 +33,14 @@ from kubernetes_asyncio.config import ConfigException, load_incluster_config
 from kubernetes_asyncio.config.exec_provider import ExecProvider
 from kubernetes_asyncio.config.kube_config import ConfigNode, KubeConfigLoader, KubeConfigMerger
 
-__all__ = ["ConfigException", "Configuration", "context_namespace", "load_credentials"]
+__all__ = [
+    "ConfigException",
+    "Configuration",
+    "context_namespace",
+    "load_credentials",
+    "proxy_of",
+    "tls_context",
+]
 
 _REPLACED: Final = ("exec", "token", "tokenFile", "client-certificate", "client-key")
 """Keys of a kubeconfig's user that the answer of its program replaces."""
@@ -94,6 +107,16 @@ def context_namespace(kubeconfig: Path, context: str | None = None) -> str:
     except (ConfigException, AttributeError, KeyError, TypeError, OSError, yaml.YAMLError) as error:
         raise ClusterError(f"no context in {kubeconfig}: {error}") from error
     return str((found or {}).get("namespace") or "default")
+
+
+def context_names(kubeconfig: Path) -> Iterable[str]:
+    """Return the names of a file's contexts. Blocks.
+
+    Raises:
+        ConfigException: the file cannot be read, or has none.
+    """
+    merged: Any = _merge(kubeconfig).config
+    return [context["name"] for context in merged["contexts"].value]
 
 
 def _merge(kubeconfig: Path) -> KubeConfigMerger:
@@ -200,3 +223,57 @@ def _decode(program: ExecProvider, output: bytes) -> Mapping[str, str]:
 def _failure(program: ExecProvider, reason: str) -> ConfigException:
     """Return the error of a program, without its arguments, which may be secret."""
     return ConfigException(f"its program `{program.args[0]}` (exec) {reason}")
+
+
+def tls_context(configuration: Configuration) -> ssl.SSLContext:
+    """Return what judges the API server's certificate, and has ours. Blocks.
+
+    Raises:
+        OSError: a file cannot be read, or is no certificate.
+    """
+    authorities = configuration.ssl_ca_cert or ssl.get_default_verify_paths().cafile
+    files = authorities, configuration.cert_file, configuration.key_file
+    return _tls_context(
+        *(configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file),
+        tuple(file_identity(Path(file)) if file else None for file in files),
+        verify=configuration.verify_ssl,
+        strict=not configuration.disable_strict_ssl_verification,
+    )
+
+
+@lru_cache(maxsize=1)
+def _tls_context(
+    authorities: str | None,
+    certificate: str | None,
+    key: str | None,
+    identities: object,  # noqa: ARG001 - of these files: other files have another context
+    *,
+    verify: bool,
+    strict: bool,
+) -> ssl.SSLContext:
+    """Return the context of some files, which takes a megabyte and 26 ms.
+
+    Each failed request loads the credentials again, and mostly finds the same files.
+    """
+    context = ssl.create_default_context(cafile=authorities)
+    if certificate:
+        context.load_cert_chain(certificate, keyfile=key)
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if not strict:
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
+
+
+def proxy_of(configuration: Configuration) -> str | None:
+    """Return the proxy that the kubeconfig names, or the environment. Blocks.
+
+    On some systems the name of the host is looked up.
+    """
+    if configuration.proxy:
+        return str(configuration.proxy)
+    address = urlsplit(str(configuration.host))
+    if address.hostname is None or proxy_bypass(address.hostname):
+        return None
+    return getproxies().get(address.scheme)

@@ -24,6 +24,7 @@ from metagpu.core.state.events import (
     PreferenceNotMet,
     ProcessSignalled,
     ResourceClaimRefused,
+    TimeExceeded,
     UnauthorizedUseFound,
 )
 from metagpu.core.state.facts import (
@@ -41,6 +42,7 @@ from metagpu.core.state.facts import (
     UnreadableGpusFound,
 )
 from metagpu.core.state.registry import Registry
+from metagpu.core.usage.compute import describe_excess
 from metagpu.core.usage.lease_differences import (
     describe_absence,
     describe_gpu,
@@ -138,7 +140,7 @@ def _gpu_event_of(event: Event) -> _GpuEvent | None:
                 EventReason.MIG_DEVICE_RECOVERED, gpu, f"MIG device {device}: {reason}"
             )
         case GpuUnheard(gpu, reason):
-            message = f"its XIDs are not heard: {reason}"
+            message = f"NVML does not report its XIDs: {reason}"
             data = _GpuEvent(EventReason.GPU_EVENTS_UNAVAILABLE, gpu, message, warning=True)
         case GpuCordoned(gpu, reason, source=CordonSource.OPERATOR | CordonSource.NODE):
             data = _GpuEvent(EventReason.GPU_CORDONED, gpu, reason)
@@ -172,6 +174,7 @@ def standing_problems(snapshot: Snapshot, node: ObjectReference) -> Sequence[Eve
 POD_EVENT_KINDS: Final = (
     MemoryExceeded,
     ProcessSignalled,
+    TimeExceeded,
     UnauthorizedUseFound,
     ContainerAbsent,
     AnnotationRejected,
@@ -191,11 +194,13 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
     match event:
         case MemoryExceeded():
             then = "its processes end if it stays so" if event.will_end else "it keeps running"
+            exceeded, needed = EventReason.GPU_MEMORY_EXCEEDED, EventReason.GPU_MEMORY_NEEDED
+            than = "its share, and others need it" if event.borrowed else "it may"
             return EventData(
                 _pod(event.holder.namespace, event.holder.pod, event.pod_uid),
-                EventReason.GPU_MEMORY_EXCEEDED,
+                needed if event.borrowed else exceeded,
                 f"container {_name(event.holder)} uses more memory of "
-                f"{describe_gpu(event.gpu, snapshot)} than it may: {_amounts(event)}; {then}",
+                f"{describe_gpu(event.gpu, snapshot)} than {than}: {_amounts(event)}; {then}",
                 "EnforceMemory",
                 warning=True,
                 key=f"{event.holder.container} {event.gpu}",
@@ -206,7 +211,8 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
                 EventReason.GPU_PROCESS_SIGNALED,
                 f"process {event.pid} (on the node) of container {_name(event.holder)} "
                 f"was sent {event.signal}: it had {event.memory // MIB} MiB of "
-                f"{describe_gpu(event.gpu, snapshot)}, and the container more than it may: "
+                f"{describe_gpu(event.gpu, snapshot)}, and "
+                f"{'others need it' if event.borrowed else 'the container more than it may'}: "
                 f"{_amounts(event)}",
                 "EnforceMemory",
                 warning=True,
@@ -216,7 +222,7 @@ def pod_event_of(event: Event, snapshot: Snapshot) -> EventData | None:
             return _unauthorized_use(event, snapshot)
         case AnnotationRejected() | PreferenceNotMet():
             return _annotation_event(event)
-        case ContainerAbsent() | DevicesLost() | MixedRequestFound():
+        case ContainerAbsent() | DevicesLost() | MixedRequestFound() | TimeExceeded():
             return _holder_event(event, snapshot)
     return None
 
@@ -239,7 +245,7 @@ def _annotation_event(event: AnnotationRejected | PreferenceNotMet) -> EventData
 
 
 def _holder_event(
-    event: ContainerAbsent | DevicesLost | MixedRequestFound, snapshot: Snapshot
+    event: ContainerAbsent | DevicesLost | MixedRequestFound | TimeExceeded, snapshot: Snapshot
 ) -> EventData:
     holder = event.holder
     if isinstance(event, DevicesLost):
@@ -249,6 +255,9 @@ def _holder_event(
         )
     elif isinstance(event, MixedRequestFound):
         reason, note = EventReason.GPU_NOT_VISIBLE, describe_mixed_request(event)
+    elif isinstance(event, TimeExceeded):
+        note = describe_excess(event, snapshot)
+        reason = EventReason.GPU_TIME_EXCEEDED
     else:
         reason, note = EventReason.GPU_SHARE_WITHOUT_CONTAINER, describe_absence(event, snapshot)
     return EventData(
@@ -287,7 +296,9 @@ def _pod(namespace: str, name: str, uid: str | None) -> ObjectReference:
 
 
 def _amounts(event: MemoryExceeded | ProcessSignalled) -> str:
+    borrowed = f"it has borrowed {event.borrowed // MIB} MiB, "
     return (
+        f"{borrowed if event.borrowed else ''}"
         f"its share is {event.share // MIB} MiB, its limit {event.limit // MIB} MiB, and all its "
         f"processes together use {event.used // MIB} MiB"
     )
@@ -347,8 +358,8 @@ async def record_empty_resources(registry: Registry, node: NodeEvents) -> None:
     async for empty in registry.watch(_empty_resources):
         for resource in sorted(empty - before):
             note = (
-                f"{resource} has the amount 0, as no GPU provides it; `metagpu status` on this "
-                "node has the reason for each GPU"
+                f"{resource} has the amount 0, because no GPU provides it; `metagpu status` on "
+                "this node has the reason for each GPU"
             )
             node.record(EventReason.RESOURCE_EMPTY, note, "Configure", warning=True, key=resource)
         before = empty

@@ -26,7 +26,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.quantities import whole_number
 from metagpu.core.model.shares import CordonSource, ResourceName, holders_of
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import DriverPodReport, DriverUpgradeReport
+from metagpu.core.reports.schema.daemon import DriverPodReport, DriverUpgradeReport
 from metagpu.core.reports.status import find_gpu
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -142,6 +142,8 @@ class NodeStatusWriter:
         for resource, amount in allocatable_of(self.registry.snapshot).items():
             if resource in self._met or resource not in shown or not self._listed(resource):
                 continue
+            if not amount:
+                continue  # its backend starts: a control daemon of MPS, say
             self._met.add(resource)
             if (whole_number(shown[resource]) or 0) < amount:
                 self._lowered.setdefault(resource, frozenset((shown[resource],)))

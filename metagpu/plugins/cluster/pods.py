@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
+from time import time
 
-from metagpu.core.reports.schema import CompetingPodReport
+from metagpu.core.reports.schema.daemon import CompetingPodReport
 
 PODS: Final = "/api/v1/pods"
 REJECTED: Final = "UnexpectedAdmissionError"
@@ -41,6 +43,8 @@ SOON: Final = 3.0
 """Seconds from a Pod's deletion in which most Pods end."""
 EARLY: Final = 0.5
 """Seconds by which the end of a grace period may be seen too late."""
+STOPPING: Final = 2.0
+"""Seconds around the end of a grace period in which the kubelet kills what is left of a Pod."""
 _STATUSES: Final = ("containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses")
 
 
@@ -50,7 +54,7 @@ class DeletedPod(msgspec.Struct, frozen=True):
     Most Pods end soon after their deletion; the others have until the end of their grace period.
 
     Attributes:
-        seen: when the deletion was seen first.
+        seen: when the deletion was seen, with this grace period.
         grace: how long the Pod's containers may still run.
     """
 
@@ -61,10 +65,23 @@ class DeletedPod(msgspec.Struct, frozen=True):
         """Return whether the Pod may end in the next moment."""
         return now < self.seen + SOON or now >= self.seen + self.grace - EARLY
 
+    def is_stopping(self, now: float) -> bool:
+        """Return whether the kubelet is about to kill the Pod's containers.
+
+        At least half of the grace period is the Pod's own.
+        """
+        begin, end = self._stopping
+        return begin <= now < end
+
     def next_change(self, now: float) -> float:
-        """Return the time at which `is_ending` may change."""
-        times = self.seen + SOON, self.seen + self.grace - EARLY
+        """Return the time at which `is_ending` or `is_stopping` may change."""
+        times = self.seen + SOON, self.seen + self.grace - EARLY, *self._stopping
         return min((time for time in times if time > now), default=math.inf)
+
+    @property
+    def _stopping(self) -> tuple[float, float]:
+        kill = self.seen + self.grace
+        return kill - min(STOPPING, self.grace / 2), kill + STOPPING
 
 
 LIST_PERIOD: Final = 2.0
@@ -106,10 +123,13 @@ class PodInformer(Informer):
                     self.list_again()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
-        """Take in the complete list of Pods."""
-        self._pods = {}
+        """Take in the complete list of Pods: they may have been deleted some time ago.
+
+        Their times are by the API server's clock, which may differ from this node's.
+        """
+        self._pods, now = {}, self._client.date or time()
         for item in items:
-            self._take_in(item)
+            self._take_in(item, now)
         self._publish()
 
     def on_update(self, item: KubeObject) -> None:
@@ -122,13 +142,19 @@ class PodInformer(Informer):
         self._pods.pop(known_pod(item).uid, None)
         self._publish()
 
-    def _take_in(self, item: KubeObject) -> bool:
-        """Note a Pod; return whether it has changed."""
+    def _take_in(self, item: KubeObject, now: float = 0) -> bool:
+        """Note a Pod, and a new or shorter grace period; return whether it has changed.
+
+        Without `now`, in seconds since the epoch, the deletion has just happened.
+        """
         pod, metadata = known_pod(item), item["metadata"]
-        deleted = "deletionTimestamp" in metadata and pod.uid not in self._deleted
+        grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
+        known = self._deleted.get(pod.uid)
+        deleted = "deletionTimestamp" in metadata and (known is None or grace < known.grace)
         if deleted:
-            grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-            self._deleted[pod.uid] = DeletedPod(anyio.current_time(), grace)
+            end = datetime.fromisoformat(metadata["deletionTimestamp"]).timestamp()
+            left = max(0.0, min(grace, end - now))
+            self._deleted[pod.uid] = DeletedPod(anyio.current_time(), left)
             self._changed.set()
         if self._pods.get(pod.uid) == pod:
             return deleted
@@ -139,8 +165,11 @@ class PodInformer(Informer):
         now = anyio.current_time()
         self._deleted = {uid: pod for uid, pod in self._deleted.items() if uid in self._pods}
         ending = {uid for uid, pod in self._deleted.items() if pod.is_ending(now)}
+        stopping = {uid for uid, pod in self._deleted.items() if pod.is_stopping(now)}
         pods = (
-            replace(pod, terminating=True) if uid in ending else pod
+            replace(pod, terminating=pod.terminating or uid in ending, stopping=uid in stopping)
+            if uid in self._deleted
+            else pod
             for uid, pod in self._pods.items()
         )
         self._registry.apply(PodsListed(tuple(pods), self.asked))

@@ -5,7 +5,7 @@ A dry run says which fields the API server still drops.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2s
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from metagpu.core.availability.reasons import CORDONED, UNHEALTHY
 from metagpu.core.devices.devices import (
@@ -176,6 +176,55 @@ def are_apart(due: Mapping[str, Mapping[str, Any]], before: Mapping[str, KubeObj
         not counted
         and all(gpus_of(spec) == gpus_of(before[name]["spec"]) for name, spec in due.items())
     )
+
+
+class PoolPlan(NamedTuple):
+    """The next writes of a pool, all in one generation.
+
+    Attributes:
+        apart: slices that are replaced one by one, in a pool that stays complete.
+        together: the steps in which slices are written that only all together are a pool.
+        later: seconds until another slice may be written.
+    """
+
+    generation: int
+    apart: Mapping[str, Mapping[str, Any]] = {}
+    together: tuple[Mapping[str, Mapping[str, Any]], ...] = ()
+    later: float | None = None
+
+
+def plan_pool(
+    wanted: Mapping[str, Mapping[str, Any]],
+    before: Mapping[str, KubeObject],
+    waits: Mapping[str, float],
+) -> PoolPlan:
+    """Return the writes that make a pool as wanted. Pure.
+
+    Slices that differ are replaced in their generation. If slices come or go, or change together,
+    all are written in the next generation. Nobody uses an incomplete pool: it is completed in the
+    generation that it has.
+
+    Args:
+        wanted: the slices of the pool, by name.
+        before: those that the API server has.
+        waits: seconds until each one that differs may be written.
+    """
+    generation = max((1, *map(generation_of, before.values())))
+    newest = {name: old for name, old in before.items() if generation_of(old) == generation}
+    is_same_pool = newest.keys() <= wanted.keys() and all(
+        count_of(old) == len(wanted) for old in newest.values()
+    )
+    missing = {name: spec for name, spec in wanted.items() if name not in newest}
+    if is_same_pool and not missing:
+        due = {name: wanted[name] for name, wait in waits.items() if wait <= 0}
+        if are_apart(due, newest):
+            later = min((wait for wait in waits.values() if wait > 0), default=None)
+            return PoolPlan(generation, due, later=later)
+    if not (is_same_pool and missing):
+        return PoolPlan(generation + 1, together=(wanted,))
+    # Last what is missing: once all are there, all are as wanted.
+    differing = {name: wanted[name] for name in waits if name in newest}
+    return PoolPlan(generation, together=(differing, missing))
 
 
 def gpu_of_slice(item: KubeObject) -> GpuId:

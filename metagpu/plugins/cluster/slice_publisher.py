@@ -32,7 +32,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.reports.schema import SlicesReport
+from metagpu.core.reports.schema.daemon import SlicesReport
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
@@ -42,12 +42,10 @@ from metagpu.plugins.cluster.resource_slices import (
     SLICES,
     DeviceClasses,
     OwnSlices,
-    are_apart,
-    count_of,
     find_still_dropped,
-    generation_of,
     has_needed,
     named,
+    plan_pool,
     pool_of,
     slice_object,
     unread_slices,
@@ -243,43 +241,22 @@ class SlicePublisher:
                 return [wait for wait in waits if wait is not None]
 
     async def _reconcile_pool(self, specs: tuple[SliceSpec, ...], node: KubeObject) -> float | None:
-        """Write what differs in a pool; return the seconds until more may be written.
-
-        Slices that differ are replaced in their generation, one by one: the pool stays complete.
-        If slices come or go, or change together, all are written in the next generation. Nobody
-        uses an incomplete pool: it is completed in the generation that it has.
-        """
+        """Write what differs in a pool; return the seconds until more may be written."""
         before = self.own.in_pool(specs[0]["driver"], specs[0]["pool"]["name"])
         wanted, now = named(specs), anyio.current_time()
-        generation = max((1, *map(generation_of, before.values())))
-        newest = {name: old for name, old in before.items() if generation_of(old) == generation}
-        differing = {
-            name: spec
+        waits = {
+            name: self._edit_ends(name, spec) - now
             for name, spec in wanted.items()
-            if name not in newest or not self._is_as_wanted(name, spec)
+            if not self._is_as_wanted(name, spec)
         }
-        is_same_pool = newest.keys() <= wanted.keys() and all(
-            count_of(old) == len(wanted) for old in newest.values()
-        )
-        is_complete = is_same_pool and len(newest) == len(wanted)
-        if is_complete:
-            waits = {name: self._edit_ends(name, spec) - now for name, spec in differing.items()}
-            due = {name: differing[name] for name, wait in waits.items() if wait <= 0}
-            if are_apart(due, newest):
-                later = min((wait for wait in waits.values() if wait > 0), default=None)
-                wait = await self._write(due, generation, node)
-                await self._delete_all(before.keys() - wanted.keys())
-                return wait or later
-        if (wait := self._bucket.wait(now)) > 0:
+        plan = plan_pool(wanted, before, waits)
+        if plan.together and (wait := self._bucket.wait(now)) > 0:
             return wait
-        if is_complete or not is_same_pool:
-            differing, newest, generation = wanted, {}, generation + 1
-        # Last what is missing: once all are there, all are as wanted.
-        for missing in (False, True):
-            due = {n: spec for n, spec in differing.items() if (n not in newest) is missing}
-            await self._write(due, generation, node, together=True)
+        later = await self._write(plan.apart, plan.generation, node) or plan.later
+        for step in plan.together:
+            await self._write(step, plan.generation, node, together=True)
         await self._delete_all(before.keys() - wanted.keys())
-        return None
+        return later
 
     async def _write(
         self,

@@ -40,7 +40,9 @@ _LONGEST: Final = 4096
 """Characters of a token; those of Kubernetes have about a thousand."""
 _BURST: Final = 20
 _RATE: Final = 2.0
-"""Tokens a second that are reviewed: anybody who reaches the port can invent some."""
+"""Reviews a second for one address: anybody who reaches the port can invent tokens."""
+_SOURCES: Final = 5
+"""Addresses that may have as many at once."""
 
 
 class _Answer(NamedTuple):
@@ -67,7 +69,8 @@ class TokenReviewer:
         self._run_command = run_command
         self._clock = clock
         self._client: KubeClient | None = None
-        self._rate = TokenBucket(_BURST, _RATE)
+        self._rate = TokenBucket(_BURST * _SOURCES, _RATE * _SOURCES)
+        self._rates: dict[str, TokenBucket] = {}
         self._renewals = TokenBucket(_BURST, _RATE)
         self._known: dict[bytes, _Answer] = {}
         self._accepted: dict[bytes, float] = {}
@@ -85,8 +88,10 @@ class TokenReviewer:
             finally:
                 self._client = None
 
-    async def check(self, token: str) -> str:
+    async def check(self, token: str, source: str) -> str:
         """Return why a token gives no access, an empty text for a viewer's.
+
+        Who invents tokens at one address delays the new tokens of that address.
 
         Raises:
             ConnectionError: the token or its user could not be reviewed; the message says why.
@@ -98,8 +103,8 @@ class TokenReviewer:
             return known.problem
         if self._client is None:
             raise ConnectionError("this daemon is not connected to the API server yet")
-        rate = self._renewals if self._accepted.get(key, 0) > now else self._rate
-        if not rate.take(now):
+        renews = self._accepted.get(key, 0) > now
+        if not (self._renewals.take(now) if renews else self._may_review(source, now)):
             raise ConnectionError("too many new tokens at once; try again in a few seconds")
         try:
             user = await _review_token(self._client, token)
@@ -123,6 +128,12 @@ class TokenReviewer:
         if len(self._known) < _MOST_REMEMBERED:
             self._known[key] = _Answer(problem, now + (DENIED if problem else REMEMBERED))
         return problem
+
+    def _may_review(self, source: str, now: float) -> bool:
+        if source not in self._rates and len(self._rates) >= _MOST_REMEMBERED:
+            self._rates.pop(next(iter(self._rates)))
+        of_source = self._rates.setdefault(source, TokenBucket(_BURST, _RATE))
+        return of_source.take(now) and self._rate.take(now)
 
     async def _review_access(self, client: "KubeClient", user: Mapping[str, Any]) -> str:
         """Return why a user may not read this node's status, an empty text if he may."""

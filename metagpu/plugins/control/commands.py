@@ -56,7 +56,8 @@ class OperatorCommands:
         log.warning("gpu cordoned", gpu=gpu, reason=reason)
 
         held = len(self._registry.snapshot.gpus[gpu].leases)
-        return f"GPU {self._title(gpu)} is cordoned; {held} shares are still in use"
+        shares = "1 share is" if held == 1 else f"{held} shares are"
+        return f"GPU {self._title(gpu)} is cordoned; {shares} still in use"
 
     async def uncordon(self, request: Mapping[str, Any]) -> object:
         """Allow grants of a GPU's shares again."""

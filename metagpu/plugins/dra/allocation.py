@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.config.errors import ConfigError
-from metagpu.core.config.units import Bytes
+from metagpu.core.config.units import Quantity
 from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_device, type_of
 from metagpu.core.model.request_errors import ResourceClaimUnusable
 from metagpu.core.model.resource_claims import (
@@ -59,7 +59,7 @@ class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def _parse_amount(amount: str | int) -> int:
-    return Bytes.parse(str(amount).replace("k", "K"))
+    return Quantity.parse(str(amount).replace("k", "K"))
 
 
 class _Opaque(msgspec.Struct, frozen=True):

@@ -261,11 +261,9 @@ class CheckpointFollower:
 
     async def _begin_missing(self, checkpoint: ClaimCheckpoint) -> None:
         """Begin leases of claims that are prepared, and were not unprepared meanwhile."""
-        before = self._leased_claims()
         known = checkpoint.prepared.keys() & self._states.prepared.keys()
         self._begin_leases({ref: checkpoint.devices[ref] for ref in known})
-        begun = self._leased_claims() - before
-        await self._write_missing({ref: checkpoint.prepared[ref] for ref in begun})
+        await self._write_missing({ref: checkpoint.prepared[ref] for ref in known})
 
     def _begin_leases(self, claims: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]) -> None:
         """Begin the leases of claims; report shares that others have by now."""
@@ -291,12 +289,7 @@ class CheckpointFollower:
                 )
 
     def _leased_claims(self) -> set[ResourceClaimRef]:
-        return {
-            lease.resource_claim
-            for state in self._registry.snapshot.gpus.values()
-            for lease in state.leases.values()
-            if lease.resource_claim is not None
-        }
+        return {claim for claim, _ in self._registry.snapshot.claim_leases}
 
     async def _release_others(self, checkpoint: ClaimCheckpoint) -> None:
         """End the leases of claims that the kubelet does not know."""
@@ -315,12 +308,13 @@ class CheckpointFollower:
                 try:
                     await self._write_again(ref, devices, offered)
                 except MetagpuError as error:
-                    log.error(
-                        "cdi specification of a resource claim not written again",
-                        claim=str(ref),
-                        error=str(error),
-                        effect="its containers do not start again",
-                    )
+                    if self._logged.is_new(("file", ref), str(error)):
+                        log.error(
+                            "cdi specification of a resource claim not written again",
+                            claim=str(ref),
+                            error=str(error),
+                            effect="its containers do not start again",
+                        )
 
     def _shares_of_claims(self) -> Mapping[ShareId, Share]:
         """Return the shares that claims hold, and that are on offer as they were."""
@@ -353,12 +347,13 @@ class CheckpointFollower:
             shares = [offered.get(share_id) for device in together for share_id in device.share_ids]
             held = [share for share in shares if share is not None]
             if len(held) < len(shares):
-                log.error(
-                    "resource claim without its shares",
-                    claim=str(claim),
-                    effect="its containers do not start again",
-                    fix="offer the earlier shares again, or delete the pods of this claim",
-                )
+                if self._logged.is_new(("shares", claim), ""):
+                    log.error(
+                        "resource claim without its shares",
+                        claim=str(claim),
+                        effect="its containers do not start again",
+                        fix="offer the earlier shares again, or delete the pods of this claim",
+                    )
                 return
             backend = self._backend(held[0].resource)
             grant = await backend.grant(held, self._registry.snapshot)

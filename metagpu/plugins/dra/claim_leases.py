@@ -104,12 +104,7 @@ def _changes_soon(state: GpuState) -> bool:
 
 def leased_shares(uid: str, snapshot: Snapshot) -> list[Share]:
     """Return the shares that a claim holds."""
-    return [
-        lease.share
-        for state in snapshot.gpus.values()
-        for lease in state.leases.values()
-        if lease.resource_claim is not None and lease.resource_claim.uid == uid
-    ]
+    return [lease.share for claim, lease in snapshot.claim_leases if claim.uid == uid]
 
 
 class ClaimPlanner:

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import structlog
 
+from metagpu.core.devices.devices import GPU_GONE
 from metagpu.core.errors import ClusterError
 from metagpu.core.grants.injection import memory_mib
 from metagpu.core.model.mig import is_mig
@@ -28,6 +29,12 @@ from metagpu.plugins.dra.prepared_claim import PreparedClaims, PreparedDevice, m
 READY: Final = "Ready"
 _PREPARED: Final = "Prepared"
 _MISSING: Final = "MIGDeviceMissing"
+_GONE: Final = "GPUGone"
+_MESSAGES: Final = {
+    _PREPARED: "",
+    _MISSING: "the MIG device is gone, and is made again",
+    _GONE: f"{GPU_GONE}: delete the pods of this claim",
+}
 _IDENTITY: Final = ("driver", "pool", "device", "shareID")
 """The keys of the list at the API server."""
 
@@ -40,22 +47,28 @@ class DeviceStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         share_id: tells allocations of one device apart, `None` where there is one alone.
-        ready: whether the device exists: a MIG device may be lost, and is made again.
+        reason: `Prepared` while the device exists. A MIG device may be lost, and is made again; the
+            GPU of an earlier daemon's claim may be gone.
     """
 
     pool: str
     device: str
     share_id: str | None
-    ready: bool
+    reason: str
     data: Mapping[str, Any]
+
+    @property
+    def ready(self) -> bool:
+        """True if the device exists."""
+        return self.reason == _PREPARED
 
     def entry(self, driver: str, since: str) -> Entry:
         """Return the entry of this device, ready or not since a time."""
         condition = {
             "type": READY,
             "status": str(self.ready),
-            "reason": _PREPARED if self.ready else _MISSING,
-            "message": "" if self.ready else "the MIG device is gone, and is made again",
+            "reason": self.reason,
+            "message": _MESSAGES.get(self.reason, ""),
             "lastTransitionTime": since,
         }
         share = {"shareID": self.share_id} if self.share_id else {}
@@ -68,13 +81,9 @@ def device_statuses(
 ) -> tuple[DeviceStatus, ...]:
     """Return the state of each device of a claim; of one that is named twice, once.
 
-    Nothing while it is unknown whether a MIG device exists, as after a start of the daemon.
+    Nothing while it is unknown whether a GPU or MIG device exists, as after the daemon's start.
     """
-    if any(
-        _is_unknown(own, snapshot)
-        for prepared_device in devices
-        if (own := prepared_device.claimed) is not None
-    ):
+    if any(_is_unknown(device, snapshot) for device in devices):
         return ()
     found: dict[tuple[str, str, str | None], DeviceStatus] = {}
     for device in devices:
@@ -82,7 +91,8 @@ def device_statuses(
         if (own := device.claimed) is not None:
             found.setdefault(key, _status(device, own, snapshot))
         elif (gpu := monitored_gpu(device)) is not None:
-            found.setdefault(key, DeviceStatus(*key, ready=True, data={"gpu": gpu}))
+            reason = _GONE if snapshot.lacks(gpu) else _PREPARED
+            found.setdefault(key, DeviceStatus(*key, reason, data={"gpu": gpu}))
     return tuple(found.values())
 
 
@@ -91,9 +101,13 @@ def identity_of(entry: Entry) -> tuple[object, ...]:
     return tuple(entry.get(key) for key in _IDENTITY)
 
 
-def _is_unknown(own: ClaimDevice, snapshot: Snapshot) -> bool:
-    """Return whether a MIG device's backend has not said yet what exists."""
-    if not any(map(is_mig, own.share_ids)) or (state := snapshot.gpus.get(own.gpu)) is None:
+def _is_unknown(device: PreparedDevice, snapshot: Snapshot) -> bool:
+    """Return whether it is unknown yet if the GPU, or the MIG device, exists."""
+    own = device.claimed
+    gpu = monitored_gpu(device) if own is None else own.gpu
+    if gpu is None or (state := snapshot.gpus.get(gpu)) is None:
+        return gpu is not None and not snapshot.lacks(gpu)
+    if own is None or not any(map(is_mig, own.share_ids)):
         return False
     suspended = state.suspended.get(own.backend)
     starts = suspended is not None and suspended.reason == NOT_READY
@@ -113,17 +127,18 @@ def _status(prepared: PreparedDevice, own: ClaimDevice, snapshot: Snapshot) -> D
     # Replicas have all of the memory in turns.
     if memory := memory_mib([share for share in shares if not share.replica]):
         data["memoryMiB"] = memory
-    ready = True
-    if any(map(is_mig, own.share_ids)):
-        made = state.provisioned.get(own.backend) if state is not None else None
+    reason = _GONE if state is None else _PREPARED
+    if state is not None and any(map(is_mig, own.share_ids)):
+        made = state.provisioned.get(own.backend)
         known = (
             [made.devices.get(share_id) for share_id in own.share_ids] if made is not None else []
         )
         uuids = list(dict.fromkeys(device.device for device in known if device is not None))
-        ready = bool(uuids)
-        if ready:
+        if uuids:
             data["migDevice"] = uuids[0]
-    return DeviceStatus(prepared.pool, prepared.device, prepared.share_id, ready, data)
+        else:
+            reason = _MISSING
+    return DeviceStatus(prepared.pool, prepared.device, prepared.share_id, reason, data)
 
 
 ApplyClaimStatus = Callable[[ResourceClaimRef, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -244,9 +259,12 @@ class ClaimStatuses:
             await anyio.sleep(self._timing.rest)
 
     async def _follow_devices(self) -> None:
-        """Write claims again whose MIG devices were created again."""
+        """Write claims again whose MIG devices or GPUs have changed."""
         async for _ in self._registry.watch(
-            lambda now: tuple((gpu.provisioned, gpu.suspended) for gpu in now.gpus.values())
+            lambda now: (
+                now.unreadable_gpus,
+                tuple((gpu.provisioned, gpu.suspended) for gpu in now.gpus.values()),
+            )
         ):
             self._changed.set()
 
@@ -328,10 +346,11 @@ class ClaimStatuses:
         for entry in entries:
             conditions = entry.get("conditions") or ()
             if entry.get("driver") == self._driver and conditions:
-                ready, time = conditions[0]["status"] == "True", conditions[0]["lastTransitionTime"]
-                since[identity_of(entry)] = ready, time
                 place = entry["pool"], entry["device"], entry.get("shareID")
-                statuses.append(DeviceStatus(*place, ready, entry.get("data") or {}))
+                reason = conditions[0].get("reason", "")
+                statuses.append(DeviceStatus(*place, reason, entry.get("data") or {}))
+                time = conditions[0]["lastTransitionTime"]
+                since[identity_of(entry)] = statuses[-1].ready, time
         self._unread.discard(claim)
         self._written[claim] = _WrittenStatus(tuple(statuses), since)
 

@@ -25,7 +25,7 @@ from metagpu.core.errors import describe_error
 from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceName, count_containers
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import DraReport
+from metagpu.core.reports.schema.daemon import DraReport
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.call_stats import CallStats
@@ -169,7 +169,7 @@ class DraRegistration:
         except (OSError, GRPCError, StreamTerminatedError):
             return None  # there is none, or its daemon has ended
         try:
-            check_message(answer, {})
+            check_message(answer)
             endpoint = pb.PluginInfo.parse(answer).endpoint
         except Exception as error:  # noqa: BLE001 - the generated class has no error of its own
             log.warning(
@@ -351,7 +351,7 @@ class DraDriver:
         )
 
     def _methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
-        streams = HealthStream(self.registry, self.node).methods(calls)
+        streams = HealthStream(self.registry, self.node, self._states.prepared).methods(calls)
         service = DraService(self.preparer, self.registry.events, self.statuses.note, self.stats)
         return {**service.methods(), **streams}
 

@@ -6,6 +6,7 @@ Each claim of a call has its own answer: the error of one does not fail the othe
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -14,7 +15,7 @@ import structlog
 from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
-from metagpu.core.devices.devices import Device, devices_of, pool_name
+from metagpu.core.devices.devices import GPU_GONE, Device, devices_of, pool_name
 from metagpu.core.errors import MetagpuError
 from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import ResourceClaimRef
@@ -23,7 +24,7 @@ from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.call_stats import CallOutcome, CallStats, outcome_of
 from metagpu.core.state.events import ClaimRefusalEnded, Event, ResourceClaimRefused
 from metagpu.core.state.registry import EventBus, Registry
-from metagpu.plugins.dra.prepared_claim import PreparedDevice
+from metagpu.plugins.dra.prepared_claim import PreparedClaims, PreparedDevice
 from metagpu.plugins.dra.preparer import ClaimPreparer
 from metagpu.plugins.kubelet.fast_codec import encode_field, encode_text
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, unary_method
@@ -196,12 +197,21 @@ class DeviceState(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def device_states(snapshot: Snapshot, node: str) -> tuple[DeviceState, ...]:
+def device_states(
+    snapshot: Snapshot, node: str, prepared: PreparedClaims = MappingProxyType({})
+) -> tuple[DeviceState, ...]:
     """Return the health of all devices of a node, also by the pools of earlier claims.
 
-    The kubelet looks for a device by the pool in its claim's allocation.
+    The kubelet looks for a device by the pool in its claim's allocation. A device of a prepared
+    claim is out of service when its GPU is gone.
     """
-    return tuple(
+    held = (device for devices in prepared.values() for device in devices)
+    gone = {
+        DeviceState(device.pool, device.device, healthy=False, reason=GPU_GONE): None
+        for device in held
+        if (own := device.claimed) is not None and snapshot.lacks(own.gpu)
+    }
+    here = (
         DeviceState(pool, device.name, not reason, reason)
         for state in snapshot.gpus.values()
         for pools in (sorted({pool_name(node), *_earlier_pools(state)}),)
@@ -209,6 +219,7 @@ def device_states(snapshot: Snapshot, node: str) -> tuple[DeviceState, ...]:
         for reason in (_fault(state, device),)
         for pool in pools
     )
+    return *gone, *here
 
 
 def _earlier_pools(state: GpuState) -> Iterator[str]:
@@ -231,9 +242,16 @@ def _fault(state: GpuState, device: Device) -> str:
 class HealthStream:
     """The service of the stream."""
 
-    def __init__(self, registry: Registry, node: str, repeat: float = _REPEAT) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        node: str,
+        prepared: PreparedClaims = MappingProxyType({}),
+        repeat: float = _REPEAT,
+    ) -> None:
         self._registry = registry
         self._node = node
+        self._prepared = prepared
         self._repeat = repeat
 
     def methods(self, calls: StreamingCalls) -> Mapping[str, Method]:
@@ -265,7 +283,7 @@ class HealthStream:
                 await send()
 
     def _view(self, snapshot: Snapshot) -> tuple[DeviceState, ...]:
-        return device_states(snapshot, self._node)
+        return device_states(snapshot, self._node, self._prepared)
 
 
 def _encode(states: tuple[DeviceState, ...]) -> bytes:

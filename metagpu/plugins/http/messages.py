@@ -46,14 +46,16 @@ class HttpStream(msgspec.Struct, frozen=True):
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """A request; `headers` have their names in lower case."""
+    """A request from an address; `headers` have their names in lower case."""
 
     headers: Mapping[str, str]
+    source: str = ""
 
     @classmethod
-    def of(cls, request: h11.Request) -> "HttpRequest":
+    def of(cls, request: h11.Request, source: str) -> "HttpRequest":
         """Return a request as a value."""
-        return cls({key.decode(): value.decode("latin-1") for key, value in request.headers})
+        headers = {key.decode(): value.decode("latin-1") for key, value in request.headers}
+        return cls(headers, source)
 
 
 def plain(status: HTTPStatus, text: str) -> HttpResponse:

@@ -153,14 +153,16 @@ class PageServer:
                     self._open.pop(oldest).scope.cancel()
                 scope = anyio.CancelScope()
                 self._open[connection] = _Open(source, scope)
-                group.start_soon(self._handle, connection, scope)
+                group.start_soon(self._handle, connection, source, scope)
 
-    async def _handle(self, connection: socket.socket, scope: anyio.CancelScope) -> None:
+    async def _handle(
+        self, connection: socket.socket, source: str, scope: anyio.CancelScope
+    ) -> None:
         """Answer one request; an error of ours is logged, and ends nothing else."""
         with closing(connection):
             try:
                 with scope:
-                    await self._answer(connection)
+                    await self._answer(connection, source)
             except (OSError, EOFError, TimeoutError):
                 pass  # the client has gone, or does not read
             except Exception:
@@ -168,14 +170,14 @@ class PageServer:
             finally:
                 self._open.pop(connection, None)
 
-    async def _answer(self, connection: socket.socket) -> None:
+    async def _answer(self, connection: socket.socket, source: str) -> None:
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_LIMIT)
         request: h11.Request | None = None
 
         try:
             with anyio.fail_after(self._timing.request_timeout):
                 request = await _read_request(http, connection)
-            response = await self._response(request)
+            response = await self._response(request, source)
         except h11.RemoteProtocolError as error:
             response = plain(HTTPStatus(error.error_status_hint), str(error))
         except TimeoutError:
@@ -224,7 +226,7 @@ class PageServer:
                     await self._send(connection, http.send(h11.Data(data=part)) or b"")
         scope.cancel()
 
-    async def _response(self, request: h11.Request) -> HttpResponse | HttpStream:
+    async def _response(self, request: h11.Request, source: str) -> HttpResponse | HttpStream:
         path = request.target.partition(b"?")[0].decode("ascii")
         page = self._pages.get(path)
 
@@ -234,7 +236,7 @@ class PageServer:
             known = ", ".join(self._pages)
             return plain(HTTPStatus.NOT_FOUND, f"no such page; the pages are: {known}")
         try:
-            response = await page(HttpRequest.of(request))
+            response = await page(HttpRequest.of(request, source))
         except Exception:
             log.exception("page failed", page=path)
             text = "metagpu failed; its log has the details"

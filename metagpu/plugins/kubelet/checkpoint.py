@@ -7,25 +7,31 @@ stays in the file until the kubelet writes it again.
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from metagpu.core.errors import describe_error
 from metagpu.core.grants.injection import MEMORY
 from metagpu.core.model.gpu import MIB, GpuId
-from metagpu.core.model.shares import ResourceName, ShareId
+from metagpu.core.model.shares import ResourceName, ShareId, gpu_of
+from metagpu.core.model.snapshot import AnsweredNodes
 from metagpu.core.usage.accounting import NO_PROMISED_MEMORY, PromisedMemory
 from metagpu.core.usage.lost_devices import AllocatedDevices
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from metagpu.plugins.kubelet.pb import v1beta1
 
-CHECKPOINT_FILE: Final = "kubelet_internal_checkpoint"
 MIG_PREFIX: Final = "MIG-"
 """The prefix of MIG devices' uuids."""
+_NODE: Final = re.compile(rb"/dev/nvidia(\d+)")
+"""The device node of a GPU in an answer: to decode all answers takes a hundred times as long."""
 
 log = structlog.get_logger()
 
@@ -69,6 +75,7 @@ class AllocatedIds(msgspec.Struct, frozen=True):
     Attributes:
         pods: the ids of each pod, by its uid.
         containers: pod uid and name of the containers that have each id, init containers too.
+        nodes: the device nodes of GPUs in the answers for the ids of each GPU.
         resources: the resource name of each id.
         inode, written_at: differ from one writing of the file to the next; the time is the file's
             modification time in nanoseconds.
@@ -79,6 +86,7 @@ class AllocatedIds(msgspec.Struct, frozen=True):
     inode: int
     written_at: int
     containers: Mapping[ShareId, frozenset[tuple[str, str]]] = msgspec.field(default_factory=dict)
+    nodes: Mapping[GpuId, AnsweredNodes] = msgspec.field(default_factory=dict)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -91,28 +99,50 @@ def read_allocated_ids(directory: Path) -> AllocatedIds | None:
 
     `None` where they are unknown: the file is missing or damaged.
     """
-    pods = defaultdict[str, set[ShareId]](set)
-    resources: dict[ShareId, ResourceName] = {}
-    containers = defaultdict[ShareId, set[tuple[str, str]]](set)
     try:
         with (directory / CHECKPOINT_FILE).open("rb") as file:
             status = os.fstat(file.fileno())
-            entries = msgspec.json.decode(file.read(), type=_Checkpoint).data.entries or ()
+            found = _parse_ids(file.read())
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
-    for entry in entries:
+    return replace(found, inode=status.st_ino, written_at=status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)  # read at each look at the kubelet, written at each Allocate
+def _parse_ids(text: bytes) -> AllocatedIds:
+    pods = defaultdict[str, set[ShareId]](set)
+    resources: dict[ShareId, ResourceName] = {}
+    containers = defaultdict[ShareId, set[tuple[str, str]]](set)
+    numbers = defaultdict[ShareId, frozenset[int]](frozenset)
+    for entry in msgspec.json.decode(text, type=_Checkpoint).data.entries or ():
         ids = list(_device_ids(entry))
         pods[entry.pod_uid].update(ids)
         resources.update(dict.fromkeys(ids, ResourceName(entry.resource)))
+        named = frozenset(map(int, _NODE.findall(entry.answer)))
+        # An answer with fewer has none of a node that was missing: it tells nothing.
+        tells = len(named) >= len({gpu_of(share) for share in ids})
         for share in ids:
             containers[share].add((entry.pod_uid, entry.container))
+            numbers[share] |= named if tells else frozenset()
     return AllocatedIds(
         {uid: frozenset(ids) for uid, ids in pods.items()},
         resources,
-        status.st_ino,
-        status.st_mtime_ns,
+        0,
+        0,
         {share: frozenset(its) for share, its in containers.items()},
+        _by_gpu(numbers),
     )
+
+
+def _by_gpu(numbers: Mapping[ShareId, frozenset[int]]) -> Mapping[GpuId, AnsweredNodes]:
+    found = defaultdict[tuple[GpuId, frozenset[int]], set[ShareId]](set)
+    for share, named in numbers.items():
+        if named:
+            found[gpu_of(share), named].add(share)
+    by_gpu = defaultdict[GpuId, dict[frozenset[int], frozenset[ShareId]]](dict)
+    for (gpu, named), shares in found.items():
+        by_gpu[gpu][named] = frozenset(shares)
+    return by_gpu
 
 
 def read_registered_resources(directory: Path) -> frozenset[ResourceName] | None:

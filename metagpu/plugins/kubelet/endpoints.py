@@ -20,7 +20,7 @@ from metagpu.core.availability.reasons import availability_of
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName, ShareId
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.model.snapshot import Snapshot, latest
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -156,9 +156,9 @@ class RegistrationWatch:
 
     def _healthy(self) -> Mapping[ResourceName, frozenset[ShareId]]:
         """Return the shares that our open lists have as Healthy."""
-        snapshot = self._registry.snapshot
+        healthy = _healthy_shares(self._registry.snapshot)
         return {
-            resource: _healthy_shares(snapshot, resource)
+            resource: healthy.get(resource, frozenset())
             for resource in self._endpoints
             if self._record.of_resource(resource).listed
         }
@@ -180,14 +180,18 @@ class RegistrationWatch:
             log.error("resource not at the kubelet", resource=resource, problem=problem)
 
 
-def _healthy_shares(snapshot: Snapshot, resource: ResourceName) -> frozenset[ShareId]:
-    offer = snapshot.offers.get(resource)
-    return frozenset(
-        share.id
-        for gpu, shares in (offer.by_gpu.items() if offer else ())
-        for share in shares
-        if share.id not in availability_of(snapshot.gpus[gpu]).unlisted
-    )
+@latest
+def _healthy_shares(snapshot: Snapshot) -> Mapping[ResourceName, frozenset[ShareId]]:
+    unlisted = {gpu: availability_of(state).unlisted for gpu, state in snapshot.gpus.items()}
+    return {
+        resource: frozenset(
+            share.id
+            for gpu, shares in offer.by_gpu.items()
+            for share in shares
+            if share.id not in unlisted[gpu]
+        )
+        for resource, offer in snapshot.offers.items()
+    }
 
 
 async def serve_offers(

@@ -3,11 +3,11 @@
 The kubelet never reports that a share was released; it only stops listing the share.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from socket import gethostname
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import anyio
 import structlog
@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.errors import describe_error
 from metagpu.core.model.offers import Api
-from metagpu.core.model.pods import KnownPod, PodIndex
+from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
-from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded, PodListRequested
 from metagpu.core.state.facts import (
@@ -32,82 +31,39 @@ from metagpu.core.state.facts import (
     SharesOffered,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE, read_allocated_ids
-from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
-from metagpu.plugins.kubelet.pod_list import read_leases
+from metagpu.plugins.kubelet.checkpoint import read_allocated_ids
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE, Identity, KubeletFiles, find_files
+from metagpu.plugins.kubelet.pod_list import (
+    RequestsOf,
+    holders_by_request,
+    no_requests,
+    read_leases,
+)
 from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
-Identity: TypeAlias = tuple[int, int, int] | None
-"""The identity of a file, `None` without one (`core.runtime.files`)."""
 
-
-class KubeletFiles(NamedTuple):
-    """The files of one moment.
+class _Seen(NamedTuple):
+    """Everything that one look at the kubelet judges.
 
     Attributes:
-        kubelet: what a kubelet makes when it starts: its sockets for PodResources and for plugins.
-        checkpoint: what it writes when it allocates.
+        checkpoint: the identity of the kubelet's checkpoint, `None` for an unreadable one.
     """
 
-    kubelet: tuple[Identity, Identity] = (None, None)
-    checkpoint: Identity = None
+    answer: LeasesObserved | None
+    checkpoint: tuple[int, int] | None
+    kubelet: tuple[Identity, Identity]
+    snapshot: Snapshot
 
-
-def find_files(socket: Path, directory: Path) -> KubeletFiles:
-    """Return the present files; blocks.
-
-    Args:
-        socket: the PodResources socket.
-        directory: the folder for device plugins.
-    """
-    return KubeletFiles(
-        (file_identity(socket), file_identity(directory / KUBELET_SOCKET)),
-        file_identity(directory / CHECKPOINT_FILE),
-    )
-
-
-Holders = Mapping[tuple[str, ShareId], tuple[Holder, ...]]
-"""Containers by the uid of their ResourceClaim and the share."""
-RequestsOf = Callable[[str], Mapping[ShareId, str]]
-"""Returns the request of each share of a claim with several requests, by the uid of the claim."""
-
-
-def no_requests(_: str) -> Mapping[ShareId, str]:
-    """Return nothing: no claim has several requests."""
-    return {}
-
-
-def holders_by_request(of_claims: Holders, snapshot: Snapshot, requests_of: RequestsOf) -> Holders:
-    """Return the holders without containers that name other requests of the claim.
-
-    The kubelet lists a container with all devices of a claim, whichever request it names: the Pod
-    says which. Without the API server's pods, all containers of the claim stay holders.
-    """
-    requests = {uid: requests_of(uid) for uid in {uid for uid, _ in of_claims}}
-    if not any(requests.values()):
-        return of_claims
-    names = {
-        lease.resource_claim.uid: lease.resource_claim.name
-        for state in snapshot.gpus.values()
-        for lease in state.leases.values()
-        if lease.resource_claim is not None
-    }
-    found = {}
-    for (uid, share), holders in of_claims.items():
-        own = holders
-        if (request := requests[uid].get(share)) and (name := names.get(uid)):
-            pods = ((holder, snapshot.pods.find(holder, None)) for holder in holders)
-            own = tuple(user for user, pod in pods if _names(pod, user.container, name, request))
-        found[uid, share] = own or holders
-    return found
-
-
-def _names(pod: KnownPod | None, container: str, claim: str, request: str) -> bool:
-    """Return whether a container names a request, or may do so."""
-    if pod is None or container not in pod.claims:
-        return True
-    return not pod.claims[container].isdisjoint({(claim, ""), (claim, request)})
+    def equals(self, other: "_Seen") -> bool:
+        """Return whether another look judged the same."""
+        return (
+            self.snapshot is other.snapshot
+            and self[1:3] == other[1:3]
+            and self.answer is not None
+            and other.answer is not None
+            and replace(self.answer, at=other.answer.at) == other.answer
+        )
 
 
 UNREAD: Final = "the kubelet's checkpoint and its list of pods are not read yet"
@@ -166,6 +122,8 @@ class LeaseFollower:
         """The last kubelet that knew its pods."""
         self._silent = False
         """Whether the last question had no answer."""
+        self._settled: _Seen | None = None
+        """The last look, if it changed nothing and waited for nothing: an equal one is the same."""
         self._files = KubeletFiles()
         self._failures = LogOnce()
         self.known = anyio.Event()
@@ -255,25 +213,31 @@ class LeaseFollower:
             allocated = None
         if answer is None and self._readiness.ready:
             return
+        snapshot = self._registry.snapshot
+        seen = _Seen(answer, allocated.version if allocated else None, kubelet, snapshot)
+        if self._settled is not None and seen.equals(self._settled):
+            return
 
         fact = self._readiness.judge(
             answer,
             asked,
             allocated,
-            self._registry.snapshot,
+            snapshot,
             running=running,
             kubelet=kubelet[1],
             starts=self._starts(kubelet),
         )
-        self._registry.apply(fact)
+        changed = self._registry.apply(fact)
         self._note_known(known=fact.kubelet_ready or allocated is not None)
-        if self._readiness.needs_pods(self._registry.snapshot):
+        if needs_pods := self._readiness.needs_pods(self._registry.snapshot):
             self._registry.events.publish(PodListRequested(self._clock()))
         if self._readiness.ready:
             self._believed = kubelet
         if answer is not None:
-            self._request_checkpoint(answer)
+            needs_checkpoint = self._request_checkpoint(answer)
             self._log_unconfirmed()
+            waits = changed or needs_pods or needs_checkpoint or self._waits()
+            self._settled = None if waits else seen
 
     async def _meet_kubelet(self) -> None:
         """Look at the kubelet's files: a new kubelet is not bound by what another said."""
@@ -349,12 +313,26 @@ class LeaseFollower:
     async def _identify(self) -> KubeletFiles:
         return await to_thread.run_sync(find_files, self._socket, self._directory)
 
-    def _request_checkpoint(self, answer: LeasesObserved) -> None:
+    def _waits(self) -> bool:
+        """Return whether time alone, or what no answer shows, can change a lease."""
+        snapshot = self._registry.snapshot
+        return (
+            not self._readiness.ready
+            or bool(self._readiness.doubted or unconfirmed_holders(snapshot))
+            or any(
+                _has_ended_pod(state, snapshot.pods) or _may_change_soon(state, snapshot.pods)
+                for state in snapshot.gpus.values()
+            )
+        )
+
+    def _request_checkpoint(self, answer: LeasesObserved) -> bool:
         """Request a checkpoint of the kubelet while one can decide about a lease."""
         states = self._registry.snapshot.gpus.values()
         held = (i for state in states for i in chain(_allocated_shares(state), state.allocated))
-        if not self._readiness.ready or any(i not in answer.holders for i in held):
+        needed = not self._readiness.ready or any(i not in answer.holders for i in held)
+        if needed:
             self._registry.events.publish(CheckpointRequested())
+        return needed
 
     def _log_unconfirmed(self) -> None:
         """Warn of pods that the kubelet lists without the shares that they hold."""
@@ -381,6 +359,8 @@ class LeaseFollower:
             return timing.settle
         contended = any(conflicting_shares(gpu) for gpu in states if gpu.api is Api.DEVICE_PLUGIN)
         longest = timing.contended_period if contended else timing.poll_period
+        if self._settled is not None and self._settled.snapshot is snapshot:
+            return longest
         if any(_has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)
         if any(_may_change_soon(state, snapshot.pods) for state in states):

@@ -12,7 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
-from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.model.snapshot import Snapshot, latest
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.kubelet.checkpoint import MIG_PREFIX, AllocatedIds
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
@@ -75,6 +75,7 @@ class KubeletReadiness(msgspec.Struct):
             kubelet_ready=False,
             allocated=allocated.resources,
             containers=allocated.containers,
+            nodes=allocated.nodes,
             begins=True,
             confirms=_confirms(allocated, kubelet),
         )
@@ -108,6 +109,8 @@ class KubeletReadiness(msgspec.Struct):
         if allocated is not None:
             self._note_pods(allocated, at)
         begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
+        ended = self._ended_ids(allocated, answer, snapshot)
+        released |= self._left_over(at, ended, snapshot)
 
         if answer is None:
             self.since = None
@@ -119,11 +122,12 @@ class KubeletReadiness(msgspec.Struct):
             answer,
             allocated=allocated.resources if allocated else None,
             containers=allocated.containers if allocated else {},
+            nodes=allocated.nodes if allocated else {},
             begins=begins,
             confirms=confirms,
             released=released,
             running=_running_ids(allocated, snapshot),
-            ended=self._ended_ids(allocated, answer, snapshot),
+            ended=ended,
             stopped=self._stopped(running, snapshot),
         )
 
@@ -145,6 +149,7 @@ class KubeletReadiness(msgspec.Struct):
         if allocated is None:
             return frozenset()
         named, version = dict[tuple[ShareId, float], _Naming](), allocated.version
+        present = _Naming(version, 0)
         lasting = {
             i
             for uid, ids in allocated.pods.items()
@@ -160,7 +165,7 @@ class KubeletReadiness(msgspec.Struct):
             before = self._named.get(key)
             if share in lasting or (before is None and share in allocated.resources):
                 if confirms or lease.holder is None:
-                    named[key] = _Naming(version, 0)
+                    named[key] = present
             elif before is not None:
                 named[key] = _Naming(version, before.absences + (before.version != version))
         self._named = named
@@ -226,7 +231,7 @@ class KubeletReadiness(msgspec.Struct):
         return [
             uid
             for uid, ids in (allocated.pods.items() if allocated else ())
-            if ids.isdisjoint(answer.holders)
+            if answer.holders.keys().isdisjoint(ids)  # the other way walks all holders
             and any(
                 gpu_of(share_id) in snapshot.gpus or share_id.startswith(MIG_PREFIX)
                 for share_id in ids
@@ -235,18 +240,35 @@ class KubeletReadiness(msgspec.Struct):
         ]
 
     def _ended_ids(
-        self, allocated: AllocatedIds | None, answer: LeasesObserved, snapshot: Snapshot
+        self, allocated: AllocatedIds | None, answer: LeasesObserved | None, snapshot: Snapshot
     ) -> frozenset[ShareId]:
         """Return the ids that the checkpoint names for pods that have ended alone.
 
         A pod that the kubelet lists has not ended, unless the API server says so.
         """
         lasting = set[ShareId]()
+        holders = answer.holders if answer else {}
         for uid, ids in allocated.pods.items() if allocated else ():
-            is_listed = uid not in snapshot.pods.by_uid and not ids.isdisjoint(answer.holders)
+            is_listed = uid not in snapshot.pods.by_uid and not holders.keys().isdisjoint(ids)
             if is_listed or not snapshot.pods.has_ended(uid, self._first_named[uid]):
                 lasting |= ids
         return frozenset(allocated.resources.keys() - lasting if allocated else ())
+
+    def _left_over(
+        self, at: float, ended: Collection[ShareId], snapshot: Snapshot
+    ) -> frozenset[ShareId]:
+        """Return the ids that only a checkpoint named, and for pods that have ended alone.
+
+        The kubelet may write no other: it does so where a device plugin sends lists, and at
+        admissions. A grant of an earlier daemon, to another pod, is written by then.
+        """
+        young = at - self.timing.written
+        return frozenset(
+            lease.share.id
+            for lease in _leases(snapshot)
+            if lease.holder is None and lease.from_checkpoint and lease.since < young
+            if lease.share.id in ended
+        )
 
     def needs_pods(self, snapshot: Snapshot) -> bool:
         """Return whether a complete list of pods would show that some have ended.
@@ -275,6 +297,7 @@ class KubeletReadiness(msgspec.Struct):
         return (self._ran - frozenset(running)) | ended
 
 
+@latest
 def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
     """Return the holders of leases that the present kubelet may not know."""
     return frozenset(

@@ -16,7 +16,7 @@ from metagpu.core.model.request_errors import RequestError
 from metagpu.core.model.shares import Fault
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.model.xid_severity import Severity, rule_for
-from metagpu.core.reports.schema import ClusterReport, DraReport
+from metagpu.core.reports.schema.daemon import ClusterReport, DraReport
 from metagpu.core.state.call_stats import (
     BUCKET_BOUNDS,
     PREPARE,
@@ -129,7 +129,9 @@ _OUTCOMES_FROM_ZERO: Final = MappingProxyType(
 """Outcomes that have a series before their first call: `increase` misses the first of others."""
 
 
-def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) -> list[Sample]:
+def daemon_samples(
+    sources: MetricSources, counts: EventCounters, lag: float, long_turns: int
+) -> list[Sample]:
     """Return the samples of the daemon's parts.
 
     Call it on the event loop, where nothing changes meanwhile.
@@ -140,6 +142,7 @@ def daemon_samples(sources: MetricSources, counts: EventCounters, lag: float) ->
         Sample(f.BUILD, (__version__, platform.python_version()), 1),
         Sample(f.BUS_EVENTS_LOST, (), sources.registry.events.lost),
         Sample(f.LAG, (), lag),
+        Sample(f.LONG_TURNS, (), long_turns),
         Sample(f.DRIVER_LIMITS, (), sources.driver_limits()),
         *(
             Sample(f.LEASE_DIFFERENCES, (kind,), n)

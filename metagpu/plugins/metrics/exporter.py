@@ -20,6 +20,7 @@ from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Lease, ResourceName, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
+from metagpu.core.runtime.loop import long_turns
 from metagpu.core.runtime.tasks import run_with_restart, start_together
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.accounting import HeldParts
@@ -292,7 +293,7 @@ class Exporter:
         snapshot, layout = sources.registry.snapshot, sources.layout()
         self._namespaces.advance(anyio.current_time())
         own = [
-            *daemon_samples(sources, self._counters, self._lag_probe.lag),
+            *daemon_samples(sources, self._counters, self._lag_probe.lag, long_turns()),
             *self._namespaces.samples(),
         ]
         rules = rules_for_thread(sources.rules, usage) if usage else sources.rules

@@ -25,6 +25,7 @@ _gauge: Final = FamilyFactory(MetricType.GAUGE)
 _gpu_gauge: Final = FamilyFactory(MetricType.GAUGE, GPU_LABELS)
 _resource_gauge: Final = FamilyFactory(MetricType.GAUGE, ("resource",))
 _container_gauge: Final = FamilyFactory(MetricType.GAUGE, CONTAINER)
+_container_counter: Final = FamilyFactory(MetricType.COUNTER, CONTAINER)
 _namespace_gauge: Final = FamilyFactory(MetricType.GAUGE, ("namespace",))
 _namespace_counter: Final = FamilyFactory(MetricType.COUNTER, ("namespace",))
 _counter: Final = FamilyFactory(MetricType.COUNTER)
@@ -175,6 +176,11 @@ CONTAINER_UTILIZATION: Final = _container_gauge(
     "container_utilization_ratio",
     "Recent utilization of the GPU by the container, from 0 to 1.",
 )
+CONTAINER_OVER_SHARE: Final = _container_counter(
+    "container_over_share_seconds_total",
+    "Time that the container took beyond its shares while others wanted more, in seconds of a "
+    "whole GPU.",
+)
 CONTAINER_PROCESSES: Final = _container_gauge(
     "container_processes", "Processes of the container on the GPU."
 )
@@ -241,11 +247,11 @@ UNAUTHORIZED_CONTAINERS: Final = _gpu_counter(
 )
 WARNINGS: Final = _gpu_counter(
     "enforcement_warnings_total",
-    "Times that a container exceeded its memory limit on the GPU.",
+    "Times that a container was warned of its memory on the GPU.",
 )
 SIGNALS: Final = _gpu_counter(
     "enforcement_signals_total",
-    "Signals sent to processes of containers above their memory limit on the GPU.",
+    "Signals sent to processes because of their container's memory on the GPU.",
     "signal",
 )
 
@@ -386,6 +392,10 @@ BUS_EVENTS_LOST: Final = _counter(
     "event_bus_lost_events_total", "Internal events that a slow subscriber of the event bus lost."
 )
 LAG: Final = _gauge("event_loop_lag_seconds", "Delay of the event loop at its last measurement.")
+LONG_TURNS: Final = _counter(
+    "event_loop_long_turns_total",
+    "Turns of the event loop that lasted more than 50 ms; a call of the kubelet waits for each.",
+)
 
 FAMILIES: Final = families_in(vars())
 """All families, in this order; those of backends and `process_*` follow them."""

@@ -245,3 +245,5 @@ def _container(
     if (utilization := usage_now.utilization.get(state.gpu.id)) is not None:
         own = sum(utilization.get(process.pid, 0) for process in processes)
         yield Sample(f.CONTAINER_UTILIZATION, me, min(1.0, own / _PERCENT))
+    if (overuse := rules.overuse(state.gpu.id, holder)) is not None:
+        yield Sample(f.CONTAINER_OVER_SHARE, me, overuse.seconds)

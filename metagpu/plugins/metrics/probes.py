@@ -7,7 +7,7 @@ import anyio
 
 from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import DraReport
+from metagpu.core.reports.schema.daemon import DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 
 PERIOD: Final = 1.0

@@ -10,7 +10,7 @@ from metagpu.core.contracts.sensors import DetailedSensors, InstanceSensors
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.backend_reports import MetricKind
 from metagpu.core.model.gpu import GpuId
-from metagpu.core.reports.schema import ClusterReport, DraReport
+from metagpu.core.reports.schema.daemon import ClusterReport, DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage.collector import NodeUsage

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from metagpu.core.errors import MetagpuError
-from metagpu.display.encoding import WIDE_FORMATS as FORMATS
+from metagpu.display.options import WIDE_FORMATS as FORMATS
 from metagpu.display.usage import KINDS, TOP
 
 HELP: Final = """\
@@ -21,9 +21,11 @@ pod alone, and pids are those of its containers.
   -o FORMAT, --output FORMAT   one of table, wide, json, yaml (default: table)
   -w, --watch                  repeat every second
   --sort-by FIELD              a field of -o json: texts from a to z, numbers from the largest
-  -h, --help                   print this text
+  -h, --help, --version        print this text, or the version
 """
 
+WORDS: Final = ("get", "g", "top", "version", "help")
+"""The commands. The program in containers has `HELP` and these for the time without a daemon."""
 _KINDS: Final = {word: kind for kind, more in KINDS.items() for word in (kind, *more)}
 _REPLACED: Final[Mapping[str, str]] = {
     "config": "the node's configuration decides how GPUs are shared",
@@ -68,8 +70,8 @@ def parse_command(arguments: Sequence[str]) -> PodCommand:
             raise UsageError(
                 f"{option} is not needed: metagpu runs on this node and identifies the caller"
             )
-        if word in {"-h", "--help"}:
-            return PodCommand("help")
+        if word in {"-h", "--help", "--version"}:
+            return PodCommand("version" if word == "--version" else "help")
         if word in {"-w", "--watch"}:
             watch = True
         elif option in {"-o", "--output"}:

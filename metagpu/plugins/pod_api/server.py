@@ -5,6 +5,7 @@ noexec, and containers inherit that. The folder outlives the daemon and reboots,
 that the kubelet repeats.
 """
 
+import os
 import platform
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +24,9 @@ from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.errors import FileNotWritten, MetagpuError, PackageIncomplete
 from metagpu.core.grants.injection import CLIENT_NAME
-from metagpu.core.reports.schema import EventReport, PodMgctlReport, UsageReport, UsedGpuReport
+from metagpu.core.reports.schema.daemon import EventReport, PodMgctlReport
+from metagpu.core.reports.schema.gpus import UsedGpuReport
+from metagpu.core.reports.schema.usage import UsageReport
 from metagpu.core.usage.report import RequestingPod
 from metagpu.display.table import PLAIN, Terminal, redraw
 from metagpu.display.usage import TABLES, Answer, Top, format_usage
@@ -48,10 +51,12 @@ class PodFolder:
 
     Attributes:
         path: the folder, at the same path for the container runtime; `None` mounts none.
+        runs_programs: whether programs may be started from it (not mounted `noexec`).
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.runs_programs = False
         self._installed: bool | None = None
         self._installing = anyio.Lock()
 
@@ -70,6 +75,8 @@ class PodFolder:
     async def _install(self, path: Path) -> None:
         try:
             await to_thread.run_sync(install_mgctl, path)
+            mount = await to_thread.run_sync(os.statvfs, path)
+            self.runs_programs = not mount.f_flag & os.ST_NOEXEC
             self._installed = True
         except MetagpuError as error:
             self._installed = False

@@ -53,8 +53,8 @@ class TokenCheck(Protocol):
     async def run(self) -> None:
         """Hold what the check needs, until cancelled."""
 
-    async def check(self, token: str) -> str:
-        """Return why a token gives no access, an empty text for a viewer's.
+    async def check(self, token: str, source: str) -> str:
+        """Return why an address's token gives no access, an empty text for a viewer's.
 
         Raises:
             ConnectionError: the token could not be checked; the message says why.
@@ -65,7 +65,7 @@ class TokenCheck(Protocol):
 async def refusal_of(tokens: TokenCheck, request: HttpRequest) -> HttpResponse | None:
     """Return the response to a request that is not a viewer's, `None` for a viewer's."""
     try:
-        problem = await tokens.check(request.headers.get(TOKEN_HEADER, ""))
+        problem = await tokens.check(request.headers.get(TOKEN_HEADER, ""), request.source)
     except ConnectionError as error:
         return status_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
     # Not 401: the API server's clients would renew their own credentials.

@@ -8,7 +8,7 @@ import anyio
 from msgspec.structs import replace
 
 from metagpu.core.model.quantities import iso_time
-from metagpu.core.reports.schema import NodeReports
+from metagpu.core.reports.schema.usage import NodeReports
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.server import SingleFlight
@@ -17,6 +17,11 @@ from metagpu.plugins.web.server import WebServer
 
 USAGE_TIMEOUT: Final = 0.5
 """Seconds to wait for NVML: a view without its answers has older ones, or none."""
+
+ELSEWHERE: Final = (
+    "This page has the pods of its node. `kubectl metagpu why POD` says why a pod waits for one, "
+    "and `kubectl metagpu web` lists all that wait."
+)
 
 
 class NodeWeb:
@@ -62,6 +67,7 @@ class NodeWeb:
             "nodes": [node],
             "events": events,
             "waiting": [],
+            "lacking": ELSEWHERE,
         }
 
     async def _changes(self) -> AsyncGenerator[object, None]:

@@ -20,7 +20,8 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.quantities import iso_time
 from metagpu.core.model.shares import Lease, Share, ShareId, holders_of
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import EventReport, UsedGpuReport
+from metagpu.core.reports.schema.daemon import EventReport
+from metagpu.core.reports.schema.gpus import UsedGpuReport
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.events import Event, LayoutApplied
 from metagpu.core.state.facts import GpuCordoned, GpuUncordoned, SharesClaimed

@@ -13,7 +13,7 @@ import msgspec
 from anyio import to_thread
 
 from metagpu.core.reports.reading import ReportPart
-from metagpu.core.reports.schema import NodeReports
+from metagpu.core.reports.schema.usage import NodeReports
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.plugins.http.address import HttpTiming, ListenAddress
 from metagpu.plugins.http.messages import HttpRequest, HttpResponse

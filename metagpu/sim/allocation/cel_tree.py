@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from metagpu.plugins.kubelet.pb.cel.expr import (
+from metagpu.sim.allocation.cel_values import VALUE
+from metagpu.sim.allocation.pb.cel.expr import (
     CheckedExpr,
     Constant,
     Expr,
@@ -22,7 +23,6 @@ from metagpu.plugins.kubelet.pb.cel.expr import (
     ParsedExpr,
     Type,
 )
-from metagpu.sim.allocation.cel_values import VALUE
 
 COMPARABLE: Final = "@comparable"
 """A function of two conditions, whether a value is a map: true, or an error for the first alone."""

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from cel_expr_python import cel
 
-from metagpu.plugins.kubelet.pb.cel.expr import CheckedExpr
 from metagpu.sim.allocation import cel_tree, cel_values
 from metagpu.sim.allocation.amounts import AllocationError
+from metagpu.sim.allocation.pb.cel.expr import CheckedExpr
 
 Device = Mapping[str, Any]
 """A device of a ResourceSlice."""

@@ -16,8 +16,9 @@ import json
 import secrets
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import aiohttp
@@ -220,7 +221,15 @@ def _encoded(value: Object) -> str:
 
 BUDGETS = "poddisruptionbudgets"
 _PATH = "/api/v1/namespaces/{namespace}/pods/{name}/eviction"
-_NOW = "2026-11-23T03:00:00Z"
+
+
+def add_pod_logs(app: web.Application, logs: Mapping[str, str]) -> None:
+    """Add the logs of pods, by their names."""
+
+    async def read(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=logs.get(request.match_info["name"], ""))
+
+    app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}/log", read)
 
 
 def add_evictions(app: web.Application, store: ObjectStore) -> None:
@@ -236,7 +245,8 @@ def add_evictions(app: web.Application, store: ObjectStore) -> None:
             raise ApiError(409, "Conflict", "Precondition failed: UID in precondition")
         for budget in _budgets(store, pod):
             _take(store, budget)
-        patch = {"metadata": {"deletionTimestamp": _NOW, "deletionGracePeriodSeconds": 30}}
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        patch = {"metadata": {"deletionTimestamp": now, "deletionGracePeriodSeconds": 30}}
         store.merge(key, patch, status=False, manager="kubectl")
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)
 

@@ -27,6 +27,7 @@ from metagpu.sim.apiserver.kinds import (
     SimTokens,
     add_evictions,
     add_node_features,
+    add_pod_logs,
     add_pod_proxy,
 )
 from metagpu.sim.apiserver.objects import ApiError, Object
@@ -161,6 +162,7 @@ class SimApiServer(SimCluster):
         rejected: parts of paths whose patches and new objects are invalid.
         failures: answers to the next requests of any kind.
         tokens: the tokens of ServiceAccounts.
+        logs: the logs of pods, by their names.
         resource_slices: the slices of DRA drivers.
         claim_status: the status of ResourceClaims, as DRA drivers write it.
         nfd: Node Feature Discovery's master, `None` where NFD is not installed.
@@ -180,6 +182,7 @@ class SimApiServer(SimCluster):
         self.rejected: list[str] = []
         self.failures: deque[ApiError] = deque()
         self.tokens = SimTokens()
+        self.logs: dict[str, str] = {}
         self.port = 0
 
     def install_nfd(self, *, works: bool = True) -> SimNfd:
@@ -224,6 +227,7 @@ class SimApiServer(SimCluster):
         self.claim_status.add_routes(app)
         add_pod_proxy(app, self.store, self.tokens)
         add_evictions(app, self.store)
+        add_pod_logs(app, self.logs)
         self.add_routes(app, f"/{self.key}")
         runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
         try:

@@ -11,6 +11,8 @@ from metagpu.sim.cluster.pod_objects import ENDED, Patch, phase_of
 
 DRIVER: Final = "gpu.metagpu.io"
 _NVIDIA: Final = "gpu.nvidia.com"
+_WHOLE_OF_NVIDIA: Final = "gpu.nvidia.com"
+"""NVIDIA's class of whole GPUs, which serves `nvidia.com/gpu` in `limits`."""
 _TYPES: Final = ("gpu", "fraction", "timeslice", "mps", "mig", "monitor")
 _POD_CLAIM: Final = "resource.kubernetes.io/pod-claim-name"
 
@@ -24,7 +26,10 @@ def device_classes(driver: str = DRIVER) -> Iterator[tuple[Key, Object]]:
         expression = (
             f"device.driver == '{driver}' && device.attributes['{driver}'].type == '{kind}'"
         )
-        content = {"metadata": {}, "spec": {"selectors": [{"cel": {"expression": expression}}]}}
+        spec: dict[str, Any] = {"selectors": [{"cel": {"expression": expression}}]}
+        if name == _WHOLE_OF_NVIDIA:
+            spec["extendedResourceName"] = "nvidia.com/gpu"
+        content = {"metadata": {}, "spec": spec}
         yield ("deviceclasses", "", name), content
 
 

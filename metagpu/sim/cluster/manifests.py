@@ -82,6 +82,13 @@ class Manifests:
                 changed[key] = after
         return outcomes, await self._put(changed, contents)
 
+    def install(self, documents: Sequence[Document]) -> None:
+        """Replace objects; what the earlier ones owned ends by the controllers' next run."""
+        for key, content in self._contents(documents, "default").items():
+            if key in self._api.store.objects:
+                self._api.store.delete(key)
+            self._api.store.put(key, content)
+
     async def delete(self, documents: Sequence[Document], namespace: str) -> bool:
         """Delete the objects of a manifest; return whether they are gone.
 

@@ -32,6 +32,11 @@ def host_root(run_dir: Path) -> Path:
     return cluster_folder(run_dir) / "host"
 
 
+def containers_dir(run_dir: Path) -> Path:
+    """Return the folder that shows the daemon containers and their processes."""
+    return cluster_folder(run_dir) / "containers"
+
+
 def objects_file(run_dir: Path) -> Path:
     """Return the path of the API server's objects, which outlive the daemon."""
     return cluster_folder(run_dir) / "objects.json"

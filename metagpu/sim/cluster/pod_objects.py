@@ -1,36 +1,22 @@
-"""Pods of a simulated cluster as objects; the kubelet that writes their status.
-
-The simulated kubelet follows Pods at the API server, and writes the Node's numbers.
-"""
+"""Pods of a simulated cluster as objects. Pure."""
 
 import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final
-
-import anyio
-from anyio.abc import TaskGroup
 
 from metagpu.core.model.shares import ResourceClaimRef
 from metagpu.sim.apiserver.objects import Key, Object
-from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.cluster.extended_resources import extended_uses
 from metagpu.sim.cluster.pod_manifest import SLEEP
-from metagpu.sim.kubelet.claims import ClaimManager, ClaimPrepareError, ClaimUse, PodClaims
-from metagpu.sim.kubelet.kubelet import (
-    AdmissionError,
-    ContainerStartError,
-    KubeletDownError,
-    SimKubelet,
-)
+from metagpu.sim.kubelet.claims import ClaimPrepareError, ClaimUse, PodClaims
 from metagpu.sim.kubelet.pods import SimContainer, SimPod
 
 Patch = Mapping[str, Any]
 """A merge patch of an object, or of its status."""
 ENDED: Final = frozenset({"Succeeded", "Failed"})
+_NODE_ADDRESS: Final = "127.0.0.1"
+"""The address of pods in the host's network; others have none here."""
 
 
 def key_of(pod: Object) -> Key:
@@ -148,9 +134,12 @@ def waiting(reason: str, message: str = "") -> Patch:
     return {"status": {"reason": reason, "message": message or None}}
 
 
-def running(since: float) -> Patch:
+def running(pod: Object, since: float) -> Patch:
     """Return the status of a Pod whose container runs since a Unix time."""
-    return {"status": {**phase("Running")["status"], "startTime": timestamp(since)}}
+    conditions = [{"type": name, "status": "True"} for name in ("PodScheduled", "Ready")]
+    address = {"podIP": _NODE_ADDRESS} if pod["spec"].get("hostNetwork") else {}
+    started = {"startTime": timestamp(since), "conditions": conditions, **address}
+    return {"status": {**phase("Running")["status"], **started}}
 
 
 def phase(name: str) -> Patch:
@@ -172,7 +161,8 @@ def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
         ClaimPrepareError: a claim is gone, or not reserved for the pod.
     """
     metadata = pod["metadata"]
-    names = _claim_names(pod)
+    extended = list(extended_uses(pod))
+    names = {**_claim_names(pod), **{name: name for _, name, _ in extended}}
     refs, drivers = {}, {}
     for entry, name in names.items():
         claim = objects.get(("resourceclaims", metadata["namespace"], name))
@@ -186,7 +176,17 @@ def pod_claims(pod: Object, objects: Mapping[Key, Object]) -> PodClaims:
         drivers[refs[entry]] = tuple(dict.fromkeys(result["driver"] for result in results))
     spec = pod["spec"]
     every = (*(spec.get("initContainers") or ()), *spec["containers"])
-    containers = {container["name"]: _uses(container, refs) for container in every}
+    containers = {
+        container["name"]: [
+            *_uses(container, refs),
+            *(
+                ClaimUse(refs[name], request)
+                for user, name, request in extended
+                if user == container["name"]
+            ),
+        ]
+        for container in every
+    }
     return PodClaims(metadata["uid"], drivers, containers)
 
 
@@ -206,237 +206,3 @@ def _uses(container: Mapping[str, Any], refs: Mapping[str, ResourceClaimRef]) ->
     return [
         ClaimUse(refs[use["name"]], use.get("request", "")) for use in used if use["name"] in refs
     ]
-
-
-STATUS_PERIOD: Final = 10.0
-"""Seconds between two reports of the Node's numbers (nodeStatusUpdateFrequency)."""
-READMIT_AFTER: Final = 0.1
-"""Seconds from a kubelet's start to the admission of its earlier pods."""
-RETRY_START: Final = 1.0
-"""Seconds between two tries to start a container, or to end a pod with claims."""
-RETRY_PREPARE: Final = 60.0
-"""Seconds to the next try to prepare refused claims, unless the pod is annotated before."""
-
-
-@dataclass(eq=False)
-class KubeletSync:
-    """Keeps a kubelet's pods as the API server has them, and the Node up to date.
-
-    Attributes:
-        claims: prepares the claims of pods.
-        record: writes a warning about a Pod: its reason and note.
-    """
-
-    api: SimApiServer
-    kubelet: SimKubelet
-    claims: ClaimManager
-    node: str
-    record: Callable[[Object, str, str], None]
-    _pods: dict[str, SimPod] = field(default_factory=dict)
-    _ends: dict[str, float] = field(default_factory=dict)
-    _syncing: anyio.Lock = field(default_factory=anyio.Lock)
-
-    def resume(self) -> None:
-        """Resume the pods that ran when the last daemon ended."""
-        for document in self.api.pods():
-            if node_of(document) == self.node and phase_of(document) == "Running":
-                pod = self._pods[document["metadata"]["uid"]] = kubelet_pod(document)
-                self.kubelet.resume(pod)
-                with suppress(ClaimPrepareError):
-                    self.claims.track(pod_claims(document, self.api.store.objects))
-                self._set_end(document)
-
-    async def run(self) -> None:
-        """Follow the API server until cancelled; without a kubelet nothing happens."""
-        self._delete_slices()
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._report)
-            group.start_soon(self.claims.run)
-            await self._readmit()
-            while True:
-                changed = self.api.next_change()
-                async with self._syncing:
-                    with suppress(KubeletDownError):
-                        await self._sync(group)
-                with anyio.move_on_after(self._seconds_to_end()):
-                    await changed.wait()
-
-    def _seconds_to_end(self) -> float:
-        """Return the seconds until a pod ends by itself; without a kubelet none does."""
-        if not self.kubelet.is_up:
-            return float("inf")
-        return max(0.0, min(self._ends.values(), default=float("inf")) - anyio.current_time())
-
-    async def stop(self) -> None:
-        """Kill the kubelet, also while it waits for a plugin; containers go on."""
-        await self.kubelet.crash()
-        self.api.wake()
-
-    async def restart(self, *, forget: bool = False, reboot: bool = False) -> None:
-        """Start the kubelet again; it admits its pods as at any start."""
-        await self.kubelet.crash()  # before the lock: an admission may wait for a plugin
-        async with self._syncing:
-            await self.kubelet.restart(forget=forget, reboot=reboot)
-            self.claims.forget_drivers()
-            self._delete_slices()
-            await self._readmit()
-            for pod in self.kubelet.pods if reboot else ():
-                with suppress(ContainerStartError, KubeletDownError):
-                    await self._start_containers(pod)
-        self.api.wake()
-
-    def held_devices(self, uid: str) -> Mapping[str, frozenset[str]]:
-        """Return the ids that a pod holds, by resource; none without a kubelet."""
-        pod = self._pods.get(uid)
-        if pod is None or not self.kubelet.is_up:
-            return {}
-        held: dict[str, frozenset[str]] = {}
-        for devices in self.kubelet.devices(pod).values():
-            for resource, ids in devices.items():
-                held[resource] = held.get(resource, frozenset()) | ids
-        return held
-
-    def _delete_slices(self) -> None:
-        """Delete the node's ResourceSlices: a kubelet that starts has no driver yet."""
-        objects = self.api.store.objects
-        for key in [key for key in objects if key[0] == "resourceslices"]:
-            if objects[key]["spec"].get("nodeName") == self.node:
-                self.api.store.delete(key)
-
-    async def _readmit(self) -> None:
-        """Admit the earlier pods at a kubelet that has just started and lives on."""
-        await anyio.sleep(READMIT_AFTER)
-        with suppress(KubeletDownError):
-            for uid, error in (await self.kubelet.readmit()).items():
-                if pod := self._pods.get(uid):
-                    self._reject(pod, error)
-
-    # ---- pods ------------------------------------------------------------------------------
-
-    async def _sync(self, group: TaskGroup) -> None:
-        """End, finish and admit pods, in the order of their creation."""
-        if not self.kubelet.is_up:
-            return
-        now = anyio.current_time()
-        bound = [pod for pod in self.api.pods() if node_of(pod) == self.node]
-        for document in bound:
-            uid = document["metadata"]["uid"]
-            if "deletionTimestamp" in document["metadata"]:
-                if (left := seconds_of_grace(document, time.time())) > 0:
-                    self._ends[uid] = now + left
-                elif await self._end(document):
-                    self.api.store.delete(key_of(document))
-            elif self._ends.get(uid, now + 1) <= now:
-                if await self._end(document):
-                    self._set(document, phase("Succeeded"))
-            elif uid not in self._pods and phase_of(document) == "Pending":
-                await self._admit(document, group)
-
-    async def _admit(self, document: Object, group: TaskGroup) -> None:
-        pod = kubelet_pod(document)
-        try:
-            await self.kubelet.admit(pod)
-        except AdmissionError as error:
-            self._reject(pod, error)
-            return
-        self._pods[pod.uid] = pod
-        self._set(document, waiting("ContainerCreating"))
-        group.start_soon(self._start, document, pod)
-
-    async def _start(self, document: Object, pod: SimPod) -> None:
-        """Start a pod's container, again and again: PreStartContainer may take its time."""
-        while pod.uid in self._pods:
-            try:
-                await self.claims.prepare(pod_claims(document, self.api.store.objects))
-                await self._start_containers(pod)
-            except ClaimPrepareError as error:
-                self._set(document, waiting("ContainerCreating", str(error)))
-                self.record(document, "FailedPrepareDynamicResources", str(error))
-                await self._wait_annotation(document)
-                continue
-            except ContainerStartError as error:
-                self._set(document, waiting(error.reason, error.message))
-            except KubeletDownError:
-                pass
-            else:
-                if pod.uid in self._pods:
-                    self._set(document, running(time.time()))
-                    self._set_end(self.api.store.objects[key_of(document)])
-                return
-            await anyio.sleep(RETRY_START)
-
-    async def _start_containers(self, pod: SimPod) -> None:
-        for container in pod.in_order():
-            await self.kubelet.start_container(pod, container.name)
-            if container in pod.init_containers and not container.restartable:
-                self.kubelet.stop_container(pod, container.name)
-
-    async def _wait_annotation(self, document: Object) -> None:
-        """Wait until somebody annotates a pod, as a real kubelet waits for its next sync."""
-        key, before = key_of(document), document["metadata"].get("annotations")
-        objects = self.api.store.objects
-
-        def has_changed() -> bool:
-            now = objects.get(key)
-            return now is None or now["metadata"].get("annotations") != before
-
-        with suppress(TimeoutError):
-            await self.api.until(has_changed, within=RETRY_PREPARE)
-
-    def _set_end(self, document: Object) -> None:
-        """Note when a running pod's container ends by itself, if it does."""
-        left = remaining_time(document, time.time())
-        if left is not None:
-            self._ends[document["metadata"]["uid"]] = anyio.current_time() + left
-
-    async def _end(self, document: Object) -> bool:
-        """End a pod; return whether it could: its claims are released before."""
-        uid = document["metadata"]["uid"]
-        self._ends.pop(uid, None)
-        try:
-            await self.claims.release(uid)
-        except ClaimPrepareError as error:
-            self.record(document, "FailedUnprepareDynamicResources", str(error))
-            self._ends[uid] = anyio.current_time() + RETRY_START
-            return False
-        if pod := self._pods.pop(uid, None):
-            await self.kubelet.delete(pod)
-        return True
-
-    def _reject(self, pod: SimPod, error: AdmissionError) -> None:
-        self._pods.pop(pod.uid, None)
-        self._ends.pop(pod.uid, None)
-        document = self.api.store.objects.get(("pods", pod.namespace, pod.name))
-        if document is None or document["metadata"]["uid"] != pod.uid:
-            return  # it was deleted while the plugin answered
-        ended = phase("Succeeded")  # simulated containers end without an error at SIGTERM
-        self._set(document, ended if error.has_run else rejected(error.reason, error.message))
-        self.record(document, error.reason, error.message)
-
-    def _set(self, document: Object, status: Patch) -> None:
-        """Write a Pod's status, unless it was deleted meanwhile."""
-        if key_of(document) in self.api.store.objects:
-            self.api.store.merge(key_of(document), status, status=True, manager="kubelet")
-
-    # ---- the Node --------------------------------------------------------------------------
-
-    async def _report(self) -> None:
-        """Report the Node's numbers every 10 s, and a new resource at once.
-
-        After the start the first list comes first: until then the kubelet has no device.
-        """
-        with suppress(TimeoutError):
-            await self.kubelet.wait_for(
-                lambda: any(self.kubelet.capacity().values()), within=STATUS_PERIOD
-            )
-        while True:
-            with suppress(KubeletDownError):
-                await self.kubelet.tick()
-                self.api.report(self.node, self.kubelet.capacity(), self.kubelet.allocatable())
-            reported = self.kubelet.capacity().keys()
-            with suppress(TimeoutError):
-                has_more = partial(self._has_more_than, reported)
-                await self.kubelet.wait_for(has_more, within=STATUS_PERIOD)
-
-    def _has_more_than(self, reported: Collection[str]) -> bool:
-        return not self.kubelet.capacity().keys() <= set(reported)

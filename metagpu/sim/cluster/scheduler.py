@@ -15,7 +15,6 @@ from metagpu.sim.apiserver.objects import Key, Object
 from metagpu.sim.cluster.claim_scheduler import ClaimFit, ClaimScheduler
 from metagpu.sim.cluster.pod_objects import (
     ENDED,
-    Patch,
     key_of,
     node_of,
     phase_of,
@@ -28,13 +27,13 @@ class SchedulingDecision(msgspec.Struct, frozen=True):
     """The decision on one pod: its node, or why there is none for it.
 
     Attributes:
-        claims: how its ResourceClaims change.
+        claims: how its ResourceClaims change, and which is made.
     """
 
     pod: Key
     node: str = ""
     message: str = ""
-    claims: Mapping[Key, Patch] = {}
+    claims: ClaimFit = ClaimFit()
 
 
 def schedule(
@@ -48,16 +47,18 @@ def schedule(
         if node_of(pod) or phase_of(pod) in ENDED or "deletionTimestamp" in pod["metadata"]:
             continue
         requests = requests_of(pod)
+        served = claims.served(requests, node.get("status", {}).get("allocatable") or {})
+        requests = {name: count for name, count in requests.items() if name not in served}
         reasons = blockers(node, pod["spec"], requests, free)
-        fit = ClaimFit() if reasons else claims.fit(pod)
+        fit = ClaimFit() if reasons else claims.fit(pod, served)
         if reasons := [*reasons, *([fit.problem] if fit.problem else ())]:
             text = ", ".join(f"1 {reason}" for reason in reasons)
             message = f"0/1 nodes are available: {text}."
             found.append(SchedulingDecision(key_of(pod), message=message))
             continue
         for resource, count in requests.items():
-            free[resource] -= count
-        found.append(SchedulingDecision(key_of(pod), node["metadata"]["name"], claims=fit.changes))
+            free[resource] = free.get(resource, 0) - count
+        found.append(SchedulingDecision(key_of(pod), node["metadata"]["name"], claims=fit))
     return found
 
 

@@ -6,29 +6,37 @@ import secrets
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 from anyio import to_thread
 
+from metagpu import __version__
+from metagpu.agent.paths import KUBELET_DIR
+from metagpu.core.model.shares import Holder
+from metagpu.plugins.cluster.settings import DEFAULT_NAMESPACE, VIEWER
 from metagpu.sim.apiserver.objects import ApiError, Key, Object
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.cluster import pod_objects
 from metagpu.sim.cluster.claim_scheduler import ClaimScheduler
 from metagpu.sim.cluster.claims import ClusterClaims
+from metagpu.sim.cluster.containers import PodContainers, PodProcess
 from metagpu.sim.cluster.inspection import view_events, view_node, view_pod
+from metagpu.sim.cluster.kubelet_sync import KubeletSync
 from metagpu.sim.cluster.manifests import Manifests
 from metagpu.sim.cluster.paths import (
     NODE_NAME,
+    containers_dir,
     host_root,
     kubelet_dir,
     objects_file,
     pod_resources,
 )
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.cluster.pod_objects import KubeletSync, key_of, title
+from metagpu.sim.cluster.pod_objects import key_of, title
 from metagpu.sim.cluster.scheduler import schedule
 from metagpu.sim.cluster.views import ClusterNodeView, EventView, PodView
+from metagpu.sim.cluster.workloads import owner_of
 from metagpu.sim.kubelet.claims import ClaimManager
 from metagpu.sim.kubelet.kubelet import SimKubelet
 from metagpu.sim.kubelet.other_plugin import other_plugin
@@ -36,10 +44,13 @@ from metagpu.sim.machine.containers import make_device_nodes
 from metagpu.sim.machine.gpu import SimError
 from metagpu.sim.machine.node import SimNode
 
+_OFFERED_WITHIN: Final = 5.0
+"""Seconds until a daemon that has no shares yet is taken for one that offers none."""
 _SAVE_PERIOD: Final = 0.1
 _CLEAN_PERIOD: Final = 60.0
 _HISTORY: Final = 1000
 """Changes that the API server keeps for watches, at least."""
+_DAEMON_SET: Final = ("daemonsets", DEFAULT_NAMESPACE, "metagpu")
 
 
 class SingleNodeCluster:
@@ -49,12 +60,16 @@ class SingleNodeCluster:
         api: the API server, with the Node and all Pods.
         kubelet: the node's kubelet.
         claims: the ResourceClaims.
+        containers: the containers of pods, with the processes that users start.
         manifests: what people apply, and its controllers.
-        started: set once all of it runs.
+        started: set once all of it runs, and the Node has shares or devices to offer.
+        status_port: where the daemon serves its status, as a pod in the host's network; 0 is a
+            daemon outside the cluster.
     """
 
     def __init__(self, node: SimNode, run_dir: Path, name: str = NODE_NAME) -> None:
         self.name = name
+        self.status_port = 0
         self.api = SimApiServer(secrets.token_hex())
         numa_nodes = sorted({gpu.numa for gpu in node.gpus}) or (0,)
         manager = ClaimManager(run_dir)
@@ -65,12 +80,15 @@ class SingleNodeCluster:
             claimed=manager.dynamic_resources,
         )
         self.claims = ClusterClaims(self.api, manager, self._gpus)
+        self.containers = PodContainers(containers_dir(run_dir), node)
         self.manifests = Manifests(self.api, lambda: self.kubelet.is_up)
         self.started = anyio.Event()
         self._machine = node
         self._objects_file = objects_file(run_dir)
         self._host_root = host_root(run_dir)
-        self._sync = KubeletSync(self.api, self.kubelet, manager, name, self._record)
+        self._sync = KubeletSync(
+            self.api, self.kubelet, manager, self.containers, name, self._record
+        )
         self._plugin: AsyncExitStack | None = None
         self._bursts = 0
 
@@ -85,8 +103,16 @@ class SingleNodeCluster:
             self.api.store.load(content)
         if ("nodes", "", self.name) not in self.api.store.objects:
             self.api.add_node(self.name, {"kubernetes.io/hostname": self.name})
-        self._sync.resume()
+        if self.status_port:
+            self.manifests.install(_daemon_objects(self.status_port))
         await to_thread.run_sync(make_device_nodes, self._host_root, len(self._machine.gpus))
+        async with self.containers.running():
+            self._sync.resume()
+            async with self._serving():
+                yield self
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         async with self.api.running(), self.kubelet.running():
             await to_thread.run_sync(self.api.kubeconfig, self._objects_file.parent)
             async with anyio.create_task_group() as group:
@@ -94,9 +120,9 @@ class SingleNodeCluster:
                 group.start_soon(self._sync.run)
                 group.start_soon(self._clean)
                 group.start_soon(self._save)
-                self.started.set()
+                group.start_soon(self._begin)
                 try:
-                    yield self
+                    yield
                 finally:
                     await self._end_plugin()
                     group.cancel_scope.cancel()
@@ -133,12 +159,65 @@ class SingleNodeCluster:
         Raises:
             SimError: the pod does not exist.
         """
-        key = ("pods", namespace, name)
-        objects = self.api.store.objects
-        if key not in objects:
-            known = ", ".join(title(pod) for pod in self.api.pods()) or "none"
-            raise SimError(f"no pod {name} in namespace {namespace}; there are: {known}")
-        return await self.manifests.remove([key])
+        return await self.manifests.remove([self._pod_key(name, namespace)])
+
+    async def start_process(
+        self,
+        name: str,
+        namespace: str,
+        container: str = "",
+        gpu: str = "",
+        *,
+        memory: int | None,
+        load: int,
+    ) -> int:
+        """Start a process in a running pod; return its pid.
+
+        Args:
+            name: the pod's name.
+            namespace: the pod's namespace.
+            container: its name, empty for the first one with a GPU.
+            gpu: its index or UUID, empty for the container's first one.
+            memory: in bytes, `None` where NVML does not know it.
+            load: the percent of the multiprocessors that it would use alone.
+
+        Raises:
+            SimError: the pod does not run or has no such GPU, or the memory is not free.
+        """
+        pod = self.api.store.objects[self._pod_key(name, namespace)]
+        if pod_objects.phase_of(pod) != "Running":
+            raise SimError(f"pod {title(pod)} is {pod_objects.phase_of(pod)}, not Running")
+        wanted = self._machine.gpu(gpu) if gpu else None
+        names = [every["name"] for every in pod["spec"]["containers"]]
+        if container and container not in names:
+            raise SimError(f"pod {title(pod)} has no container {container}: {', '.join(names)}")
+        for place in [container] if container else names:
+            for device in self._sync.devices_of(pod, place, self._machine):
+                if wanted is None or wanted is device.gpu:
+                    holder = Holder(namespace, name, place)
+                    process = PodProcess(
+                        uid=pod["metadata"]["uid"],
+                        holder=holder,
+                        device=device,
+                        memory=memory,
+                        load=load,
+                    )
+                    return await self.containers.start_process(process)
+        what = f"GPU {gpu}" if gpu else "GPU"
+        where = f"container {container} of " if container else ""
+        raise SimError(f"{where}pod {title(pod)} sees no {what}")
+
+    async def end_processes(self, name: str, namespace: str) -> Sequence[int]:
+        """End all processes of a pod; return their pids.
+
+        Raises:
+            SimError: the pod does not exist, or has none.
+        """
+        pod = self.api.store.objects[self._pod_key(name, namespace)]
+        uid = pod["metadata"]["uid"]
+        if found := await self.containers.end_processes(lambda process: process.uid == uid):
+            return found
+        raise SimError(f"pod {title(pod)} has no process")
 
     async def end_claim(self, name: str, namespace: str) -> bool:
         """Delete a claim and the pods that use it; return whether they are gone.
@@ -155,8 +234,8 @@ class SingleNodeCluster:
         return [self._view(objects[pod]) for pod in pods if pod in objects]
 
     def pods(self) -> Sequence[PodView]:
-        """Return all pods, the oldest first."""
-        return [self._view(pod) for pod in self.api.pods()]
+        """Return all pods but the daemon's, the oldest first."""
+        return [self._view(pod) for pod in self._pods_of_users()]
 
     def node(self) -> ClusterNodeView:
         """Return the Node."""
@@ -226,6 +305,17 @@ class SingleNodeCluster:
 
     # ---- what runs -------------------------------------------------------------------------
 
+    async def _begin(self) -> None:
+        """Wait for the first shares, and let users begin: a pod before them would wait."""
+        with anyio.move_on_after(_OFFERED_WITHIN):
+            await self.api.until(
+                lambda: (
+                    any(each.allocatable for each in self.node().resources.values())
+                    or any(kind == "resourceslices" for kind, *_ in self.api.store.objects)
+                )
+            )
+        self.started.set()
+
     async def _schedule(self) -> None:
         """Bind pods; try those that wait again at each change."""
         while True:
@@ -236,7 +326,10 @@ class SingleNodeCluster:
             plugin = ClaimScheduler(self.name, self.api.store.objects)
             for decision in schedule(self.api.node(self.name), list(pods.values()), plugin):
                 status = pod_objects.scheduled(decision.message)
-                for claim, change in decision.claims.items():
+                status = {"status": {**status["status"], **decision.claims.status}}
+                for claim, content in decision.claims.made.items():
+                    self.api.store.put(claim, content)
+                for claim, change in decision.claims.changes.items():
                     self.api.store.merge(claim, change, status=True, manager="kube-scheduler")
                 if decision.node:
                     patch = pod_objects.binding(decision.node)
@@ -293,9 +386,41 @@ class SingleNodeCluster:
         held = self._sync.held_devices(pod["metadata"]["uid"])
         return view_pod(pod, held, self._gpus())
 
+    def _pod_key(self, name: str, namespace: str) -> Key:
+        key = ("pods", namespace, name)
+        if key not in self.api.store.objects:
+            known = ", ".join(title(pod) for pod in self._pods_of_users()) or "none"
+            raise SimError(f"no pod {name} in namespace {namespace}; there are: {known}")
+        return key
+
+    def _pods_of_users(self) -> Sequence[Object]:
+        daemon = self.api.store.objects.get(_DAEMON_SET)
+        uid = daemon["metadata"]["uid"] if daemon else "none"
+        return [pod for pod in self.api.pods() if owner_of(pod) != uid]
+
     def _gpus(self) -> Mapping[str, int]:
         """Return the indices of the GPUs by uuid."""
         return {gpu.id: index for index, gpu in enumerate(self._machine.gpus)}
+
+
+def _daemon_objects(port: int) -> Sequence[Mapping[str, Any]]:
+    """Return what viewers find a daemon by, as the chart makes it, and their account."""
+    labels = {"app.kubernetes.io/name": "metagpu"}
+    place = {"namespace": _DAEMON_SET[1]}
+    container = {"name": "metagpu", "image": f"metagpu:{__version__}"}
+    spec = {
+        "hostNetwork": True,
+        "tolerations": [{"operator": "Exists"}],
+        "containers": [{**container, "ports": [{"name": "status-api", "containerPort": port}]}],
+        "volumes": [{"name": "device-plugins", "hostPath": {"path": str(KUBELET_DIR)}}],
+    }
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    content = {"selector": {"matchLabels": labels}, "template": template}
+    metadata = {**place, "name": _DAEMON_SET[2], "labels": labels}
+    return [
+        {"kind": "DaemonSet", "metadata": metadata, "spec": content},
+        {"kind": "ServiceAccount", "metadata": {**place, "name": VIEWER}},
+    ]
 
 
 def _load(file: Path) -> Object | None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from metagpu.core.model.gpu import MIB
+
 
 class PodView(msgspec.Struct, frozen=True, rename="camel"):
     """A pod.
@@ -78,6 +80,38 @@ class ClaimView(msgspec.Struct, frozen=True, rename="camel"):
         return self.name if self.namespace == "default" else f"{self.namespace}/{self.name}"
 
 
+class PodProcessView(msgspec.Struct, frozen=True):
+    """A process in a pod's container.
+
+    Attributes:
+        gpu: the index of its GPU, `None` for one that is not there any more.
+        memory: in bytes, `None` where NVML does not know it.
+        load: the percent of the multiprocessors that it would use alone.
+    """
+
+    pid: int
+    namespace: str
+    pod: str
+    container: str
+    gpu: int | None
+    memory: int | None
+    load: int
+
+    @property
+    def title(self) -> str:
+        """Return the pod's name, with its namespace if that is not `default`."""
+        return self.pod if self.namespace == "default" else f"{self.namespace}/{self.pod}"
+
+    @property
+    def amount(self) -> str:
+        """Return its memory as text."""
+        return "unknown" if self.memory is None else f"{self.memory // MIB} MiB"
+
+    def __str__(self) -> str:
+        place = f"pod {self.title} ({self.container}) on GPU {self.gpu}"
+        return f"process {self.pid} runs in {place}: memory {self.amount}, load {self.load} %"
+
+
 class ResourceView(msgspec.Struct, frozen=True):
     """A resource on the Node; `requested` is that of bound pods which have not ended."""
 
@@ -124,3 +158,4 @@ class ClusterReply(msgspec.Struct, frozen=True):
     claims: tuple[ClaimView, ...] | None = None
     node: ClusterNodeView | None = None
     events: tuple[EventView, ...] | None = None
+    processes: tuple[PodProcessView, ...] | None = None

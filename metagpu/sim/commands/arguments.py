@@ -7,11 +7,11 @@ from typing import Any, Final, get_args
 import msgspec
 
 from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.config.units import Bytes, Duration
+from metagpu.core.config.units import Duration
 from metagpu.display.options import add_json
 from metagpu.sim.commands.cluster_arguments import add_cluster_arguments
 from metagpu.sim.commands.cluster_commands import AnyClusterCommand
-from metagpu.sim.commands.node_commands import AnySimCommand
+from metagpu.sim.commands.node_commands import AnySimCommand, ProcessCommand
 from metagpu.sim.machine.gpu_models import GPU_MODELS
 from metagpu.sim.machine.spec import RECOVERY_ACTIONS
 
@@ -20,7 +20,6 @@ _EXAMPLES: Final[dict[str, str]] = {
     "lose": "lose 0",
     "recovery-action": "recovery-action 0 gpu-reset",
     "reset": "reset 0",
-    "process": "process start 0 4242 8Gi",
     "mig": "mig on 0",
     "instance": "instance create 0 2g.10gb@4",
     "provisioning": "provisioning 0 --duration 2s --failures 1",
@@ -36,12 +35,6 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "code": {"metavar": "XID", "type": int, "help": "number of the XID, such as 79"},
     "action": {"metavar": "ACTION", "help": f"one of {', '.join(RECOVERY_ACTIONS)}"},
     "model": {"metavar": "MODEL", "help": f"one of {', '.join(GPU_MODELS)}"},
-    "pid": {"metavar": "PID", "type": int, "help": "process ID"},
-    "memory": {
-        "metavar": "MEMORY",
-        "nargs": "?",
-        "help": "memory of the process, such as 8Gi (default: unknown to NVML)",
-    },
     "seconds": {"metavar": "TIME", "help": "duration, such as 10s"},
     "placement": {
         "metavar": "PROFILE@START",
@@ -83,12 +76,6 @@ _ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "--done": {"action": "store_true", "help": "what fails is done all the same"},
     "--gi": {"metavar": "N", "type": int, "help": "ID of the MIG GPU instance"},
     "--ci": {"metavar": "N", "type": int, "help": "ID of the compute instance in it"},
-    "--sm": {
-        "metavar": "PERCENT",
-        "type": int,
-        "default": 0,
-        "help": "SM utilization by the process (default: 0)",
-    },
     "--count": {"metavar": "N", "type": int, "default": 1, "help": "number of errors (default: 1)"},
     "--double-bit": {"action": "store_true", "help": "add uncorrected errors"},
 }
@@ -99,6 +86,8 @@ _TIMES: Final = frozenset({"seconds", "duration", "compute_duration", "in_use"})
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add one parser per command; `command_from` reads their results."""
     for kind in get_args(AnySimCommand):
+        if kind is ProcessCommand:
+            continue  # its command line is one with that of processes in pods
         name, summary = str(kind.__struct_config__.tag), (kind.__doc__ or "").strip()
         parser = subparsers.add_parser(
             name,
@@ -140,14 +129,12 @@ def command_from(args: argparse.Namespace) -> AnySimCommand | AnyClusterCommand:
         ConfigError: an amount of memory, a time, a request or a label is not valid.
     """
     if hasattr(args, "build"):
-        cluster_command: AnyClusterCommand = args.build(args)
-        return cluster_command
+        built: AnySimCommand | AnyClusterCommand = args.build(args)
+        return built
     kind: type[AnySimCommand] = args.command_type
     values = {name: getattr(args, name) for name in kind.__struct_fields__}
 
     try:
-        if values.get("memory") is not None:
-            values["memory"] = int(Bytes.parse(values["memory"]))
         for name in _TIMES & values.keys():
             values[name] = float(Duration.parse(values[name]))
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from metagpu.compat.kube_documents import read_documents
 from metagpu.core.config.errors import ConfigError, ConfigReason
-from metagpu.core.config.units import Duration
+from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.errors import describe_error
 from metagpu.display.options import add_output
 from metagpu.sim.cluster.claim_manifest import ClaimManifest
@@ -31,11 +31,15 @@ from metagpu.sim.commands.cluster_commands import (
     PodAddCommand,
     PodEndCommand,
     PodListCommand,
+    ProcessEndCommand,
+    ProcessListCommand,
+    ProcessStartCommand,
 )
+from metagpu.sim.commands.node_commands import ProcessCommand
 from metagpu.sim.machine.gpu import SimError
 
 SubParsers = Any  # argparse names the type of its sub-parsers privately
-Builder = Callable[[argparse.Namespace], AnyClusterCommand]
+Builder = Callable[[argparse.Namespace], AnyClusterCommand | ProcessCommand]
 _OfFile = ApplyCommand | DeleteCommand
 
 _REQUEST: Final = "RESOURCE=N"
@@ -43,7 +47,18 @@ _REQUEST: Final = "RESOURCE=N"
 
 def add_cluster_arguments(subparsers: SubParsers) -> None:
     """Add one parser per command; `args.build(args)` of their results is the command."""
-    for add in (_manifest, _pod, _claim, _burst, _kubelet, _node, _event, _config_map, _plugin):
+    for add in (
+        _process,
+        _manifest,
+        _pod,
+        _claim,
+        _burst,
+        _kubelet,
+        _node,
+        _event,
+        _config_map,
+        _plugin,
+    ):
         add(subparsers)
 
 
@@ -111,6 +126,78 @@ def _pod_add(args: argparse.Namespace) -> PodAddCommand:
 
 def _pod_end(args: argparse.Namespace) -> PodEndCommand:
     return PodEndCommand(args.name, args.namespace)
+
+
+def _process(subparsers: SubParsers) -> None:
+    commands = _group(subparsers, "process", "Start, end and list processes on GPUs.")
+
+    example = "process start --pod train --memory 8Gi --load 40"
+    start = _command(commands, "process start", ProcessStartCommand, _process_start, example)
+    _of_process(start)
+    start.add_argument("--container", metavar="NAME", default="", help="of the pod (default: any)")
+    text = "memory on the GPU, such as 8Gi (default: unknown to NVML)"
+    start.add_argument("--memory", metavar="AMOUNT", help=text)
+    text = "SM utilization, such as 40 (default: 0)"
+    start.add_argument("--load", metavar="PERCENT", type=_percent, default=0, help=text)
+    for option, what in (("--gi", "the MIG GPU instance"), ("--ci", "the compute instance in it")):
+        start.add_argument(option, metavar="N", type=int, help=f"ID of {what}, without --pod")
+
+    example = "process end --pod train"
+    _of_process(_command(commands, "process end", ProcessEndCommand, _process_end, example))
+    every = ProcessListCommand()
+    _output(_command(commands, "process list", ProcessListCommand, lambda _: every, "process list"))
+
+
+def _of_process(command: argparse.ArgumentParser) -> None:
+    text = "index or UUID of the GPU (with --pod: of several that the pod sees)"
+    command.add_argument("gpu", metavar="GPU", nargs="?", default="", help=text)
+    text = "ID of a process of this machine or a made-up one, without --pod"
+    command.add_argument("pid", metavar="PID", nargs="?", type=int, help=text)
+    command.add_argument("--pod", metavar="NAME", default="", help="the pod of the process")
+    _namespace(command)
+
+
+def _process_start(args: argparse.Namespace) -> AnyClusterCommand | ProcessCommand:
+    try:
+        memory = None if args.memory is None else int(Bytes.parse(args.memory))
+    except ValueError as error:
+        raise ConfigError(str(error), ConfigReason.INVALID_VALUE) from None
+    if not _in_pod(args):
+        process = args.gpu, args.pid, memory, args.gi, args.ci, args.load
+        return ProcessCommand("start", *process)
+    if args.gi is not None or args.ci is not None:
+        problem = "the pod has a MIG instance of its own; leave out --gi and --ci"
+        raise ConfigError(problem, ConfigReason.CONFLICT)
+    place = args.pod, args.namespace, args.container, args.gpu
+    return ProcessStartCommand(*place, memory, args.load)
+
+
+def _process_end(args: argparse.Namespace) -> AnyClusterCommand | ProcessCommand:
+    if not _in_pod(args):
+        return ProcessCommand("end", args.gpu, args.pid)
+    return ProcessEndCommand(args.pod, args.namespace)
+
+
+def _in_pod(args: argparse.Namespace) -> bool:
+    """Return whether a process is one of a pod, and not one by its GPU and PID.
+
+    Raises:
+        ConfigError: the command line names neither or both.
+    """
+    if args.pod == "" and args.pid is None:
+        problem = "name a pod by --pod, or a GPU and a PID"
+        raise ConfigError(problem, ConfigReason.MISSING)
+    if args.pod and args.pid is not None:
+        problem = "a process in a pod gets its PID; leave out PID, or --pod"
+        raise ConfigError(problem, ConfigReason.CONFLICT)
+    return bool(args.pod)
+
+
+def _percent(text: str) -> int:
+    number = text.removesuffix("%")
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage; write one like 40%")
+    return int(number)
 
 
 def _claim(subparsers: SubParsers) -> None:

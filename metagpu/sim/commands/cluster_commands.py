@@ -113,6 +113,43 @@ class PodListCommand(ClusterCommand, frozen=True, tag="pod-list"):
         return ClusterReply("", pods=tuple(cluster.pods()))
 
 
+class ProcessStartCommand(ClusterCommand, frozen=True, tag="process-start"):
+    """Start a process, in a pod or by the PID of one that exists elsewhere."""
+
+    pod: str
+    namespace: str = "default"
+    container: str = ""
+    gpu: str = ""
+    memory: int | None = None
+    load: int = 0
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        check_range("--load", self.load, 0, 100)
+        place = self.pod, self.namespace, self.container, self.gpu
+        pid = await cluster.start_process(*place, memory=self.memory, load=self.load)
+        found = tuple(view for view in cluster.containers.views() if view.pid == pid)
+        return ClusterReply("\n".join(map(str, found)), processes=found)
+
+
+class ProcessEndCommand(ClusterCommand, frozen=True, tag="process-end"):
+    """End the processes of a pod, or one on a GPU."""
+
+    pod: str
+    namespace: str = "default"
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        found = await cluster.end_processes(self.pod, self.namespace)
+        ended = "process has ended" if len(found) == 1 else "processes have ended"
+        return ClusterReply(f"{len(found)} {ended} in pod {self.pod}")
+
+
+class ProcessListCommand(ClusterCommand, frozen=True, tag="process-list"):
+    """List the processes in pods: container, GPU, memory and load."""
+
+    async def apply(self, cluster: "SingleNodeCluster") -> ClusterReply:
+        return ClusterReply("", processes=tuple(cluster.containers.views()))
+
+
 class ClaimAddCommand(ClusterCommand, frozen=True, tag="claim-add"):
     """Create a ResourceClaim with its pod, and wait for devices."""
 
@@ -163,7 +200,8 @@ class BurstCommand(ClusterCommand, frozen=True, tag="burst"):
         pods = await cluster.burst(self.count, self.resource, self.sizes, self.namespace, self.seed)
         phases = Counter(pod.phase for pod in pods)
         counts = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
-        return ClusterReply(f"{len(pods)} pods: {counts}", pods=tuple(pods))
+        noun = "pod" if len(pods) == 1 else "pods"
+        return ClusterReply(f"{len(pods)} {noun}: {counts}", pods=tuple(pods))
 
 
 class KubeletCommand(ClusterCommand, frozen=True, tag="kubelet"):
@@ -250,6 +288,9 @@ AnyClusterCommand: TypeAlias = (
     | PodAddCommand
     | PodEndCommand
     | PodListCommand
+    | ProcessStartCommand
+    | ProcessEndCommand
+    | ProcessListCommand
     | ClaimAddCommand
     | ClaimEndCommand
     | ClaimListCommand

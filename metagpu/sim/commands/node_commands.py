@@ -92,7 +92,7 @@ class ResetCommand(SimCommand, frozen=True, tag="reset"):
 
 
 class ProcessCommand(SimCommand, frozen=True, tag="process"):
-    """Start or end a process on a GPU; without MEMORY, NVML does not know its memory."""
+    """Start or end a process on a GPU; its memory may be unknown to NVML."""
 
     change: Literal["start", "end"]
     gpu: str
@@ -100,7 +100,7 @@ class ProcessCommand(SimCommand, frozen=True, tag="process"):
     memory: int | None = None
     gi: int | None = None
     ci: int | None = None
-    sm: int = 0
+    load: int = 0
 
     def apply(self, node: SimNode) -> str:
         gpu = node.gpu(self.gpu)
@@ -109,11 +109,11 @@ class ProcessCommand(SimCommand, frozen=True, tag="process"):
             return f"process {self.pid} on GPU {self.gpu} has ended"
 
         check_range("the pid", self.pid, 1, MAX_PID)
-        check_range("--sm", self.sm, 0, 100)
+        check_range("--load", self.load, 0, 100)
         check_instance(self.gi, self.ci)
         cgroup = cgroup_of(self.pid)
         node.start_process(
-            gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.sm, cgroup=cgroup)
+            gpu, SimProcess(self.pid, self.memory, self.gi, self.ci, sm=self.load, cgroup=cgroup)
         )
         return f"process {self.pid} runs on GPU {self.gpu}{_instance_suffix(gpu, self.gi)}"
 

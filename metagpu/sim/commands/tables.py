@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from metagpu.core.model.gpu import MIB
-from metagpu.display.encoding import encode
+from metagpu.display.options import encode
 from metagpu.display.status import show, table
 from metagpu.display.table import Cell
 from metagpu.sim.cluster.views import (
@@ -14,6 +14,7 @@ from metagpu.sim.cluster.views import (
     ClusterNodeView,
     ClusterReply,
     EventView,
+    PodProcessView,
     PodView,
 )
 from metagpu.sim.commands.cluster_commands import counted
@@ -32,7 +33,10 @@ def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) ->
         shown = next(
             (
                 views
-                for views in (reply.pods, reply.claims, reply.node, reply.events)
+                for views in (
+                    *(reply.pods, reply.claims, reply.node, reply.events),
+                    reply.processes,
+                )
                 if views is not None
             ),
             None,
@@ -50,6 +54,8 @@ def print_reply(reply: SimReply | ClusterReply, form: str, *, as_table: bool) ->
         show_events(reply.events)
     elif isinstance(reply, ClusterReply) and reply.claims is not None:
         show_claims(reply.claims)
+    elif isinstance(reply, ClusterReply) and reply.processes is not None:
+        show_processes(reply.processes)
     elif isinstance(reply, ClusterReply):
         show_pods(reply.pods or ())
 
@@ -69,6 +75,17 @@ def show_pods(pods: Sequence[PodView]) -> None:
         )
     if not pods:
         rows.add("no pod", "", "", "", "", "")
+    show(rows)
+
+
+def show_processes(processes: Sequence[PodProcessView]) -> None:
+    """Print the processes in pods."""
+    rows = table("PID", "POD", "CONTAINER", "GPU", "MEMORY", "LOAD")
+    for each in processes:
+        place = each.title, each.container, str(each.gpu)
+        rows.add(str(each.pid), *place, each.amount, f"{each.load} %")
+    if not processes:
+        rows.add("no process", "", "", "", "", "")
     show(rows)
 
 
@@ -108,6 +125,7 @@ def show_cluster_node(node: ClusterNodeView) -> None:
 def show_events(events: Sequence[EventView]) -> None:
     """Print Events, the oldest first."""
     rows = table("TYPE", "REASON", "OBJECT", "COUNT", "NOTE")
+    rows.droppable = ("COUNT",)
     for event in events:
         style = "yellow" if event.type == "Warning" else ""
         rows.add(Cell(event.type, style), event.reason, event.object, str(event.count), event.note)

@@ -2,8 +2,8 @@
 
 Fractions: pods start, and one GPU fails. A mixed pool: an idle GPU belongs to the backend of the
 first request. MIG: pods' requests create instances, which stay for a while after the pods. Offers:
-a pod waits where no GPU has its shares, and is refused where all free shares are on offer. Claims:
-the scheduler chooses the device.
+a pod waits where no GPU has its shares, and is refused where all free shares are on offer. Growth:
+a process above its pod's share ends. Claims: the scheduler chooses the device.
 
 Only the hardware and the cluster are simulated: metagpu's agent, pynvml over the simulated NVML,
 and gRPC over unix sockets are real.
@@ -14,11 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from socket import gethostname
 from typing import Any, Final
 
 import anyio
-import msgspec
 from msgspec import to_builtins
 from msgspec.structs import replace
 
@@ -27,28 +25,18 @@ from metagpu.agent.config_source import ConfigSource
 from metagpu.agent.paths import AgentPaths
 from metagpu.agent.timing import AgentTiming
 from metagpu.core.availability.conflict import conflicting_shares, unavailable_shares
-from metagpu.core.devices.devices import gpu_of_device
 from metagpu.core.grants.injection import VISIBLE_DEVICES
-from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.snapshot import GpuState
 from metagpu.core.reports.reading import plain_report
 from metagpu.core.reports.status import explain_report, lease_reports
 from metagpu.core.state.events import PodEnded
-from metagpu.display.encoding import encode
+from metagpu.display.options import encode
 from metagpu.nvml.driver import NvmlDriver
-from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.kubelet.timing import KubeletTiming
-from metagpu.sim.allocation.pools import gather_pools
-from metagpu.sim.cluster import paths
-from metagpu.sim.cluster.claim_manifest import claim_with_pod
-from metagpu.sim.cluster.single_node import SingleNodeCluster
-from metagpu.sim.cluster.views import ClaimView
+from metagpu.sim.demo.cluster import run_claims, run_growth
 from metagpu.sim.demo.script import (
-    CLAIMS,
-    CLAIMS_CONFIG,
-    CLAIMS_NODE,
     FAULTY_GPU,
     MIG,
     NODE,
@@ -61,7 +49,6 @@ from metagpu.sim.demo.script import (
     POOL,
     RESOURCE,
     XID,
-    DemoClaim,
     DemoScenario,
 )
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
@@ -203,6 +190,7 @@ def run(form: str) -> int:
             **anyio.run(_run_fractions, Path(folder)),
             "pool": anyio.run(_run_scenario, Path(folder) / "pool", POOL),
             "mig": anyio.run(_run_scenario, Path(folder) / "mig", MIG),
+            "growth": anyio.run(run_growth, Path(folder) / "growth"),
             "claims": anyio.run(run_claims, Path(folder) / "claims"),
             "offers": [anyio.run(_run_offer, Path(folder), policy) for policy in OFFER_POLICIES],
         }
@@ -356,62 +344,3 @@ def _affected(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[i
         for old, new in zip(before["gpus"], after["gpus"], strict=True)
         if old["healthy"] != new["healthy"]
     ]
-
-
-async def run_claims(folder: Path) -> dict[str, Any]:
-    """Create ResourceClaims one after the other; return what becomes of each."""
-    node = build_node(CLAIMS_NODE)
-    cluster = SingleNodeCluster(node, folder, gethostname())
-    await anyio.Path(folder).mkdir()
-    file = folder / "metagpu.yaml"
-    await anyio.Path(file).write_text(CLAIMS_CONFIG)
-    agent = Agent(
-        ConfigSource((file,)),
-        NvmlDriver(SimLibrary(node)),
-        AgentPaths(
-            kubelet_root=folder,
-            kubelet_dir=paths.kubelet_dir(folder),
-            pod_resources=paths.pod_resources(folder),
-            run_dir=folder,
-            roots=RootOptions(dev=str(paths.host_root(folder))),
-            cdi_dir=paths.cdi_dir(folder),
-        ),
-        programs=SimPrograms(),
-        daemons=sim_daemons(),
-        cluster_settings=ClusterSettings(
-            cluster.name, paths.kubeconfig(folder), features=frozenset({Feature.PODS})
-        ),
-    )
-    async with cluster.running(), anyio.create_task_group() as group:
-        group.start_soon(agent.serve_node)
-        claims = [await _add(cluster, claim, len(node.gpus)) for claim in CLAIMS]
-        for claim in CLAIMS:
-            await cluster.end_claim(claim.name, "default")
-        group.cancel_scope.cancel()
-    return {"gpus": CLAIMS_NODE, "claims": claims}
-
-
-def _are_published(cluster: SingleNodeCluster, gpus: int) -> bool:
-    """Return whether each GPU has ResourceSlices, and no device has a taint."""
-    objects = cluster.api.store.objects
-    slices = [document for key, document in objects.items() if key[0] == "resourceslices"]
-    found = gather_pools(slices, cluster.name)
-    ready = [device for device in found.devices if not device.spec.get("taints")]
-    seen = {gpu_of_device(device.id.device) for device in ready}
-    return len(ready) == len(found.devices) and len(seen) == gpus
-
-
-async def _add(cluster: SingleNodeCluster, claim: DemoClaim, gpus: int) -> Mapping[str, Any]:
-    def view_now() -> ClaimView:
-        return next(view for view in cluster.claims.views() if view.name == claim.name)
-
-    # A pool whose slices are being written is passed over, and an alternative would be taken.
-    await cluster.api.until(lambda: _are_published(cluster, gpus))
-    await cluster.manifests.create(claim_with_pod(claim.name, claim.request))
-    await cluster.api.until(lambda: claim.waits or view_now().state == "Prepared")
-    view = view_now()
-    return {"asks": claim.asks, "gets": _gets(view), **msgspec.to_builtins(view)}
-
-
-def _gets(view: ClaimView) -> str:
-    return ", ".join(map(str, view.devices)) or "waits"

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import convert
 
-from metagpu.core.reports.schema import GpuReport
+from metagpu.core.reports.schema.gpus import GpuReport
 from metagpu.display.status import gpus_table, show, table
 from metagpu.display.table import Cell, TextTable
 
@@ -35,6 +35,19 @@ pools: [{{name: all, backends: [{{backend: fraction, offer: {offer}}}]}}]
 OFFER_POLICIES: Final = ("all", "exact")
 OFFERS_HELD: Final = (("lab", 70), ("serve", 70))
 OFFERS_WAITING: Final = ("train", 40)
+
+
+GROWTH_NODE: Final = "a100-40gb:1"
+GROWTH_CONFIG: Final = """\
+version: metagpu/v1
+pools:
+  - name: all
+    memoryEnforcement: {policy: kill}
+    backends: [{backend: fraction}]
+"""
+GROWTH_SHARES: Final = 50
+GROWTH: Final = (("serve", 18), ("notebook", 12), ("notebook", 9))
+"""Processes that start, by pod and GiB: half of the GPU is 20 GiB."""
 
 
 class DemoScenario(msgspec.Struct, frozen=True):
@@ -153,6 +166,7 @@ CLAIMS: Final = (
 def show_demo(story: Mapping[str, Any]) -> None:
     """Print what happened in the demo."""
     node, fault, claims = story["node"], story["fault"], story["claims"]
+    growth = story["growth"]
     show(
         "metagpu on simulated nodes. Only the GPUs and the cluster are simulated.",
         *_heading(f"1. Fractions: {node['gpus']} offers {node['capacity']} shares, 100 per GPU"),
@@ -181,7 +195,14 @@ def show_demo(story: Mapping[str, Any]) -> None:
         _offers(story["offers"]),
         "The scheduler counts the shares of a node. With `offer: exact`, the default, it counts as "
         "many as one request can get: the pod waits for the end of another, and then runs.",
-        *_heading(f"6. ResourceClaims (DRA): pods describe what they need of {claims['gpus']}"),
+        *_heading(
+            f"6. Over its share: two pods with {growth['shares']} shares of {growth['gpus']}, "
+            "20 GiB each"
+        ),
+        _growth(growth["steps"]),
+        "The pool has `memoryEnforcement: {policy: kill}`; the default, warn, ends nothing. The "
+        f"Event says: {growth['message']}",
+        *_heading(f"7. ResourceClaims (DRA): pods describe what they need of {claims['gpus']}"),
         _claims(claims["claims"]),
         "A claim names a class of devices and an amount, or alternatives in order. The scheduler "
         "chooses the device, and metagpu prepares it. A GPU has one backend at a time here too.",
@@ -213,6 +234,15 @@ def _offers(policies: Sequence[Mapping[str, Any]]) -> TextTable:
             text for each in policy["outcomes"] for text in (str(each["free"]), each["outcome"])
         ]
         rows.add(policy["offer"], *cells, *["-"] * (4 - len(cells)))
+    return rows
+
+
+def _growth(steps: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Return a table of the memory that the pods use after each step."""
+    names = list(steps[0]["gib"])
+    rows = table("EVENT", *[f"{name.upper()} USES" for name in names])
+    for step in steps:
+        rows.add(step["event"], *[f"{step['gib'][name]} GiB" for name in names])
     return rows
 
 

@@ -286,6 +286,14 @@ class SimKubelet:
         self._started.add((pod.uid, name))
         return options
 
+    def options(self, pod: SimPod, name: str) -> ContainerRunOptions:
+        """Return the options that a container has of the device plugins.
+
+        Raises:
+            KubeletDownError: the kubelet does not run.
+        """
+        return self._up().admission.options(pod, pod.container(name))
+
     def stop_container(self, pod: SimPod, name: str) -> None:
         """Stop a container, as an init container stops when it is done."""
         self._started.discard((pod.uid, name))

@@ -4,6 +4,7 @@ The kernel's own files describe a process; its cgroup and its container's name a
 """
 
 import hashlib
+import shutil
 import uuid
 from pathlib import Path
 from typing import Final
@@ -30,18 +31,21 @@ def cgroup_of(pid: int, proc: Path = Path("/proc"), root: Path = Path("/sys/fs/c
     return str(root / paths[0].lstrip("/")) if paths else ""
 
 
-def container_of(holder: Holder, life: int = 0) -> Container:
-    """Return a made-up container of a pod; each life of a pod has another."""
-    pod = f"{holder.namespace}/{holder.pod}/{life}"
+def container_of(holder: Holder, life: int = 0, uid: str = "") -> Container:
+    """Return a made-up container of a pod; each uid, or else life, has another."""
+    pod = f"{holder.namespace}/{holder.pod}/{uid or life}"
     return Container(
         id=hashlib.sha256(f"{pod}/{holder.container}".encode()).hexdigest(),
-        pod_uid=str(uuid.uuid5(uuid.NAMESPACE_DNS, pod)),
+        pod_uid=uid or str(uuid.uuid5(uuid.NAMESPACE_DNS, pod)),
     )
 
 
+def _pod_slice(uid: str) -> str:
+    return f"kubepods.slice/kubepods-pod{uid.replace('-', '_')}.slice"
+
+
 def _path_of(container: Container) -> str:
-    uid = container.pod_uid.replace("-", "_")
-    return f"/kubepods.slice/kubepods-pod{uid}.slice/cri-containerd-{container.id}.scope"
+    return f"/{_pod_slice(container.pod_uid)}/cri-containerd-{container.id}.scope"
 
 
 class SimHost:
@@ -56,15 +60,21 @@ class SimHost:
         host: a `LinuxHost` that reads all three.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, make: bool = True) -> None:
         self.folder = folder
         self.proc, self.logs = folder / "proc", folder / "containers"
         self.pods, self.cgroups = folder / "pods", folder / "cgroup"
+        self.host = LinuxHost(self.proc, self.logs, self.cgroups, own_pids=True)
+        if make:
+            self.make()
+
+    def make(self) -> None:
+        """Make the folders, without what an earlier process left in them."""
         for made in (self.proc, self.logs, self.pods, self.cgroups):
-            made.mkdir()
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(parents=True)
         (self.cgroups / "cgroup.controllers").touch()
         (self.proc / "stat").symlink_to("/proc/stat")
-        self.host = LinuxHost(self.proc, self.logs, self.cgroups, own_pids=True)
 
     def add_process(self, pid: int, cgroup: str, *, real: int | None = None) -> None:
         """Add a process to a cgroup; a process that is there already moves.
@@ -91,21 +101,30 @@ class SimHost:
             link.symlink_to(f"/var/log/pods/{pod}/{holder.container}/0.log")
 
     def add_container_process(
-        self, pid: int, holder: Holder, life: int = 0, *, real: int | None = None
+        self, pid: int, holder: Holder, life: int = 0, *, real: int | None = None, uid: str = ""
     ) -> Container:
         """Add a process in a container, with the cgroup path of containerd under systemd."""
-        container = container_of(holder, life)
+        container = container_of(holder, life, uid)
         self.add_process(pid, f"{_UNIFIED}{_path_of(container)}\n", real=real)
         self.name(holder, container)
         return container
 
-    def start(self, holder: Holder, life: int = 0) -> Path:
+    def start(self, holder: Holder, life: int = 0, uid: str = "") -> Path:
         """Start a container without a process; return the folder of its cgroup."""
-        container = container_of(holder, life)
+        container = container_of(holder, life, uid)
         cgroup = self.cgroups / _path_of(container).lstrip("/")
         cgroup.mkdir(parents=True, exist_ok=True)
         self.name(holder, container)
         return cgroup
+
+    def end(self, uid: str) -> None:
+        """Remove the cgroups and the names of a pod's containers."""
+        for link in self.logs.iterdir():
+            if f"_{uid}/" in str(link.readlink()):
+                link.unlink()
+        for folder in self.pods.glob(f"*_{uid}"):
+            folder.rmdir()
+        shutil.rmtree(self.cgroups / _pod_slice(uid), ignore_errors=True)
 
     def cgroup_of(self, pid: int) -> str:
         """Return the folder of the cgroup of an added process."""

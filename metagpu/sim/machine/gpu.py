@@ -5,6 +5,7 @@ datasheets. The caller holds `SimNode.changed`.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -220,6 +221,10 @@ class SimGpu(msgspec.Struct):
         """Advance the processes' work until now, in microseconds, and sample them."""
         self.sampler.advance([*self.processes.values()], now)
 
+    def own_samples(self) -> Sequence[tuple[int, int]]:
+        """Return time and percent of the GPU's own samples: sums of its processes'."""
+        return self.sampler.sum_samples([*self.processes.values()])
+
     def start_process(self, process: SimProcess) -> None:
         """Start a process, or change the memory and utilization of a running one.
 
@@ -234,12 +239,12 @@ class SimGpu(msgspec.Struct):
             free = instance.profile.memory * MIB - self.used_in(instance.number) + before
 
         if self.model.memory and (process.memory or 0) > free:
-            raise SimError(f"{self.id} has {free // MIB} MiB left for process {process.pid}")
+            raise SimError(f"GPU {self.slot} has {free // MIB} MiB left")
         left = self.remaining_below(Path(process.cgroup))
         if left is not None and (process.memory or 0) > left + before:
             raise SimError(
                 f"out of memory: the limit of its cgroup leaves process {process.pid} "
-                f"{max(0, left + before) // MIB} MiB of {self.id}"
+                f"{max(0, left + before) // MIB} MiB of GPU {self.slot}"
             )
         self.processes[key] = process
 
@@ -272,5 +277,5 @@ class SimGpu(msgspec.Struct):
         keys = [key for key in self.processes if key[0] == pid]
         if not keys:
             pids = ", ".join(sorted(str(key[0]) for key in self.processes)) or "none"
-            raise SimError(f"no process {pid} on {self.id}; there: {pids}")
+            raise SimError(f"no process {pid} on GPU {self.slot}; there: {pids}")
         return keys

@@ -3,7 +3,7 @@
 Times are microseconds since the epoch, as in NVML. The caller holds `SimNode.changed`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -82,6 +82,15 @@ class SimSampler(msgspec.Struct):
             self._step(works, self.at, (periods - SAMPLES_KEPT) * SAMPLE_PERIOD)
         while self.at + SAMPLE_PERIOD <= now:
             self._step(works, self.at, SAMPLE_PERIOD)
+
+    def sum_samples(self, works: Sequence[SimWork]) -> Sequence[tuple[int, int]]:
+        """Return time and percent of all moments that samples are kept of, idle ones too."""
+        sums = Counter[int]()
+        for work in works:
+            sums.update(dict(work.samples))
+        last = self.at or 0
+        times = range(last - (SAMPLES_KEPT - 1) * SAMPLE_PERIOD, last + 1, SAMPLE_PERIOD)
+        return [(at, min(100, sums[at])) for at in times]
 
     def _step(self, works: Sequence[SimWork], start: int, duration: int) -> None:
         self.at = start + duration

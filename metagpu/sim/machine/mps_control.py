@@ -160,7 +160,7 @@ class SimMpsControl:
             return connection.recv(_LONGEST)
         return b""
 
-    def _do(self, command: str, words: list[str]) -> str:
+    def _do(self, command: str, words: list[str]) -> str:  # noqa: C901 - one case a command
         answer = f'Unknown command "{command}"'
 
         match command, words:
@@ -174,6 +174,8 @@ class SimMpsControl:
                 answer = "" if self._is_server(pid) else f"Server {pid} not found"
                 if self._is_server(pid) and not self._clients:
                     self._stop_server()
+            case "terminate_client", [pid, client]:
+                answer = self._terminate(pid, client)
             case "start_server", ["-uid", uid]:
                 self._start_server(int(uid))
                 answer = ""
@@ -195,6 +197,15 @@ class SimMpsControl:
         if command == "get_server_status":
             return "FAULT" if self._steered() == "fault" else "ACTIVE"
         return "\n".join(map(str, self._clients.values()))
+
+    def _terminate(self, pid: str, client: str) -> str:
+        """End the connections of a client, as its contexts end; return CUDA's code."""
+        if not self._is_server(pid):
+            return f"Server {pid} not found\nServer {pid} not found!\n1"
+        ended = [connection for connection, its in self._clients.items() if client == str(its)]
+        for connection in ended:
+            self._forget(connection)
+        return "0" if ended else "1"
 
     def _is_server(self, pid: str) -> bool:
         return self._server is not None and pid == str(self._server[0])

@@ -149,6 +149,24 @@ class UtilizationFunctions(SimLibraryBase):
             for sample, (pid, at, percent) in zip(samples, found, strict=False):
                 sample.pid, sample.timeStamp, sample.smUtil = pid, at, percent
 
+    @c_function
+    def nvmlDeviceGetSamples(
+        self, device: Argument, kind: Argument, last_seen: Argument, *answer: Argument
+    ) -> None:
+        """Return the samples of the GPU's own use since a time, idle moments too."""
+        value_type, count, samples = answer
+        with self._gpu(device) as gpu:
+            self._supported(read_number(kind) == pynvml.NVML_GPU_UTILIZATION_SAMPLES)
+            self._supported(not gpu.mig.enabled)
+            gpu.advance(self.node.now)
+            found = [each for each in gpu.own_samples() if each[0] > read_number(last_seen)]
+            if not found:
+                raise NvmlReturn(pynvml.NVML_ERROR_NOT_FOUND)
+            write_number(value_type, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT)
+            write_number(count, len(found))
+            for sample, (at, percent) in zip(samples or (), found, strict=False):
+                sample.timeStamp, sample.sampleValue.uiVal = at, percent
+
 
 class MemoryLimitFunctions(SimLibraryBase):
     """Memory limits of cgroups; not supported in MIG mode."""

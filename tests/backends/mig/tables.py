@@ -7,7 +7,7 @@ Placements and counts: NVIDIA's MIG user guide, "Supported MIG Profiles" and the
 from collections.abc import Sequence
 from typing import Final
 
-from metagpu.backends.mig.profiles import MigGeometry, ProfileGeometry
+from metagpu.backends.mig.profiles import MigGeometry, PlacedProfile, ProfileGeometry
 from metagpu.core.model.mig import Placement
 
 _ME: Final = frozenset(("me",))
@@ -104,3 +104,17 @@ def only(geometry: MigGeometry, *names: str) -> MigGeometry:
     return MigGeometry(
         tuple(p for p in geometry.profiles if p.name in names), geometry.compute_slices
     )
+
+
+PLAIN: Final = only(A100_40, "1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
+
+
+def spots(names: str, geometry: MigGeometry = A100_40) -> tuple[PlacedProfile, ...]:
+    """Return placements by their names, such as `2g.10gb@4 1g.5gb@6`."""
+    known = {str(spot): spot for spot in geometry.placed_profiles}
+    return tuple(known[name] for name in names.split())
+
+
+def slots(names: str) -> frozenset[str]:
+    """Return the slots of some placements of an A100."""
+    return frozenset(slot for spot in spots(names) for slot in spot.footprint)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.backends.mig.inventory import MigTiming
+from metagpu.backends.mig.inventory import MigTiming, identity
 from metagpu.core.model.mig import MigInstance
 from metagpu.core.state.facts import (
     LeasesObserved,
@@ -176,6 +176,17 @@ def test_a_failed_removal_leaves_the_same_instance_or_nothing(
     assert inventory.is_owned("2g.10gb@4") is ours
 
 
+def test_a_number_without_a_compute_instance_is_ours_in_its_place_alone() -> None:
+    """A half-removed instance has no uuid: another program may get its number elsewhere."""
+    now = state(observed())
+    inventory = empty_inventory(now)
+    inventory.half_removed["2g.10gb@4"] = 5
+    inventory.update_instances(now, [instance(GPU, "2g.10gb@4", 5, computes=0)], 1)
+    inventory.update_instances(now, [instance(GPU, "2g.10gb@2", 5, computes=0)], 2)
+    assert not inventory.is_owned("2g.10gb@2")
+    assert not inventory.owned
+
+
 def test_an_instance_that_appears_in_an_outage_is_taken_over_like_one_of_before() -> None:
     """After a creation that failed in an outage, the instance in its slot may be anybody's."""
     now = state(observed())
@@ -238,8 +249,9 @@ def test_idle_instances_are_removed_after_a_while() -> None:
     assert inventory.removable(now, 110) == ["2g.10gb@4"]
 
     half = empty_inventory(now)
-    half.owned.add("GPU instance 5")
-    half.update_instances(now, [instance(GPU, "2g.10gb@4", computes=0)], 1)
+    unfinished = instance(GPU, "2g.10gb@4", computes=0)
+    half.owned.add(identity(unfinished))
+    half.update_instances(now, [unfinished], 1)
     half.update_processes(now, NO_PROCESSES, 100)
     assert half.removable(now, 100) == ["2g.10gb@4"]
     assert not report(half, now).devices

@@ -2,7 +2,7 @@
 
 import pytest
 
-from metagpu.backends.mig.planner import KINDS
+from metagpu.backends.mig.capacity import KINDS
 from metagpu.core.layout.layout import Layout
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import HardwareDevice, Holder, ProvisionedState, ShareId

@@ -36,7 +36,13 @@ def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
     state = SimpleNamespace(
         leases={}, kubelet=KubeletWord(mig_devices_of_other_plugins=frozenset())
     )
-    context = SimpleNamespace(daemons=DAEMONS, gpu=gpu(0), state=state, hands_over=True)
+    context = SimpleNamespace(
+        daemons=DAEMONS,
+        gpu=gpu(0),
+        state=state,
+        hands_over=True,
+        stopping_processes=anyio.sleep_forever,
+    )
     return MpsDaemons(
         cast("GpuContext", context),
         str(folder),

@@ -18,10 +18,8 @@ from metagpu.backends.mig.placement import PlacementCandidate, choose_placements
 from metagpu.backends.mig.profiles import MigGeometry
 from metagpu.core.availability.conflict import conflicts
 from metagpu.core.model.shares import Share, ShareId
-from tests.backends.mig.tables import A100_40, GEOMETRIES, only
+from tests.backends.mig.tables import A100_40, GEOMETRIES, PLAIN, only
 from tests.rigs.build import gpu, share
-
-PLAIN: Final = only(A100_40, "1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
 
 
 def spot(index: int, name: str, geometry: MigGeometry = A100_40) -> Share:

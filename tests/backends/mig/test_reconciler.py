@@ -1,5 +1,6 @@
 """The reconciler on a simulated node: after any sequence of acts no instance leaks."""
 
+import math
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
@@ -19,9 +21,9 @@ from metagpu.backends.mig.inventory import MigTiming
 from metagpu.backends.mig.mps_daemons import MpsDaemons
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.grants.injection import Injection
-from metagpu.core.model.mig import slot_of
+from metagpu.core.model.mig import profile_of, slot_of
 from metagpu.core.model.shares import Holder, Share, ShareId
-from metagpu.core.state.facts import LeasesObserved
+from metagpu.core.state.facts import GpusFound, LeasesObserved
 from metagpu.nvml import mig
 from metagpu.sim.machine.foreign_instances import create_instance
 from metagpu.sim.machine.gpu import SimProcess
@@ -183,7 +185,9 @@ async def test_a_scan_that_fails_changes_nothing() -> None:
             care.node.gpus[0].failure = None
             care.release(share)
             await _until(lambda: care.state().provisioned["mig"].devices[share.id].idle)
-    assert [line["event"] for line in logs] == ["mig instance scan failed"]
+    assert {line["event"] for line in logs} == {"mig instance scan failed"}
+    # A failure amid a scan comes from another call of NVML than that of the next scan.
+    assert len(logs) == len({line["error"] for line in logs})
 
 
 @pytest.mark.parametrize("call", ["create_instance", "destroy_instance"])
@@ -240,6 +244,57 @@ async def test_an_instance_that_took_the_number_of_ours_stays(
         await _until(lambda: MpsDaemons.stop is stop)
         await anyio.sleep(0.2)  # several scans
         assert node.present()
+
+
+@pytest.mark.parametrize("amid", [False, True], ids=["before a creation", "amid its tries"])
+async def test_a_profile_that_goes_fails_its_creation_alone(*, amid: bool) -> None:
+    """The GPU's backend goes on, and the next pod has its instance when the profile is back."""
+    async with run_backends(
+        on_demand_pool("keepWarm: 0s, deadline: 1s"), gpu_models="a100-40gb:1", mig_enabled=True
+    ) as care:
+        care.registry.apply(LeasesObserved({}, at=0))
+        await _until(lambda: "mig" not in care.state().suspended)
+        node, share, gpu = Node(care), care.share("mig"), care.state().gpu
+        others = tuple(i for i in gpu.mig_profiles if i.name != profile_of(share.id))
+        with capture_logs() as logs:
+            if amid:
+                node.gpu.mig.provisioning = SimProvisioning(in_use_until=math.inf)
+                care.claim(share)
+                await _until(lambda: care.state().provisioned["mig"].pending)
+            care.registry.apply(GpusFound((replace(gpu, mig_profiles=others),), at=1))
+            if not amid:
+                care.claim(share)
+            await _until(lambda: care.state().provisioned["mig"].failed or logs)
+            care.release(share)
+            care.registry.apply(GpusFound((gpu,), at=2))
+            node.gpu.mig.provisioning = SimProvisioning()
+            care.claim(share)
+            await _until(lambda: share.id in care.state().provisioned["mig"].devices)
+
+    assert {line["event"] for line in logs} == {
+        "mig instance creation failed",
+        "mig instance created",
+    }
+
+
+async def test_a_layout_outlives_a_profile_that_is_away() -> None:
+    """Instances of the other profiles are made meanwhile, and the last one when it is back."""
+    async with run_backends(
+        mig_pool("layout: {3g.20gb: 1, 1g.5gb: 1}"), gpu_models="a100-40gb:1", mig_enabled=True
+    ) as care:
+        care.registry.apply(LeasesObserved({}, at=0))
+        node, gpu = Node(care), care.state().gpu
+        await _until(lambda: len(node.present()) == 2)
+        others = tuple(i for i in gpu.mig_profiles if i.name != "1g.5gb")
+        care.registry.apply(GpusFound((replace(gpu, mig_profiles=others),), at=1))
+        with capture_logs() as logs:
+            node.reset(0)
+            await _until(lambda: "mig instance creation failed" in [i["event"] for i in logs])
+            await _until(lambda: len(node.present()) == 1)
+            care.registry.apply(GpusFound((gpu,), at=2))
+            await _until(lambda: len(node.present()) == 2)
+
+    assert "backend failed" not in {line["event"] for line in logs}
 
 
 async def test_the_next_pod_gets_the_instance_of_the_last_one_at_once() -> None:

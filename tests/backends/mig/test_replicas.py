@@ -12,7 +12,7 @@ from metagpu.core.availability.conflict import conflicts
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.layout import ID_LIMIT
+from metagpu.core.layout.checks import ID_LIMIT
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.request_errors import TooManyReplicas
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, Share

@@ -16,7 +16,7 @@ from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Bytes
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.layout import ID_LIMIT
+from metagpu.core.layout.checks import ID_LIMIT
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.mig import is_mps_share, slot_of
 from metagpu.core.model.shares import ShareId

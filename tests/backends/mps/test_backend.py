@@ -1,5 +1,6 @@
 """The backend `mps`: shares, preference, refusal and grant."""
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -297,6 +298,18 @@ async def test_a_container_gets_its_part() -> None:
         Mount(f"/run/x/mps/{A.id}/pipe", f"/run/x/mps/{A.id}/pipe", read_only=False),
         Mount("/dev/shm", f"/run/x/mps/{A.id}/shm", read_only=False),  # noqa: S108 - MPS's own place
     )
+
+
+async def test_the_memory_limit_is_of_the_one_device_that_mps_shows() -> None:
+    """An entry of a GPU that is not there would drop all limits: number 0 always is."""
+    snapshot, mps = offered(A, B), backend()
+    grant = await mps.grant(units(snapshot.gpus[B.id], 3, 4), snapshot)
+
+    for limits in (grant, mps.with_settings(grant, "-1024")):
+        assert re.fullmatch(r"0=\d+M", limits.envs["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"])
+        assert limits.envs["CUDA_MPS_PIPE_DIRECTORY"] == f"/run/x/mps/{B.id}/pipe"
+    with pytest.raises(ValueError, match="too many values"):
+        await mps.grant([*snapshot.gpus[A.id].shares, *snapshot.gpus[B.id].shares], snapshot)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from anyio import to_thread
 from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.kubelet.kubelet import SimKubelet
-from tests.backends.mps.test_control_daemons import ARCHIVED, daemons_of
+from tests.backends.common.mps_daemon.test_supervisor import ARCHIVED, daemons_of
 from tests.rigs.daemons import StandIn
 from tests.rigs.mig import a_node, created, mig_pool, placements
 from tests.rigs.mig_mps import SHARED, control, devices, hurry_mps, pod, shared

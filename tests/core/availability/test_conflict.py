@@ -1,5 +1,6 @@
 """The rule of sharing, and its invariants."""
 
+import re
 from types import MappingProxyType
 
 import pytest
@@ -20,6 +21,7 @@ from metagpu.core.availability.conflict import (
 from metagpu.core.availability.reasons import availability_of, count_free, waits_for
 from metagpu.core.model.shares import (
     HardwareDevice,
+    Holder,
     Lease,
     ProvisionedState,
     ResourceName,
@@ -287,14 +289,42 @@ def test_a_device_without_a_holder_occupies_its_slots(
     assert (f"{shares[0].id} was just released" in told) is not device.idle
 
 
-def test_a_gpu_that_waits_names_the_pod_it_waits_for() -> None:
-    """A lease of a pod that the kubelet has not listed yet is named as one."""
-    lease = Lease(share(A, 9, backend="old"), since=1)
-    held = MappingProxyType({lease.share.id: lease})
+@pytest.mark.parametrize(
+    ("holders", "resource", "told"),
+    [
+        ([None], "a.b/c", "by a pod that is being admitted under a.b/c, .* end of that pod"),
+        ([ALICE], "", f"by {re.escape(str(ALICE))} under another name, .* end of that pod"),
+        ([Holder("team", str(n), "main") for n in range(5)], "a.b/c", r"team/4 \(main\) under"),
+        (
+            [Holder("team", str(n), "main") for n in range(7)],
+            "a.b/c",
+            r"team/0 .*, team/4 \(main\), 2 more under a.b/c, .* end of these pods",
+        ),
+    ],
+)
+def test_a_gpu_that_waits_names_the_pods_it_waits_for(
+    holders: list[Holder | None], resource: str, told: str
+) -> None:
+    """The first five are named; a pod that the kubelet has not listed yet is named as one."""
+    leases = [
+        Lease(share(A, 9 + n, backend="old", resource=resource), since=1, holder=holder)
+        for n, holder in enumerate(holders)
+    ]
+    held = MappingProxyType({lease.share.id: lease for lease in leases})
     state = GpuState(A, Verdict(healthy=True, since=0), A_SHARES, leases=held)
-    assert "is held by a pod that is being admitted" in orphaned_text(state)
-    known = MappingProxyType({lease.share.id: replace(lease, holder=ALICE)})
-    assert f"is held by {ALICE} under" in orphaned_text(replace(state, leases=known))
+    assert re.search(f"is held .*{told}", orphaned_text(state))
+
+
+@pytest.mark.parametrize(
+    ("held", "now", "told"),
+    [(1, 8, "2 free shares wait for"), (1, 4, "1 free share waits"), (4, 2, "2 free shares wait")],
+)
+def test_what_waits_for_an_earlier_division_is_counted(held: int, now: int, told: str) -> None:
+    """An earlier part takes as many of the new parts as it needs, and all of them at most."""
+    old = [replace(each, id=ShareId(f"{each.id}-old")) for each in parts(4)]
+    leases = MappingProxyType({each.id: Lease(each, since=1, holder=ALICE) for each in old[:held]})
+    state = GpuState(A, Verdict(healthy=True, since=0), tuple(parts(now)), leases=leases)
+    assert told in orphaned_text(state)
 
 
 def test_a_new_position_is_no_new_share() -> None:

@@ -1,5 +1,7 @@
 """The table of reasons: each row, their order, and all who ask it."""
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,14 +19,16 @@ from metagpu.core.availability.reasons import (
     Reason,
     availability_of,
     count_free,
+    open_to,
     reason_for_none,
     refuse,
 )
 from metagpu.core.model.offers import Api
-from metagpu.core.model.request_errors import RequestError
+from metagpu.core.model.request_errors import GpuUnhealthy, InstanceUnhealthy, RequestError
 from metagpu.core.model.shares import (
     CordonSource,
     HardwareDevice,
+    Holder,
     Lease,
     OfferTurn,
     Pause,
@@ -59,6 +63,7 @@ PLACES: Final = (
 SHARES: Final = (*FRACTIONS, WHOLE, *PLACES)
 BY_ID: Final = {other.id: other for other in SHARES}
 BACKENDS: Final = ("fraction", "whole", "mig")
+HOLDER: Final = Holder("ns", "pod", "main")
 CLAIM: Final = ResourceClaimRef("ns", "claim", "uid")
 OLD: Final = share(A, 9, backend="fraction", resource="a.b/old")
 HEALTHY: Final = Verdict(healthy=True, since=1)
@@ -136,6 +141,102 @@ def test_each_row_is_about_its_shares(row: Reason) -> None:
         refusal = available.refusal(other)
         assert (refusal is None) == (row.refusal is None)
         assert refusal is None or len(str(refusal)) > len(other.id)
+
+
+@pytest.mark.parametrize(
+    ("lease", "kept"),
+    [
+        ({}, False),
+        ({"holder": HOLDER}, True),
+        ({"resource_claim": CLAIM}, True),
+    ],
+    ids=["nobody", "a container", "a claim"],
+)
+def test_a_share_whose_slot_is_occupied_stays_listed_for_its_holder(
+    lease: Mapping[str, Any], *, kept: bool
+) -> None:
+    """A lease that no container is known for keeps no share listed that nobody can have."""
+    blocked = mig(blocked={"s1": "instance 3 is there"})
+    now = state(*PLACES, leases=leased(PLACES[2], **lease), provisioned=blocked)
+    reason = availability_of(now).reason(PLACES[2].id)
+    assert (reason is None or reason.name != "occupied") is kept
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_faulty_device_is_its_own_shares_alone(*, healthy: bool) -> None:
+    """A refusal names the MIG device, and the GPU where all of it is out of service."""
+    made = mig(devices={PLACES[0].id: HardwareDevice("MIG-0", 1, 0, idle=True)})
+    verdict = HEALTHY if healthy else FAULTY
+    now = state(*PLACES, verdict=verdict, provisioned=made, mig_faults={"MIG-0": FAULTY})
+
+    assert availability_of(now).unlisted == {each.id for each in PLACES[: 1 if healthy else 3]}
+    refusal = availability_of(now).refusal(PLACES[0])
+    assert type(refusal) is (InstanceUnhealthy if healthy else GpuUnhealthy)
+
+
+@pytest.mark.parametrize(("idle", "held"), [(True, False), (False, False), (False, True)])
+def test_a_device_that_is_not_idle_keeps_its_slots(*, idle: bool, held: bool) -> None:
+    """The slots of a device are occupied until it is idle, or leased again."""
+    made = mig(devices={PLACES[1].id: HardwareDevice("MIG-0", 1, 0, idle=idle)})
+    leases = leased(*PLACES[1:2] if held else (), holder=HOLDER)
+    reason = availability_of(state(*PLACES, provisioned=made, leases=leases)).reason(PLACES[0].id)
+
+    assert (reason.name if reason else "") == ("in-use" if held else "" if idle else "occupied")
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (CordonSource.OPERATOR, "`metagpu uncordon 0` on this node"),
+        (CordonSource.NODE, "`kubectl metagpu uncordon NODE/0`"),
+        (CordonSource.DRIVER_UPGRADE, "shares are given again after that"),
+    ],
+)
+def test_a_cordon_names_what_ends_it(source: CordonSource, end: str) -> None:
+    """The owner of a pod reads who has to act."""
+    refusal = str(availability_of(state(cordons={source: PAUSE})).refusal(WHOLE))
+    assert "(fan); " in refusal
+    assert end in refusal
+
+
+@pytest.mark.parametrize(
+    ("holder", "told"),
+    [(None, "an earlier pod may still run with it"), (HOLDER, f"{HOLDER} still runs with it")],
+)
+def test_a_share_that_the_kubelet_forgot_names_its_pod(holder: Holder | None, told: str) -> None:
+    """The owner of a pod reads whose end frees the share, where that is known."""
+    now = state(leases=leased(WHOLE, unconfirmed=True, holder=holder))
+    assert told in str(availability_of(now).refusal(WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_open"),
+    [
+        ({}, True),
+        ({"verdict": FAULTY}, False),
+        ({"cordons": {CordonSource.NODE: PAUSE}}, False),
+        ({"suspended": {"mig": PAUSE}}, False),
+        ({"suspended": {"whole": PAUSE}}, True),
+        ({"leases": leased(WHOLE)}, False),
+        ({"leases": leased(PLACES[0])}, True),
+    ],
+)
+def test_a_gpu_is_open_to_a_backend(fields: dict[str, Any], *, is_open: bool) -> None:
+    """A backend may grant shares of a GPU that is in service and that no other backend has."""
+    assert open_to(state(**fields), "mig") == is_open
+
+
+def test_a_state_that_is_replaced_is_freed_at_once() -> None:
+    """The collector, which seldom looks at all objects, is not needed."""
+    gc.disable()
+    try:
+        now = state(leases=leased(WHOLE))
+        available = weakref.ref(availability_of(now))
+        assert available() is availability_of(now)
+        del now
+        assert available() is None
+    finally:
+        gc.enable()
 
 
 def test_the_first_of_several_reasons_is_shown() -> None:
@@ -249,8 +350,10 @@ def _node(now: GpuState) -> Snapshot:
 
 def _conflicts(now: GpuState, own_share: Share) -> bool:
     """Return whether a share conflicts with anything: the rule, told share by share."""
-    if own_share.id in now.leases:
-        return False
+    if (lease := now.leases.get(own_share.id)) is not None:
+        slots = {slot for made in now.provisioned.values() for slot in made.blocked}
+        stale = lease.resource_claim is None and bool(own_share.footprint & slots)
+        return stale and OLD.id not in now.leases
     if OLD.id in now.leases:  # nobody knows what is free beside it
         return True
     held = [lease.share for lease in now.leases.values()]

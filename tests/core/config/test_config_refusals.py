@@ -72,7 +72,8 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             POOL + "helth: {}\n",
             (
                 "6: helth: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
-                "health, mgctl, migStrategy, passDeviceSpecs, pools, version; did you mean health?"
+                "health, mgctl, migStrategy, passDeviceSpecs, pools, startHook, version; "
+                "did you mean health?"
             ),
         ),
         (
@@ -100,7 +101,7 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
             POOL + '"dotted.key[0]": 3\n',
             (
                 "1: dotted.key[0]: unknown key; allowed: cdiKind, deviceListStrategy, dra, "
-                "health, mgctl, migStrategy, passDeviceSpecs, pools, version"
+                "health, mgctl, migStrategy, passDeviceSpecs, pools, startHook, version"
             ),
         ),
         (POOL + "3: 4\n", "6: 3: the key: expected a text"),
@@ -194,7 +195,26 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 ),
                 ("{policy: on}", ".policy: policy is no switch; allowed: off, report, warn, kill"),
                 ("{victims: some}", ".victims: 'some' is unknown; allowed: all, largest"),
-                ("{period: 0s}", ".period: period must be longer than 0"),
+                ("{period: 0s}", ".period: period must be 10 ms or more"),
+                ("{period: 9.99ms}", ".period: period must be 10 ms or more"),
+                *(
+                    (
+                        f"{{{policy}burst: {{}}}}",
+                        (
+                            f".burst: burst needs `policy: kill`: with `{name}` nobody gives "
+                            "memory back; write `policy: kill`, or leave burst out"
+                        ),
+                    )
+                    for policy, name in (("", "warn"), ("policy: off, ", "off"))
+                ),
+                (
+                    "{policy: kill, burst: {reserve: 0}}",
+                    ".burst.reserve: reserve must be more than 0: nobody would give memory back",
+                ),
+                (
+                    "{policy: kill, burst: {limits: 1Gi}}",
+                    (".burst.limits: unknown key; allowed: limit, reserve; did you mean limit?"),
+                ),
                 (
                     "{grace: soon}",
                     ".grace: 'soon' is not a duration; write one like 250ms, 30s, 5m or 1h",
@@ -202,11 +222,23 @@ OF_STRATEGIES = "allowed: cdi-annotations, cdi-cri, envvar, volume-mounts"
                 (
                     "{dryrun: true}",
                     (
-                        ".dryrun: unknown key; allowed: allowAnnotations, driverLimits, dryRun, "
-                        "grace, headroom, period, policy, stopTimeout, victims; "
+                        ".dryrun: unknown key; allowed: allowAnnotations, burst, driverLimits, "
+                        "dryRun, grace, headroom, period, policy, stopTimeout, victims; "
                         "did you mean dryRun?"
                     ),
                 ),
+            ]
+        ),
+        # compute enforcement
+        *(
+            (
+                selecting("all\n    computeEnforcement: " + said),
+                f"5: pools[0].computeEnforcement{problem}",
+            )
+            for said, problem in [
+                ("{policy: kill}", ".policy: 'kill' is unknown; allowed: off, report"),
+                ("{policy: on}", ".policy: policy is no switch; allowed: off, report"),
+                ("{policy: report, window: 0s}", ".window: window must be longer than 0"),
             ]
         ),
         # selectors
@@ -403,6 +435,12 @@ def test_a_mistake_is_reported_with_line_path_and_what_is_allowed(text: str, mes
             backend("{backend: fraction, resource: a/b}")
             + "  - {name: b, backends: [{backend: timeslice, replicas: 4, resource: a/b}]}\n",
             ConfigReason.NAME_TAKEN,
+        ),
+        (
+            selecting("all\n    memoryEnforcement: {policy: kill, burst: {}}").replace(
+                "fraction", "whole"
+            ),
+            ConfigReason.CONFLICT,
         ),
     ],
 )

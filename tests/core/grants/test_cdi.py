@@ -68,6 +68,19 @@ def test_the_file_is_named_as_runtimes_look_for_it() -> None:
     assert cdi.KIND.replace("/", "-") + ".json" == cdi.FILE_NAME
 
 
+def test_our_hook_runs_before_those_of_the_toolkit() -> None:
+    """Our hook comes first, and has no timeout, by which a runtime fails the container."""
+    edits = parse_edits(json.dumps(TOOLKIT))
+    spec = check_spec(build_spec({GPU: [NODE]}, [], edits, hook=["/pod/mgctl", "/s", "ignore"]))
+    [ours, *others] = spec["containerEdits"]["hooks"]
+    assert ours == {
+        "hookName": "createRuntime",
+        "path": "/pod/mgctl",
+        "args": ["metagpu-hook", "/s", "ignore"],
+    }
+    assert others == TOOLKIT["containerEdits"]["hooks"]
+
+
 def test_a_device_has_its_nodes_and_what_all_have() -> None:
     """A GPU's own nodes are the device's; the driver's nodes and libraries belong to all."""
     spec = check_spec(build_spec({GPU: [NODE]}, [CONTROL], parse_edits(json.dumps(TOOLKIT))))

@@ -1,5 +1,8 @@
 """Assessment of XIDs, memory errors and conditions."""
 
+from collections.abc import Awaitable, Callable
+from typing import cast
+
 import pytest
 
 from metagpu.core.config.config import HealthConfig
@@ -8,18 +11,23 @@ from metagpu.core.contracts.driver import (
     EccError,
     GpuCondition,
     GpuUnavailable,
+    HealthDriver,
     RecoveryAction,
     RecoveryActionChanged,
     RemappedRows,
     Xid,
 )
+from metagpu.core.errors import DriverUnavailable
 from metagpu.core.health.fault_assessment import (
     FaultAssessment,
     GpuRecovery,
     MigInstanceRef,
+    find_problem,
     judge_condition,
     judge_event,
+    read_condition,
 )
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.xid_severity import CONTAINED_XIDS, DEFAULT_XIDS, Severity
 from tests.rigs.build import gpu
 
@@ -64,6 +72,20 @@ NEEDY = GpuCondition(memory_used=0, recovery_action=RecoveryAction.GPU_RESET)
 def test_an_event_is_a_fault_or_a_notice(event: DriverEvent, heard: FaultAssessment) -> None:
     """Each event has a reason in words, and is fatal or not."""
     assert judge_event(event, HealthConfig()) == heard
+
+
+@pytest.mark.parametrize("check", [find_problem, read_condition])
+async def test_an_nvml_that_is_gone_is_no_fault_of_the_gpu(
+    check: Callable[[HealthDriver, GpuId], Awaitable[object]],
+) -> None:
+    """A check of a GPU leaves it to its caller that NVML as a whole cannot be used."""
+
+    class Gone:
+        async def condition(self, gpu: GpuId) -> GpuCondition:  # noqa: ARG002
+            raise DriverUnavailable("the driver was unloaded")
+
+    with pytest.raises(DriverUnavailable):
+        await check(cast("HealthDriver", Gone()), ID)
 
 
 @pytest.mark.parametrize(("severity", "fatal"), [("application", False), ("fatal", True)])

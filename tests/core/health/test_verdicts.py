@@ -10,6 +10,7 @@ from metagpu.core.errors import MetagpuError
 from metagpu.core.health import verdicts as fault_news
 from metagpu.core.health.fault_assessment import judge_event
 from metagpu.core.health.verdicts import (
+    SIZE_LIMIT,
     FaultLog,
     FaultNote,
     GpuVerdicts,
@@ -84,8 +85,10 @@ def test_a_fault_that_a_later_note_lacks_has_ended() -> None:
     """A daemon that waits hears a fault too, and not the operator who acknowledges it."""
     verdicts = started(FaultNote())
     verdicts.fault(A, "XID 48", Fault.XID, proof=True)
-    verdicts.adopt(FaultNote(), written=8.0)
-    assert [fault.gpu for fault in known(verdicts).faults] == [A]
+    verdicts.registry.apply(InstanceFaulted(B, "MIG-1", "XID 94", 9.0))
+    before = known(verdicts)
+    verdicts.adopt(FaultNote(), written=9.0)
+    assert known(verdicts) == before
 
     verdicts.adopt(FaultNote(), written=10.0)
     assert known(verdicts) == FaultNote()
@@ -103,6 +106,17 @@ def test_the_proof_that_either_daemon_asks_for_is_needed() -> None:
     verdicts.fault(A, "XID 79", Fault.XID, proof=True)
     verdicts.adopt(silent)
     assert verdicts.recovering[A].needs_proof
+
+
+@pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
+def test_the_proof_that_any_fault_asks_for_is_needed(asked: tuple[bool, bool]) -> None:
+    """A fault that silence would end does not end the need of one before it."""
+    verdicts = started(FaultNote())
+    for proof in asked:
+        verdicts.fault(A, "a fault", Fault.XID, proof=proof)
+
+    assert verdicts.recovering[A].needs_proof == any(asked)
+    assert verdicts.registry.snapshot.gpus[A].verdict.needs_proof == any(asked)
 
 
 def test_a_kind_of_fault_of_a_newer_daemon_is_restored() -> None:
@@ -170,6 +184,8 @@ def test_a_note_has_what_nobody_else_can_tell() -> None:
     )
 
     assert take_note(snapshot) == SAVED
+    long = take_note(after(FOUND, GpuFaulted(A, "x" * SIZE_LIMIT, 1.5, Fault.XID)))
+    assert len(encode(long, "boot")) < SIZE_LIMIT / 16, "a note of 16 GPUs would not be read"
 
 
 @pytest.mark.parametrize("fault", [Fault.DRIVER, Fault.NO_ANSWER, Fault.NOT_LISTED])

@@ -1,7 +1,7 @@
 """The health watch on a driver with given answers: its log events and bus events."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import cast
@@ -21,14 +21,22 @@ from metagpu.core.contracts.driver import (
     RecoveryActionChanged,
     RemappedRows,
     Survey,
+    UnreadableGpu,
     Xid,
 )
-from metagpu.core.errors import DriverTimeout, DriverUnavailable, GpuLost, MetagpuError
+from metagpu.core.errors import (
+    DriverReplaced,
+    DriverTimeout,
+    DriverUnavailable,
+    GpuLost,
+    MetagpuError,
+)
 from metagpu.core.health import verdicts as fault_news
 from metagpu.core.health import watch as health
+from metagpu.core.health.verdicts import FaultNote, NotedFault
 from metagpu.core.health.watch import HealthTiming, HealthWatch
-from metagpu.core.model.gpu import Gpu, GpuId
-from metagpu.core.model.mig import MigInstance
+from metagpu.core.model.gpu import Connection, Gpu, GpuId
+from metagpu.core.model.mig import ComputeInstance, MigInstance, MigMode, Placement
 from metagpu.core.model.shares import (
     Fault,
     HardwareDevice,
@@ -36,21 +44,24 @@ from metagpu.core.model.shares import (
     Recovery,
     ShareId,
 )
+from metagpu.core.model.snapshot import Versions
 from metagpu.core.model.xid_severity import Severity
 from metagpu.core.state.events import MemoryErrorReported, XidReported
 from metagpu.core.state.facts import GpuRecovered, InstanceFaulted, ProvisioningReported
 from metagpu.core.state.registry import Registry
-from tests.rigs.build import gpu
+from tests.rigs.build import gpu, topology
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes, skip
 
-Answer = Sequence[DriverEvent] | DriverTimeout
+Answer = Sequence[DriverEvent] | DriverTimeout | DriverUnavailable
 
 
 @dataclass
 class ScriptedDriver:
     """A driver of one GPU that returns these events, then none; `asked` is set at their end.
 
-    `found` is what a check finds, nothing wrong if `None`; `gpus` what NVML lists.
+    `found` is what a check finds, nothing wrong if `None`; `gpus` what NVML lists. `closed` is why
+    NVML cannot be opened.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -58,17 +69,21 @@ class ScriptedDriver:
     asked: anyio.Event = field(default_factory=anyio.Event)
     found: GpuCondition | GpuLost | None = None
     gpus: tuple[Gpu, ...] = (gpu(0),)
+    rest: Survey = field(default_factory=lambda: Survey(()))
     unheard: Mapping[GpuId, str] = field(default_factory=dict)
     renewed: anyio.Event = field(default_factory=anyio.Event)
+    closed: Callable[[], DriverUnavailable | None] = lambda: None
     mig: MigDriver = field(init=False)
 
     def session(self) -> AbstractAsyncContextManager[None]:
-        """Do nothing."""
+        """Open NVML, if the test has it open."""
+        if (error := self.closed()) is not None:
+            raise error
         return nullcontext()
 
     async def survey(self) -> Survey:
-        """Return the one GPU."""
-        return Survey(self.gpus)
+        """Return the GPUs and the rest of the survey."""
+        return replace(self.rest, gpus=self.gpus)
 
     async def condition(self, gpu: GpuId) -> GpuCondition:  # noqa: ARG002
         """Return the condition of the test."""
@@ -90,7 +105,7 @@ class ScriptedDriver:
             self.asked.set()
             await anyio.sleep_forever()
         answer = self.answers.pop(0)
-        if isinstance(answer, DriverTimeout):
+        if isinstance(answer, DriverTimeout | DriverUnavailable):
             raise answer
         return answer
 
@@ -103,6 +118,16 @@ class HangingMigDriver:
         raise DriverTimeout(f"GPU {gpu} hangs")
 
 
+@asynccontextmanager
+async def running(watch: HealthWatch) -> AsyncIterator[None]:
+    """Run a watch during a block."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        with anyio.fail_after(30):
+            yield
+        group.cancel_scope.cancel()
+
+
 async def logged_events(*answers: Answer, log_of: ModuleType = health) -> list[dict[str, object]]:
     """Run a watch over these answers; return the log events of a module."""
     driver = ScriptedDriver(list(answers))
@@ -110,11 +135,8 @@ async def logged_events(*answers: Answer, log_of: ModuleType = health) -> list[d
     watch = HealthWatch(driver, Registry(), timing=timing)
 
     with capture_module_logs(log_of) as logs:
-        async with anyio.create_task_group() as group:
-            group.start_soon(watch.run)
-            with anyio.fail_after(30):
-                await driver.asked.wait()
-            group.cancel_scope.cancel()
+        async with running(watch):
+            await driver.asked.wait()
     return [dict(entry) for entry in logs]
 
 
@@ -147,16 +169,49 @@ async def test_a_device_that_nvml_cannot_find_is_the_gpu() -> None:
     driver.mig = cast("MigDriver", HangingMigDriver())
     watch = HealthWatch(driver, Registry(), lambda: HealthConfig(xids={94: Severity.FATAL}))
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch.run)
-        with anyio.fail_after(30):
-            async for state in watch.registry.watch(lambda now: now.gpus.get(gpu(0).id)):
-                if state is not None and not state.verdict.healthy:
-                    break
-        group.cancel_scope.cancel()
+    async with running(watch):
+        async for state in watch.registry.watch(lambda now: now.gpus.get(gpu(0).id)):
+            if state is not None and not state.verdict.healthy:
+                break
     assert state is not None
     assert state.verdict.reason == "XID 94: contained memory error"
     assert not state.mig_faults
+
+
+@pytest.mark.parametrize(
+    ("compute_instance", "mode", "faulty"),
+    [
+        (None, MigMode(enabled=True, pending=True), {"MIG-a", "MIG-b"}),
+        (1, MigMode(enabled=True, pending=True), {"MIG-b"}),
+        (2, MigMode(enabled=True, pending=True), set()),  # NVML reports no uuid
+        (1, MigMode(enabled=False, pending=True), None),
+        (1, None, None),
+    ],
+)
+async def test_a_device_that_no_backend_has_reported_is_found(
+    compute_instance: int | None, mode: MigMode | None, faulty: set[str] | None
+) -> None:
+    """A contained fault takes the devices of its instance out, and the GPU where it has none."""
+
+    class Divided:
+        async def mode(self, gpu: GpuId) -> MigMode | None:  # noqa: ARG002
+            return mode
+
+        async def instances(self, gpu: GpuId) -> tuple[MigInstance, ...]:  # noqa: ARG002
+            computes = ComputeInstance(0, "MIG-a"), ComputeInstance(1, "MIG-b"), ComputeInstance(2)
+            other = MigInstance(4, 19, Placement(4, 1), (ComputeInstance(1, "MIG-c"),))
+            return MigInstance(3, 19, Placement(0, 1), computes), other
+
+    driver, one = ScriptedDriver(gpus=(replace(gpu(0), mig_enabled=True),)), gpu(0).id
+    driver.mig = cast("MigDriver", Divided())
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(xids={94: Severity.FATAL}))
+    await watch.survey()
+    [due] = watch._handle_event(Xid(one, 94, 3, compute_instance))
+    await watch._check(due)
+
+    state = watch.registry.snapshot.gpus[one]
+    assert state.mig_faults.keys() == (faulty or set())
+    assert state.verdict.healthy == (faulty is not None)
 
 
 async def test_a_fault_is_not_forgotten_with_an_nvml_that_goes() -> None:
@@ -241,6 +296,7 @@ async def test_a_fault_during_an_acknowledgement_is_kept() -> None:
     watch._handle_event(Xid(gpu(0).id, 79))
 
     async def fault() -> None:
+        assert driver.renewed.is_set(), "an XID after the check would not be heard"
         watch._handle_event(Xid(gpu(0).id, 95))
 
     driver.during_check = fault
@@ -288,24 +344,30 @@ async def test_a_fault_has_its_kind(event: DriverEvent, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "fault"),
+    ("condition", "fault", "reason"),
     [
-        (GpuCondition(0, RecoveryAction.GPU_RESET), Fault.RECOVERY_ACTION),
+        (
+            GpuCondition(0, RecoveryAction.GPU_RESET),
+            Fault.RECOVERY_ACTION,
+            "NVML asks for a recovery action: GPU reset",
+        ),
         (
             GpuCondition(0, remapped_rows=RemappedRows(0, 0, pending=False, failed=True)),
             Fault.MEMORY,
+            "a memory row could not be remapped",
         ),
-        (GpuLost("gone"), Fault.NO_ANSWER),
+        (GpuLost(f"GPU 0 ({gpu(0).id}): gone"), Fault.NO_ANSWER, "gone"),
     ],
 )
 async def test_what_a_check_finds_has_its_kind(
-    condition: GpuCondition | GpuLost, fault: Fault
+    condition: GpuCondition | GpuLost, fault: Fault, reason: str
 ) -> None:
-    """A failed check has the kind of NVML's answer, or of no answer."""
+    """A failed check has the kind of NVML's answer, or of no answer, and names no GPU."""
     driver = ScriptedDriver(found=condition)
     watch = HealthWatch(driver, Registry())
     await watch.survey()
-    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.fault is fault
+    verdict = watch.registry.snapshot.gpus[gpu(0).id].verdict
+    assert (verdict.fault, verdict.reason) == (fault, reason)
 
     driver.found, driver.gpus = None, ()
     watch.registry.apply(GpuRecovered(gpu(0).id, "recovered", at=1))
@@ -344,33 +406,52 @@ async def test_an_unheard_gpu_is_known_until_it_is_heard_again() -> None:
 
 
 async def test_a_reset_that_nothing_reports_ends_no_registration_for_long() -> None:
-    """With each look at all GPUs the events of healthy ones are registered for again too."""
+    """Each look at all GPUs finds new ones, and registers for the events of healthy ones too."""
     driver = ScriptedDriver()
-    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(rescan_period=Duration(0.01)))
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(rescan_period=Duration(3600)))
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch.run)
-        with anyio.fail_after(30):
-            await driver.renewed.wait()
-        group.cancel_scope.cancel()
+    async with running(watch):
+        await driver.asked.wait()
+        await anyio.wait_all_tasks_blocked()
+        assert not driver.renewed.is_set()
+        driver.gpus = (gpu(0), gpu(1))
+        watch._survey_due.set()
+        await driver.renewed.wait()
+    assert watch.registry.snapshot.gpus.keys() == {gpu(0).id, gpu(1).id}
 
 
 async def test_an_unheard_gpu_is_checked_more_often() -> None:
     """A GPU in service whose XIDs are not heard is checked without waiting for a survey."""
-    driver = ScriptedDriver(unheard={gpu(0).id: "refused"})
+    driver = ScriptedDriver(unheard={gpu(0).id: "refused"}, gpus=(gpu(0), gpu(1)))
     timing = HealthTiming(unheard_check=0.01)
     watch = HealthWatch(driver, Registry(), timing=timing)
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch.run)
+    async with running(watch):
         await watch.surveyed.wait()
         driver.found = GpuCondition(0, RecoveryAction.GPU_RESET)
-        with anyio.fail_after(30):
-            async for state in watch.registry.watch(lambda now: now.gpus[gpu(0).id]):
-                if not state.verdict.healthy:
-                    break
-        group.cancel_scope.cancel()
+        async for state in watch.registry.watch(lambda now: now.gpus[gpu(0).id]):
+            if not state.verdict.healthy:
+                break
     assert state.verdict.fault is Fault.RECOVERY_ACTION
+    assert watch.registry.snapshot.gpus[gpu(1).id].verdict.healthy
+
+
+async def test_no_xid_is_missed_while_a_gpu_recovers() -> None:
+    """A reset ends the registration for events: with the first passed check and the last it is new.
+
+    A failed check may be of another reset.
+    """
+    watch = HealthWatch(driver := ScriptedDriver(), Registry())
+    await watch.survey()
+    watch._handle_event(Xid(gpu(0).id, 79))
+
+    renewed = []
+    for found, quiet in [(None, 60), (None, 60), (GpuLost("gone"), 60), (None, 60), (None, 0)]:
+        driver.renewed, driver.found = anyio.Event(), found
+        await watch._recheck(gpu(0).id, quiet)
+        renewed.append(driver.renewed.is_set())
+    assert renewed == [True, False, False, True, True]
+    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy
 
 
 async def test_a_gpu_that_recovers_says_when_it_returns() -> None:
@@ -401,12 +482,26 @@ async def test_a_gpu_that_recovers_says_when_it_returns() -> None:
 
 
 async def test_a_gpu_that_waits_for_an_operator_says_so() -> None:
-    """Without recovery actions passed checks name no time of return."""
-    watch = HealthWatch(ScriptedDriver(found=GpuCondition(0)), Registry(), clock=lambda: 7.0)
+    """Without recovery actions passed checks name no time of return, where proof is needed."""
+    times = iter(range(7, 99))
+    driver = ScriptedDriver(found=GpuLost("gone"))
+    watch = HealthWatch(driver, Registry(), clock=lambda: float(next(times)))
     await watch.survey()
-    watch._handle_event(Xid(gpu(0).id, 95))
-    await watch._recheck(gpu(0).id, 60.0)
-    assert watch.registry.snapshot.gpus[gpu(0).id].verdict.recovery == Recovery(7.0)
+    driver.found = GpuCondition(0)
+    with capture_module_logs(fault_news) as logs:
+        await watch._recheck(gpu(0).id, 60.0)
+        recovery = watch.registry.snapshot.gpus[gpu(0).id].verdict.recovery
+        assert recovery is not None
+        assert recovery.returns_at is not None
+
+        watch._handle_event(Xid(gpu(0).id, 95))
+        found = []
+        for _ in range(2):
+            await watch._recheck(gpu(0).id, 60.0)
+            found.append(watch.registry.snapshot.gpus[gpu(0).id].verdict.recovery)
+    assert found[0] is not None
+    assert found == [Recovery(found[0].since)] * 2
+    assert [entry["event"] for entry in logs].count("gpu waits for an operator") == 1
 
 
 async def test_each_nvml_event_is_published() -> None:
@@ -447,3 +542,97 @@ async def test_a_gpu_that_surveys_miss_does_not_flap() -> None:
     await watch.survey()
     await watch._recheck(found.id, quiet=0.0)
     assert watch.registry.snapshot.gpus[found.id].verdict.healthy
+
+
+async def test_a_survey_enters_all_that_nvml_tells() -> None:
+    """Versions, topology and unreadable GPUs are known; a GPU that was read before has a fault."""
+    both = (gpu(0), gpu(1))
+    driver = ScriptedDriver(gpus=both)
+    watch = HealthWatch(driver, Registry())
+    await watch.survey()
+    connected = topology(both, lambda *_: Connection(nvlinks=4))
+    lost = UnreadableGpu(1, f"GPU 1 ({gpu(1).id}): is lost", gpu(1).id)
+    driver.gpus = (gpu(0),)
+    driver.rest = Survey((), (lost, UnreadableGpu(2, "no power")), "570.1", (12, 8), connected)
+    await watch.survey()
+
+    now = watch.registry.snapshot
+    assert (now.versions, now.topology) == (Versions("570.1", (12, 8)), connected)
+    assert {index: each.reason for index, each in now.unreadable_gpus.items()} == {2: "no power"}
+    assert [state.verdict.reason for state in now.gpus.values()] == ["", "is lost"]
+
+
+async def test_all_gpus_are_out_of_service_while_nvml_is_gone() -> None:
+    """NVML is opened again until it opens; each reason is logged once, and shown."""
+    reasons = [*["unloaded"] * 3, "no library"]
+    driver = ScriptedDriver([[], DriverUnavailable("unloaded")])
+    timing = HealthTiming(retry=0.0)
+    watch = HealthWatch(driver, Registry(), lambda: HealthConfig(Duration(0)), timing=timing)
+    shown = list[str]()
+
+    def closed() -> DriverUnavailable | None:
+        shown.extend(state.verdict.reason for state in watch.registry.snapshot.gpus.values())
+        return DriverUnavailable(reasons.pop(0)) if shown and reasons else None
+
+    driver.closed = closed
+    with capture_module_logs(health) as logs:
+        async with running(watch):
+            await driver.asked.wait()
+            assert watch.registry.snapshot.gpus[gpu(0).id].verdict.fault is Fault.DRIVER
+            assert not watch.unusable
+            await becomes(lambda: watch.registry.snapshot.gpus[gpu(0).id].verdict.healthy)
+    assert shown == [*["unloaded"] * 4, "no library"]
+    assert [entry["error"] for entry in logs] == ["unloaded", "no library"]
+
+
+REPLACED, GONE = DriverReplaced("it does not fit"), DriverUnavailable("no driver")
+
+
+@pytest.mark.parametrize("failures", [[REPLACED] * 3, [REPLACED, GONE, *[REPLACED] * 3]])
+async def test_a_daemon_ends_whose_library_has_not_fitted_for_a_minute(
+    failures: list[DriverUnavailable],
+) -> None:
+    """A new process loads another library; another problem in between is no reason to end."""
+    watch = HealthWatch(driver := ScriptedDriver(), Registry(), timing=HealthTiming(retry=0.0))
+
+    def closed() -> DriverUnavailable | None:
+        skip(31)
+        return failures.pop(0) if failures else None
+
+    driver.closed = closed
+    with anyio.fail_after(3600), pytest.raises(DriverReplaced):
+        await watch.run()
+    assert failures == []
+
+    """The watch keeps what it knew of a GPU that NVML does not list yet, until NVML does."""
+    """What it knew of a GPU that NVML does not list yet is kept until NVML does."""
+    notes = [NotedFault(gpu(n).id, "XID 79", 1, Fault.XID, needs_proof=True) for n in range(2)]
+    watch = HealthWatch(driver := ScriptedDriver(), Registry())
+    await watch.survey()
+    watch.adopt(FaultNote(tuple(notes)))
+    assert watch.note == FaultNote(tuple(notes))
+
+    driver.gpus = (gpu(0), gpu(1))
+    await watch.survey()
+    assert [state.verdict.reason for state in watch.registry.snapshot.gpus.values()] == [
+        "XID 79",
+        "XID 79",
+    ]
+    assert watch.noted == FaultNote()
+
+
+async def test_a_gpu_that_is_not_heard_any_more_is_known_at_once() -> None:
+    """After each wait for events, also one that fails, the registry has which GPUs are heard."""
+    driver = ScriptedDriver([DriverTimeout("hangs"), []])
+    watch = HealthWatch(driver, Registry(), timing=HealthTiming(event_retry=0.0))
+    heard = list[bool]()
+
+    async def events() -> Sequence[DriverEvent]:
+        heard.append(watch.registry.snapshot.gpus[gpu(0).id].unheard is None)
+        driver.unheard = {} if driver.unheard else {gpu(0).id: "refused"}
+        return await ScriptedDriver.events(driver)
+
+    driver.events = events  # type: ignore[method-assign]
+    async with running(watch):
+        await driver.asked.wait()
+    assert heard == [True, False, True]

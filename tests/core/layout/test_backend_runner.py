@@ -17,6 +17,7 @@ from metagpu.core.model.gpu import Gpu
 from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.state.facts import GpusFound, NodeWithdrawn
 from metagpu.core.state.registry import Registry
+from metagpu.host.linux import LinuxHost
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.testing.node import RecordedPrograms
@@ -90,7 +91,7 @@ async def running(*gpus: Gpu, timing: RestartTiming = RESTARTS) -> AsyncIterator
     """Run a layout while the block lasts."""
     registry = Registry()
     registry.apply(GpusFound((A, B), at=0))
-    runner = BackendRunner(registry, NvmlDriver(), TOOLS, sim_daemons(), timing=timing)
+    runner = BackendRunner(registry, NvmlDriver(), TOOLS, sim_daemons(), LinuxHost(), timing=timing)
     runner.apply(layout(*gpus))
 
     async with anyio.create_task_group() as group:

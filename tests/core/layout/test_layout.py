@@ -11,7 +11,8 @@ from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.config.config import parse
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.layout import PoolAssignment, build_layout, check_layout
+from metagpu.core.layout.checks import check_layout
+from metagpu.core.layout.layout import PoolAssignment, build_layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import profile_of
 from metagpu.core.model.offers import Api, RequestRule

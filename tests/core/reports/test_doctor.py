@@ -12,7 +12,8 @@ from metagpu.core.model.driver_roots import DriverRoots, Folder
 from metagpu.core.reports.diagnosis import CheckResult, Diagnosis
 from metagpu.core.reports.doctor import CHECKS, NodeFacts, diagnose
 from metagpu.core.reports.reading import plain_report, read_report
-from metagpu.core.reports.schema import GpuReport, StatusReport
+from metagpu.core.reports.schema.gpus import GpuReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.reports.status import roots_report
 from tests.rigs.reported import complete
 
@@ -91,6 +92,10 @@ DIFFERING = {
     "cluster": {"nodeDifferences": {"a/b": "the Node shows 0 allocatable, and metagpu lists 4"}},
 }
 API_SERVER_AWAY = {**STATUS, "cluster": {"problem": "403 nodes is forbidden"}}
+FEATURE_DENIED = {
+    **STATUS,
+    "cluster": {"features": {"labels": "", "events": "403 events is forbidden"}},
+}
 UNUSED = {
     **STATUS,
     "leaseDifferences": [{"holder": "team/alice (main)", "reason": "container main holds 3"}],
@@ -207,6 +212,7 @@ def test_a_sound_node_is_ok() -> None:
         ("MG304", CheckResult.ERROR, {"status": UNREGISTERED}, "x/y: the kubelet counts 0"),
         ("MG305", CheckResult.WARNING, {"status": DIFFERING}, "a/b: the Node shows 0"),
         ("MG305", CheckResult.WARNING, {"status": API_SERVER_AWAY}, "403 nodes is forbidden"),
+        ("MG305", CheckResult.WARNING, {"status": FEATURE_DENIED}, "events: 403 events is forb"),
         ("MG306", CheckResult.ERROR, {"status": UNASKED}, "gpu.metagpu.io: the kubelet has not"),
         (
             *("MG306", CheckResult.WARNING, {"status": TWO_APIS}),

@@ -8,8 +8,8 @@ import pytest
 
 from metagpu.core.config.config import Config, parse
 from metagpu.core.model.privileges import Privilege, privileges_in
-from metagpu.core.reports.privileges import needed_privileges, privileges_report
-from metagpu.core.reports.schema import PrivilegeReport
+from metagpu.core.reports.diagnosis import needed_privileges, privileges_report
+from metagpu.core.reports.schema.daemon import PrivilegeReport
 from tests.rigs.build import BACKENDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "permissions.md"

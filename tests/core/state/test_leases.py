@@ -281,7 +281,7 @@ FORGOTTEN = after(KubeletStarted((0, 0, 1)), since=LISTED)
     ],
 )
 def test_the_rule_of_ends(since: Snapshot, look: dict[str, Any], *, held: bool) -> None:
-    """A lease that the list does not name ends as the table of docs/leases.md says."""
+    """A lease that the list does not name ends as the table of docs/development/leases.md says."""
     fact = LeasesObserved(**{"holders": {}, "at": 30, **look})
 
     assert (SHARE.id in leases(after(fact, since=since))) == held

@@ -11,7 +11,7 @@ from anyio.abc import Process
 
 from metagpu.core.config.memory import EnforcementPolicy, MemoryEnforcement
 from metagpu.core.config.units import Duration
-from metagpu.core.contracts.capabilities import MemoryGuard
+from metagpu.core.contracts.capabilities import guard_of
 from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.model.gpu import MIB, Gpu
 from metagpu.core.model.shares import Holder, ShareId
@@ -25,7 +25,7 @@ from metagpu.sim.machine.containers import SimHost
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.node import SimNode
 from tests.nvml.rig import opened
-from tests.rigs.build import layout_of, pool
+from tests.rigs.build import BACKENDS, layout_of, pool
 from tests.rigs.waiting import becomes
 
 SOON: Final = Duration(0.02)
@@ -58,7 +58,7 @@ class Watched:
         self.refused: list[ProcessIdentity] = []
         self.before: Callable[[ProcessIdentity], Any] = lambda _: None
         self.describe, self.holders, self.peer = host.describe, host.holders, host.peer
-        self.cgroups, self.clock = host.cgroups, host.clock
+        self.cgroups, self.clock, self.starting = host.cgroups, host.clock, host.starting
         self.advice: tuple[str, ...] = ()
 
     async def hints(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Ground:
             self.host,
             self.registry,
             lambda _: self.terms,
-            {"fraction": MemoryGuard.ENFORCER, "whole": MemoryGuard.EXCLUSIVE},
+            {name: guard_of(kind) for name, kind in BACKENDS.items()},
         )
 
     def hold(self, holder: Holder, shares: int, gpu: int = 0) -> None:

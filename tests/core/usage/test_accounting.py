@@ -256,6 +256,20 @@ def test_an_init_container_has_the_shares_that_the_checkpoint_names() -> None:
     assert usage.unauthorized == ()
 
 
+def test_an_init_container_keeps_its_limit_after_a_reload() -> None:
+    """A share that is offered smaller under its id, or not at all, is what it was when granted."""
+    state, container = held(alice=2), container_of(ALICE)
+    pairs = frozenset([(container.pod_uid, "main"), (container.pod_uid, "prepare")])
+    state = replace(state, allocated=MappingProxyType(dict.fromkeys(state.leases, pairs)))
+    init = {container: Holder("team", "alice", "prepare")}
+    processes, known = [GpuProcess(1, 6000 * MIB)], identified((1, container))
+
+    for shares in (tuple(replace(each, memory=400 * MIB) for each in state.shares), ()):
+        usage = attribute_processes(replace(state, shares=shares), processes, known, init)
+        assert usage.unauthorized == ()
+        assert usage.containers[-1].share_memory == 8192 * MIB
+
+
 def test_a_pod_judged_as_one_has_each_of_its_shares_once() -> None:
     """A main container goes on with the shares of an init container."""
     state, container = held(alice=2), container_of(ALICE)

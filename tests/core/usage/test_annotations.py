@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.memory import (
+    AnnotationKind,
+    Burst,
+    EnforcementPolicy,
+    MemoryEnforcement,
+)
+from metagpu.core.config.units import Bytes
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
@@ -18,10 +24,10 @@ from metagpu.core.usage.accounting import ContainerUsage
 from metagpu.core.usage.annotations import (
     MAX_ANNOTATIONS,
     MAX_LENGTH,
-    EffectiveLimit,
     effective_limit,
     memory_annotations,
 )
+from metagpu.core.usage.policy import EffectiveLimit
 from tests.rigs.build import after, gpu, layout_of, pool
 
 A, B = (replace(gpu(number), reserved=620 * MIB) for number in (0, 1))
@@ -31,6 +37,8 @@ POLICY: Final = "metagpu.io/memory-policy"
 ALL: Final = MemoryEnforcement(
     policy=EnforcementPolicy.KILL, allow_annotations=tuple(AnnotationKind)
 )
+OWN: Final = 10085 + 512
+"""MiB of 25 shares, with the headroom."""
 PERCENT: Final = 40340 / 100
 """MiB that programs can have of a GPU, for each of its 100 shares."""
 
@@ -112,6 +120,27 @@ def test_a_pod_chooses_its_policy() -> None:
     assert effective({POLICY: "off"}).limit is None
     off = replace_policy(ALL, EnforcementPolicy.OFF)
     assert effective({POLICY: "kill"}, off).limit == effective({}).limit
+
+
+@pytest.mark.parametrize(
+    ("burst", "annotations", "expected"),
+    [
+        (Burst(), {}, (40960, OWN)),
+        (Burst(limit=Bytes(16384 * MIB)), {}, (16136 + 512, OWN)),
+        (Burst(limit=Bytes(0)), {}, (OWN, OWN)),
+        (Burst(limit=Bytes(0)), {KEY: "50"}, (int(50 * PERCENT) + 512, OWN)),
+        (Burst(), {KEY: "10"}, (int(10 * PERCENT) + 512, int(10 * PERCENT) + 512)),
+        (Burst(), {POLICY: "warn"}, (OWN, OWN)),
+    ],
+)
+def test_a_pool_that_lends_has_a_limit_and_a_request(
+    burst: Burst, annotations: Mapping[str, str], expected: tuple[int, int]
+) -> None:
+    """A container may use the pool's limit or its annotation's; its own are its shares alone."""
+    found = effective(annotations, replace(ALL, burst=burst))
+    assert found.limit is not None
+    assert found.request is not None
+    assert (found.limit // MIB, found.request // MIB) == expected
 
 
 def replace_policy(terms: MemoryEnforcement, policy: EnforcementPolicy) -> MemoryEnforcement:

@@ -92,7 +92,7 @@ async def test_each_scrape_reads_few_gpus_and_has_the_values_of_all(
             usage = await scrape(live_ground)
             assert calls.take() == (1, 1)
             assert len(usage.utilization) == len(usage.sensors or {}) == GPUS
-            readings = (usage.sensors or {}).values()
+            readings = [(usage.sensors or {})[gpu] for gpu in usage.gpus]  # in any order
             assert [found.pcie_replays for found in readings] == [*range(GPUS)]
             joules = [found.energy or 0 for found in readings]
             assert [round(each, -3) for each in joules] == [1000 * (n + 1) for n in range(GPUS)]

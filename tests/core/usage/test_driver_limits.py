@@ -10,9 +10,15 @@ import pytest
 from anyio import to_thread
 from msgspec.structs import replace
 
-from metagpu.core.config.memory import AnnotationKind, EnforcementPolicy, MemoryEnforcement
+from metagpu.core.config.memory import (
+    AnnotationKind,
+    Burst,
+    EnforcementPolicy,
+    MemoryEnforcement,
+)
 from metagpu.core.config.units import Bytes, Duration
 from metagpu.core.contracts.capabilities import MemoryGuard
+from metagpu.core.contracts.host import ContainerCgroup
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, ShareId
@@ -138,6 +144,9 @@ async def test_a_container_is_limited_before_it_has_a_process(tmp_path: Path) ->
         with pytest.raises(SimError, match="out of memory: the limit of its cgroup leaves"):
             await to_thread.run_sync(live_ground.use, ALICE, 101, 10)
         await to_thread.run_sync(live_ground.use, BOB, 102, 50)
+
+        live_ground.terms = replace(TERMS, burst=Burst())  # the limit is the borrower's
+        await becomes(lambda: live_ground.set_limits() == [40960 * MIB])
 
 
 async def test_a_restarted_container_is_limited_again(tmp_path: Path) -> None:
@@ -316,3 +325,23 @@ async def test_an_older_driver_is_asked_for_limits_once(tmp_path: Path) -> None:
             await becomes(lambda: len(asked) == 2)
     assert len(set(asked)) == 2
     assert entries == []
+
+
+async def test_a_container_that_starts_has_the_limit_of_its_own_pods_shares(tmp_path: Path) -> None:
+    """A pod with the name of a predecessor is not held to the shares of that one, by the uid."""
+    async with ground(tmp_path) as live_ground:
+        first, second = live_ground.gpus
+        old, new = (live_ground.registry.snapshot.gpus[gpu].shares[0] for gpu in (first, second))
+        container = container_of(ALICE)
+        cgroup = await to_thread.run_sync(live_ground.machine.start, ALICE)
+        containers = {
+            old.id: frozenset({("an earlier pod", ALICE.container)}),
+            new.id: frozenset({(container.pod_uid, ALICE.container)}),
+        }
+        allocated = dict.fromkeys(containers, old.resource)
+        live_ground.registry.apply(
+            LeasesObserved({old.id: ALICE}, at=1, allocated=allocated, containers=containers)
+        )
+        target = ContainerCgroup(container, ALICE, str(cgroup))
+        assert await live_ground.limits.limit_starting(target, lambda _: live_ground.terms) == 1
+        assert cgroup in live_ground.node.gpu(1).memory_limits

@@ -4,7 +4,7 @@ from signal import Signals
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
-from metagpu.core.reports.schema import EnforcementReport, OverLimitReport
+from metagpu.core.reports.schema.daemon import EnforcementReport, OverLimitReport
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.usage.enforcer import EnforcementRecord, enforcement_report
 from tests.rigs.build import after, gpu

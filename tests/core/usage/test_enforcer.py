@@ -44,7 +44,7 @@ from tests.core.usage.enforcer_rig import (
 from tests.rigs.agent import METAGPU, agent_at_work
 from tests.rigs.host import running
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, until
 
 STUBBORN: Final = (
     "import signal, time\n"
@@ -161,7 +161,11 @@ async def test_a_zombie_that_is_still_listed_protects_no_other(tmp_path: Path) -
         live_ground.put(rest, 30)
 
         assert await rest.wait() == -signal.SIGTERM
-        assert " Z " in await anyio.Path(f"/proc/{child}/stat").read_text()
+
+        async def is_zombie() -> bool:
+            return " Z " in await anyio.Path(f"/proc/{child}/stat").read_text()
+
+        await until(is_zombie)
 
 
 async def test_a_process_with_the_pid_of_a_listed_one_is_left_alone(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.core.usage import enforcer
+from metagpu.core.usage.timing import DEFAULT_TIMING
 from tests.core.usage.enforcer_rig import ALICE, BOB, SOON, ground, terms
-from tests.rigs.build import layout_of, pool
+from tests.rigs.build import layout_of
 from tests.rigs.host import running
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 
 async def test_neighbours_and_unauthorized_processes_are_left_alone(tmp_path: Path) -> None:
@@ -147,17 +148,26 @@ async def test_policies_without_warnings_watch_nothing(
         assert await greedy.wait() == -signal.SIGTERM
 
 
-async def test_containers_that_the_hardware_limits_are_not_watched(tmp_path: Path) -> None:
-    """Containers of whole GPUs and of hardware limits are not checked."""
-    async with ground(tmp_path) as live_ground, running() as greedy:
-        whole = layout_of(
-            live_ground.gpus[0],
-            text=pool().replace("fraction", "whole").replace(", sharesPerGpu: 10", ""),
-        )
-        live_ground.registry.apply(whole.offer_fact)
-        live_ground.registry.apply(LeasesObserved({whole.shares[0].id: ALICE}, at=1))
-        live_ground.put(greedy, 90)
-        await anyio.wait_all_tasks_blocked()
+SIDE_BY_SIDE = """
+version: metagpu/v1
+pools:
+  - {{name: limited, gpus: {{index: 0}}, backends: [{{backend: {}}}]}}
+  - {{name: enforced, gpus: {{index: 1}}, backends: [{{backend: fraction, sharesPerGpu: 100}}]}}
+"""
 
-        assert live_ground.host.looks == 0
+
+@pytest.mark.parametrize("backend", ["whole", "mps"])
+async def test_containers_that_others_limit_are_not_watched(backend: str, tmp_path: Path) -> None:
+    """Containers of whole GPUs, and clients of MPS, are left alone: none is killed amid work."""
+    async with ground(tmp_path) as live_ground, running() as greedy, running() as enforced:
+        layout = layout_of(*live_ground.gpus, text=SIDE_BY_SIDE.format(backend))
+        live_ground.registry.apply(layout.offer_fact)
+        holders = {layout.shares[0].id: ALICE, layout.shares[-1].id: BOB}
+        live_ground.registry.apply(LeasesObserved(holders, at=1))
+        live_ground.put(greedy, 90)
+        skip(2 * DEFAULT_TIMING.idle_period)  # until then a GPU without leases is not looked at
+        live_ground.put(enforced, 90, gpu=1, of=BOB)
+
+        assert await enforced.wait() == -signal.SIGTERM
+        await live_ground.looked()
         assert greedy.returncode is None

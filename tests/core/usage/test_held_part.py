@@ -108,10 +108,19 @@ async def test_an_instance_is_its_memory_slices(share: str, part: float) -> None
 
 
 async def test_a_share_without_memory_is_its_part_of_their_number() -> None:
-    """Shares of a GPU whose memory is unknown are equal parts of it."""
+    """Shares of a GPU of unknown memory are equal parts of it; an earlier one is all of it."""
     state = await state_of(BACKENDS["timeslice"])
     unknown = replace(state, gpu=replace(state.gpu, memory=None))
     assert HeldParts(unknown).of_share(state.shares[0]) == 1 / 4
+    assert HeldParts(replace(unknown, shares=())).of_share(state.shares[0]) == 1
+
+
+async def test_a_share_of_an_earlier_configuration_is_its_memory() -> None:
+    """A share that is not on offer as it was granted is its memory of the GPU's, at most all."""
+    state = await state_of(BACKENDS["timeslice"])
+    for eighths, part in ((1, 1 / 8), (9, 1)):
+        earlier = replace(state.shares[0], memory=(state.gpu.memory or 0) * eighths // 8)
+        assert HeldParts(state).of_share(earlier) == pytest.approx(part)
 
 
 async def test_a_share_of_several_containers_counts_once() -> None:

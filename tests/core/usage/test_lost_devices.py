@@ -66,6 +66,7 @@ def test_a_gpu_that_does_not_answer_is_no_loss() -> None:
 def test_a_loss_is_described_with_its_cause_and_its_fix() -> None:
     """One sentence names container, devices, cause and the command."""
     assert describe_loss("main", ("MIG-1", "MIG-2"), GONE.fix) == (
-        "container main holds MIG-1, MIG-2, gone after a reset, a reboot or a change of the node's "
-        "GPUs; restarting the container does not help: run kubectl delete pod -n team alice"
+        "container main holds MIG-1, MIG-2, gone or another's after a reset, a reboot or a change "
+        "of the node's GPUs; restarting the container does not help: run kubectl delete pod -n "
+        "team alice"
     )

@@ -329,7 +329,7 @@ def test_by_default_no_process_is_ended_and_a_kill_takes_two_seconds() -> None:
 
 def test_without_a_pause_there_is_no_period() -> None:
     """A period of zero is refused: it would only check."""
-    with pytest.raises(ValueError, match="period must be longer than 0"):
+    with pytest.raises(ValueError, match="period must be 10 ms or more"):
         MemoryEnforcement(period=Duration(0))
 
 

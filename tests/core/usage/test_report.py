@@ -115,6 +115,7 @@ def test_the_usage_of_a_container_on_a_gpu() -> None:
         "relativeUtilization": 150,
         "guard": "enforcer",
         "policy": "kill",
+        "overShareSeconds": None,
     }
     assert [process["pid"] for process in processes] == [100, 101]
     assert (on_b["shares"], on_b["usedMiB"], on_b["utilization"]) == (2, 0, None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 from anyio.abc import Process
 
 from metagpu.core.model.gpu import MIB
@@ -16,13 +17,13 @@ from metagpu.core.state.facts import GpusFound, LeasesObserved
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage import lease_differences as unauthorized_module
 from metagpu.core.usage.collector import UsageCollector
-from metagpu.core.usage.lease_differences import UnauthorizedUseWatch
+from metagpu.core.usage.lease_differences import UnauthorizedUseWatch, difference_of
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.sim.machine.containers import SimHost, container_of
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.node import SimNode
 from tests.nvml.rig import opened
-from tests.rigs.build import layout_of
+from tests.rigs.build import after, gpu, layout_of
 from tests.rigs.host import running
 from tests.rigs.logs import capture_module_logs
 
@@ -209,3 +210,30 @@ async def test_a_pod_that_was_just_admitted_has_time(tmp_path: Path) -> None:
             await wait_checks(ground)
 
     assert entries == []
+
+
+@pytest.mark.parametrize(
+    ("event", "container", "reason"),
+    [
+        (
+            UnauthorizedUseFound(
+                gpu(0).id, Holder("team", "bob", "main"), "c" * 64, "u", 7, MIB, at=1
+            ),
+            "team/bob (main)",
+            "container main uses 1 MiB of GPU 0",
+        ),
+        (
+            UnauthorizedUseFound(gpu(9).id, None, "c" * 64, "u", 7, None, at=1),
+            "pod u",
+            f"container {'c' * 12} uses some memory of GPU {gpu(9).id}",
+        ),
+    ],
+)
+def test_what_is_unknown_of_a_use_is_said_so(
+    event: UnauthorizedUseFound, container: str, reason: str
+) -> None:
+    """The status names container, GPU and memory, and their ids where they are unknown."""
+    found = difference_of(event, after(GpusFound((gpu(0),), at=0)))
+
+    assert (found.container, found.pod_uid) == (container, "u")
+    assert found.reason.startswith(reason)

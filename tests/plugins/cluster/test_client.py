@@ -20,9 +20,8 @@ from metagpu.plugins.cluster.client import (
     RETRY_AFTER_LIMIT,
     TOKEN_AGE,
     open_client,
-    tls_context,
 )
-from metagpu.plugins.cluster.credentials import Configuration, load_credentials
+from metagpu.plugins.cluster.credentials import Configuration, load_credentials, tls_context
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import client_of, open_client_at

@@ -66,8 +66,11 @@ async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_pat
         assert server.events()[1]["note"] == "profile good, chosen by the label metagpu.io/config"
 
 
-async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> None:
-    """The last content of a deleted ConfigMap stays in force, and an Event says so."""
+@pytest.mark.parametrize(("emptied", "what"), [(False, "is gone"), (True, "is empty")])
+async def test_config_map_that_is_deleted_or_emptied_changes_nothing(
+    tmp_path: Path, *, emptied: bool, what: str
+) -> None:
+    """The last content of the ConfigMap stays in force, and an Event says so."""
     server = SimApiServer()
     server.configure(*CONFIG_MAP, {"default": "A"})
 
@@ -75,11 +78,14 @@ async def test_config_map_that_is_deleted_changes_nothing(tmp_path: Path) -> Non
         tmp_path, Feature.CONFIG, Feature.EVENTS, server=server, config_map=CONFIG_MAP
     ) as scene:
         await becomes(lambda: len(scene.choices) == 1)
-        server.store.delete(("configmaps", *CONFIG_MAP))
+        if emptied:
+            server.configure(*CONFIG_MAP, {})
+        else:
+            server.store.delete(("configmaps", *CONFIG_MAP))
         await server.until(server.events)
 
         assert server.events()[0]["note"] == (
-            "ConfigMap kube-system/metagpu is gone; the last good configuration stays"
+            f"ConfigMap kube-system/metagpu {what}; the last good configuration stays"
         )
         assert len(scene.choices) == 1
         assert (

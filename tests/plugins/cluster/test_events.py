@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.pods import KnownPod
@@ -15,6 +16,7 @@ from metagpu.core.state.events import (
     MemoryExceeded,
     PreferenceNotMet,
     ProcessSignalled,
+    TimeExceeded,
     UnauthorizedUseFound,
 )
 from metagpu.core.state.facts import (
@@ -68,7 +70,7 @@ RESET: Final = BackendSuspended(A.id, "mig", "MIG waits for a reset", at=1, unti
         (
             GpuUnheard(A.id, "refused", 1),
             "GPUEventsUnavailable",
-            f"GPU {A}: its XIDs are not heard: refused",
+            f"GPU {A}: NVML does not report its XIDs: refused",
             True,
         ),
         (GpuCordoned(A.id, "fans", 1), "GPUCordoned", f"GPU {A}: fans", False),
@@ -134,6 +136,10 @@ ALICE: Final = Holder("team", "alice", "main")
 FIGURES: Final = (
     "its share is 10240 MiB, its limit 10597 MiB, and all its processes together use 12287 MiB"
 )
+LENT: Final = (
+    f"container main uses more memory of GPU {A} than its share, and others need it: it has "
+    f"borrowed 2047 MiB, {FIGURES}"
+)
 MORE: Final = f"container main uses more memory of GPU {A} than it may: {FIGURES}"
 ENDED: Final = (
     f"process 4242 (on the node) of container main was sent SIGTERM: it had 6143 MiB of GPU {A},"
@@ -175,6 +181,26 @@ def unauthorized_use(holder: Holder | None, memory: int | None = 300 * MIB) -> U
             ),
             "GPUProcessSignaled",
             f"{ENDED} and the container more than it may: {FIGURES}",
+        ),
+        (
+            replace(exceeded(), borrowed=2047 * MIB),
+            "GPUMemoryNeeded",
+            f"{LENT}; its processes end if it stays so",
+        ),
+        (
+            ProcessSignalled(
+                A.id, ALICE, "u-1", 4242, "SIGTERM", 6143 * MIB, **AMOUNTS, at=1, borrowed=MIB
+            ),
+            "GPUProcessSignaled",
+            f"{ENDED} and others need it: it has borrowed 1 MiB, {FIGURES}",
+        ),
+        (
+            TimeExceeded(A.id, ALICE, "u-1", used=75, given=50, seconds=330, at=1),
+            "GPUTimeExceeded",
+            (
+                f"container main has taken 75 % of the time of GPU 0 ({A.id}) for 330 s: its "
+                "shares give 50 % while other containers want more"
+            ),
         ),
         (
             unauthorized_use(ALICE),

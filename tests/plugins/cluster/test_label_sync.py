@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.config.config import MigStrategy
-from metagpu.core.reports.schema import ClusterReport
+from metagpu.core.reports.schema.daemon import ClusterReport
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuFaulted,

@@ -21,10 +21,12 @@ from metagpu.core.model.shares import (
 )
 from metagpu.core.reports.diagnosis import check_driver_upgrade
 from metagpu.core.reports.reading import plain_report, read_report
-from metagpu.core.reports.schema import DriverPodReport, StatusReport
+from metagpu.core.reports.schema.daemon import DriverPodReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import (
     BackendAttached,
+    BackendResumed,
     Fact,
     GpuCordoned,
     GpuFaulted,
@@ -364,6 +366,25 @@ async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -
         await scene.has_labels(nvidia_com__gpu_count="3")
 
         assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "5"}
+
+
+async def test_amounts_rise_with_a_backend_that_starts_after_its_list(tmp_path: Path) -> None:
+    """The kubelet would raise them within 10 s: the shares of MPS wait for control daemons."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 10}, {METAGPU: 0})
+
+    features = (Feature.ALLOCATABLE, Feature.LABELS)
+    async with cluster_at_work(tmp_path, *features, server=server) as scene:
+        scene.registry.apply(GpusFound((gpu(0),), at=0))
+        scene.registry.apply(
+            BackendAttached(gpu(0).id, "fraction", needs_setup=True, needs_cleanup=False, at=1)
+        )
+        scene.offer(count=1)
+        await scene.has_labels(nvidia_com__gpu_count="1")
+        assert server.node(NODE)["status"]["allocatable"] == {METAGPU: "0"}
+        scene.registry.apply(BackendResumed(gpu(0).id, "fraction", at=2))
+        await server.until(lambda: server.node(NODE)["status"]["allocatable"] == {METAGPU: "10"})
 
 
 async def test_a_turn_that_ends_is_counted_no_more(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """This node's Pods in the registry."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +13,7 @@ import pytest
 
 from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.model.shares import ResourceName
-from metagpu.core.reports.schema import ClusterReport
+from metagpu.core.reports.schema.daemon import ClusterReport
 from metagpu.core.state.events import PodEnded, PodListRequested
 from metagpu.core.state.facts import CompetingPluginFound, PodsListed
 from metagpu.core.state.registry import Registry
@@ -20,6 +22,7 @@ from metagpu.plugins.cluster.pods import (
     LIST_PERIOD,
     PODS,
     SOON,
+    STOPPING,
     PodInformer,
     describe_competing_pod,
     find_competing_pods,
@@ -241,21 +244,73 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
         )
 
 
+def delete(server: SimApiServer, grace: float, ago: float = 0) -> None:
+    """Delete alice's pod, some seconds ago."""
+    end = datetime.now(UTC) + timedelta(seconds=grace - ago)
+    metadata = {"deletionTimestamp": end.isoformat(), "deletionGracePeriodSeconds": grace}
+    key = ("pods", "team", "alice")
+    server.store.merge(key, {"metadata": metadata}, status=False, manager="kubectl")
+
+
 async def test_a_deleted_pod_may_end_soon_or_when_its_grace_is_over(tmp_path: Path) -> None:
-    """Between these times a pod that terminates for minutes lowers no number."""
+    """Between these times a pod that terminates for minutes lowers no number.
+
+    Two seconds before the kubelet kills its containers the pod is stopping.
+    """
     server = SimApiServer()
-    server.add_pod("team", "alice", NODE)
-    deletion = {"deletionTimestamp": "2026-11-21T12:00:00Z", "deletionGracePeriodSeconds": 60}
+    server.add_pod("team", "alice", NODE, uid="a")
 
     async with followed(server, tmp_path) as registry:
         await knows(registry, lambda pods: pods.listed and not pods.terminating)
-        key = ("pods", "team", "alice")
-        server.store.merge(key, {"metadata": deletion}, status=False, manager="kubectl")
+        delete(server, 60)
         await knows(registry, lambda pods: pods.terminating == {("team", "alice")})
         skip(SOON)
         await knows(registry, lambda pods: not pods.terminating)
-        skip(60 - SOON)
+        skip(60 - SOON - STOPPING)
+        await knows(registry, lambda pods: pods.stopping == {"a"} and not pods.terminating)
+        skip(STOPPING)
         await knows(registry, lambda pods: bool(pods.terminating))
+        skip(STOPPING)
+        await knows(registry, lambda pods: bool(pods.terminating) and not pods.stopping)
+
+
+async def test_a_shorter_grace_period_replaces_the_first(tmp_path: Path) -> None:
+    """A second deletion, with less patience, is in force from then on."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+
+    async with followed(server, tmp_path) as registry:
+        await knows(registry, lambda pods: pods.listed)
+        delete(server, 600)
+        await knows(registry, lambda pods: bool(pods.terminating))
+        delete(server, 0)
+        await knows(registry, lambda pods: pods.stopping == {"a"})
+
+
+async def test_a_pod_that_was_deleted_before_the_start_has_the_rest_of_its_grace(
+    tmp_path: Path,
+) -> None:
+    """The first list shows when the kubelet kills the containers."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+    delete(server, 60, ago=59)
+
+    async with followed(server, tmp_path) as registry:
+        await knows(registry, lambda pods: pods.stopping == {"a"})
+
+
+async def test_a_nodes_clock_shortens_no_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that is deleted at the first list has its time where the clock of the node is ahead."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+    delete(server, 60)
+    monkeypatch.setattr("metagpu.plugins.cluster.pods.time", lambda: time.time() + 3600)
+
+    async with followed(server, tmp_path) as registry:
+        await knows(registry, lambda pods: pods.listed)
+        assert not registry.snapshot.pods.stopping
 
 
 def test_a_pod_arrives_until_the_kubelet_has_admitted_it() -> None:

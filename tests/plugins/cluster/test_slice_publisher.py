@@ -11,7 +11,7 @@ import anyio
 from aiohttp import web
 
 from metagpu.core.model.shares import Fault, ResourceClaimRef
-from metagpu.core.reports.schema import SlicesReport
+from metagpu.core.reports.schema.daemon import SlicesReport
 from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.facts import (
     GpuCordoned,

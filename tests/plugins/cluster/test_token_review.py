@@ -21,7 +21,7 @@ class _ApiServer:
 
 
 def test_invented_tokens_keep_no_accepted_viewer_out() -> None:
-    """A viewer's token is reviewed again while others invent tokens."""
+    """A viewer's token is reviewed again while others invent tokens, and so is a first one."""
     claims = msgspec.json.encode({"aud": [AUDIENCE], "iat": 0, "exp": 3600})
     token, now = f"a.{urlsafe_b64encode(claims).decode()}", [0.0]
     tokens = token_review.TokenReviewer(cast("Any", None), cast("Any", None), lambda: now[0])
@@ -29,12 +29,13 @@ def test_invented_tokens_keep_no_accepted_viewer_out() -> None:
     tokens._client = cast("Any", _ApiServer())
 
     async def main() -> None:
-        assert await tokens.check(f"{token}.good") == ""
+        assert await tokens.check(f"{token}.good", "viewer") == ""
         now[0] += token_review.REMEMBERED + 1
         for number in range(20):
-            assert await tokens.check(f"{token}.{number}")
+            assert await tokens.check(f"{token}.{number}", "pod")
         with pytest.raises(ConnectionError, match="too many"):
-            await tokens.check(f"{token}.more")
-        assert await tokens.check(f"{token}.good") == ""
+            await tokens.check(f"{token}.more", "pod")
+        assert await tokens.check(f"{token}.good", "viewer") == ""
+        assert await tokens.check(f"b{token}.good", "viewer") == ""
 
     asyncio.run(main())

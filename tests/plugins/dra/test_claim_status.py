@@ -11,7 +11,12 @@ import anyio
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ResourceClaimRef
-from metagpu.core.state.facts import BackendAttached, BackendResumed, ProvisioningReported
+from metagpu.core.state.facts import (
+    BackendAttached,
+    BackendResumed,
+    GpusFound,
+    ProvisioningReported,
+)
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.claim_status import ClaimStatuses, ClaimStatusTiming
 from metagpu.plugins.dra.prepared_claim import PreparedDevice
@@ -28,6 +33,13 @@ pools:
     api: dra
     backends: [{backend: mig, profiles: [1g.5gb]}]
 """
+
+
+def a_registry() -> Registry:
+    """Return a registry with the GPU of the claims."""
+    registry = Registry()
+    registry.apply(GpusFound((gpu(0),), at=0))
+    return registry
 
 
 class Server:
@@ -50,7 +62,7 @@ class Server:
         self.drops = False
         self.states = ClaimStates()
         self.statuses = ClaimStatuses(
-            registry or Registry(),
+            registry or a_registry(),
             DRIVER,
             self.states.prepared,
             read=self.read,
@@ -108,6 +120,20 @@ async def test_claims_that_the_kubelet_asks_for_come_before_the_status_of_others
             await anyio.wait_all_tasks_blocked()
             skip(60)
         await becomes(lambda: "burst-0" in server.written)
+
+
+async def test_a_status_of_an_earlier_daemon_is_not_written_again() -> None:
+    """After a restart the API server has most of them already."""
+    before, after = Server(), Server()
+    async with before.running():
+        ref = before.prepare("a")
+        await becomes(lambda: "a" in before.devices)
+    after.devices, after.states.prepared[ref] = before.devices, before.states.prepared[ref]
+    after.statuses.note(ref, restored=True)
+    async with after.running():
+        after.prepare("b")
+        await becomes(lambda: "b" in after.written)
+    assert after.written == ["b"]
 
 
 async def test_a_field_that_is_dropped_is_not_sent_again() -> None:

@@ -28,6 +28,7 @@ from metagpu.core.state.facts import (
 )
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra import service
+from metagpu.plugins.dra.service import device_states
 from metagpu.plugins.kubelet.grpc_client import UnixChannel
 from metagpu.plugins.kubelet.grpc_server import StreamingCalls, serve_grpc, unary_method
 from metagpu.plugins.kubelet.pb import v1alpha1
@@ -725,7 +726,7 @@ async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
         assert (answer.error, answer.devices[0].pool_name) == ("", pool)
         leases = node.registry.snapshot.gpus[gpu(0).id].leases
         assert {lease.pool for lease in leases.values()} == {f"{DRIVER}/{pool}"}
-        states = service.device_states(node.registry.snapshot, "node-1")
+        states = device_states(node.registry.snapshot, "node-1")
         told = {(state.pool, state.device.startswith(gpu(0).id.lower())) for state in states}
         assert told == {("node-1", True), ("node-1", False), (pool, True)}
     node.write_checkpoint({claim: answer.devices})
@@ -737,6 +738,26 @@ async def test_a_claim_of_an_earlier_pool_is_prepared(node: DraNode) -> None:
         leases = node.registry.snapshot.gpus[gpu(0).id].leases
         assert len(leases) == 50
         assert {lease.pool for lease in leases.values()} == {f"{DRIVER}/{pool}"}
+
+
+async def test_a_prepared_device_whose_gpu_is_gone_is_out_of_service(node: DraNode) -> None:
+    """The kubelet is told so by the device of the allocation, until the claim is unprepared."""
+    claim = node.allocate("gone", node.fraction(gpu(1), 5))
+    async with node.running():
+        devices = (await node.prepare(claim))[claim.uid].devices
+    node.write_checkpoint({claim: devices})
+
+    node.registry = Registry()
+    node.offer([gpu(0)])
+    node.dra = node.new_dra()
+    async with node.running():
+        prepared, now = node.dra.preparer.states.prepared, node.registry.snapshot
+        assert {lease.resource_claim for lease in now.vanished.values()} == {claim}
+        [ill] = [state for state in device_states(now, "node-1", prepared) if not state.healthy]
+        assert (ill.pool, ill.device) == (devices[0].pool_name, devices[0].device_name)
+        assert await node.unprepare(claim) == {claim.uid: ""}
+        assert not node.registry.snapshot.vanished
+        assert all(state.healthy for state in device_states(now, "node-1", prepared))
 
 
 async def test_leases_outlive_the_daemon_by_the_kubelets_checkpoint(node: DraNode) -> None:
@@ -813,12 +834,14 @@ async def test_a_claim_that_cannot_be_written_again_keeps_its_lease_and_the_driv
 
 
 async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: DraNode) -> None:
-    """A GPU may answer later than others; its claim keeps its CDI name."""
+    """A GPU may answer later than others; its claim keeps its CDI name, also after a reboot."""
     kept = node.allocate("kept", node.fraction(gpu(0), 4))
     async with node.running():
         answer = (await node.prepare(kept))[kept.uid]
         leased = node.leased(kept)
     node.write_checkpoint({kept: answer.devices})
+    for file in (node.root / "cdi").iterdir():
+        file.unlink()
     node.registry = Registry()
     node.offer([gpu(1)])
     node.dra = node.new_dra()
@@ -827,10 +850,29 @@ async def test_a_gpu_that_is_found_after_the_start_has_its_leases_again(node: Dr
         assert node.leased(kept) == []
         node.offer([gpu(0), gpu(1)])
         await until(lambda: node.leased(kept) == leased)
+        await until(lambda: any((node.root / "cdi").iterdir()))
         assert answer.devices[0].cdi_device_ids[-1] in node.edits(kept)
         assert await node.unprepare(kept) == {kept.uid: ""}
         await anyio.sleep(0.05)  # some looks at the checkpoint, which has it still
         assert node.leased(kept) == []
+
+
+async def test_a_gpu_that_is_found_after_the_start_is_held_at_once(node: DraNode) -> None:
+    """No other claim gets what one holds, also between two looks at the checkpoint."""
+    kept = node.allocate("kept", node.fraction(gpu(0), 4))
+    async with node.running():
+        answer = (await node.prepare(kept))[kept.uid]
+        leased = node.leased(kept)
+    node.write_checkpoint({kept: answer.devices})
+    node.registry = Registry()
+    node.offer([gpu(1)])
+    node.dra = node.new_dra()
+    async with node.running():
+        node.offer([gpu(0), gpu(1)])
+        node.registry.apply(LeasesObserved({}, anyio.current_time(), kubelet_ready=True))
+        assert node.leased(kept) == leased
+        other = node.allocate("other", node.fraction(gpu(0), 100))
+        assert "96 free shares of 100" in (await node.prepare(other))[other.uid].error
 
 
 async def test_leases_of_the_drivers_earlier_name_are_kept(node: DraNode) -> None:

@@ -35,6 +35,7 @@ from tests.plugins.kubelet.rig import (
     pod,
     simulated_kubelet,
 )
+from tests.rigs.waiting import becomes
 
 
 async def test_pod_gets_its_gpu(tmp_path: Path) -> None:
@@ -150,6 +151,19 @@ async def test_reader_that_stalls_delays_one_refusal() -> None:
     service._flush_deadline = 0.01
     await service._flush_lists()
     assert len(started) == 2
+
+
+async def test_a_refusal_waits_no_longer_than_for_its_list(tmp_path: Path) -> None:
+    """A refusal leaves as soon as the kubelet has the list, not at the deadline."""
+    timing = KubeletTiming(flush_deadline=3600.0)
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
+        await live_node.until(20, 20)
+        async with endpoint_of(live_node) as stub:
+            with anyio.fail_after(30), pytest.raises(grpclib.GRPCError):
+                await allocate(stub, ["GPU-gone::m01"])
+            await allocate(stub, ids((0, 0)))
+        # A daemon that ends waits for the calls that are not answered.
+        await becomes(lambda: live_node.record.in_flight == 0)
 
 
 async def test_one_response_for_each_container(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Containers' memory and MIG devices, as the kubelet's checkpoint has them."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.usage.lost_devices import AllocatedDevices
 from metagpu.plugins.kubelet import checkpoint
 from metagpu.plugins.kubelet.checkpoint import (
-    CHECKPOINT_FILE,
     read_allocated_devices,
+    read_allocated_ids,
     read_promised_memory,
+    read_registered_resources,
 )
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from tests.rigs.agent import METAGPU, agent_at_work
 from tests.rigs.logs import capture_module_logs
@@ -98,10 +101,56 @@ async def test_mig_devices_of_containers_are_read(tmp_path: Path) -> None:
     assert given == (AllocatedDevices(train.uid, "main", frozenset({share}), frozenset({device})),)
 
 
-def test_a_checkpoint_that_cannot_be_read_has_no_devices(tmp_path: Path) -> None:
-    """A missing or damaged checkpoint gives no devices of any container."""
-    assert read_allocated_devices(tmp_path) is None
+def test_the_shares_of_all_containers_are_read(tmp_path: Path) -> None:
+    """A share is of its resource and its containers, in every form that kubelets have written."""
+    entries = [
+        {"PodUID": uid, "ContainerName": name, "ResourceName": "x/y", "DeviceIDs": devices}
+        for uid, name, devices in [
+            ("u", "init", {"-1": ["a"]}),
+            ("u", "main", {"0": ["a"], "1": ["b", "c"], "2": None}),
+            ("v", "main", ["d"]),
+            ("w", "main", None),
+        ]
+    ]
+    data = {"PodDeviceEntries": entries, "RegisteredDevices": {"x/y": ["a"], "x/z": None}}
+    (tmp_path / CHECKPOINT_FILE).write_text(json.dumps({"Data": data}))
+
+    found = read_allocated_ids(tmp_path)
+    assert found is not None
+    assert found.pods == {"u": {"a", "b", "c"}, "v": {"d"}, "w": set()}
+    assert found.resources == dict.fromkeys("abcd", "x/y")
+    both, main = {("u", "init"), ("u", "main")}, {("u", "main")}
+    assert found.containers == {"a": both, "b": main, "c": main, "d": {("v", "main")}}
+    assert {*(read_registered_resources(tmp_path) or ())} == {"x/y", "x/z"}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
+    """A missing or damaged checkpoint says nothing, and one of a new node that there is nothing."""
+    readers = read_allocated_devices, read_allocated_ids, read_registered_resources
+    assert [read(tmp_path) for read in readers] == [None] * 3
     (tmp_path / CHECKPOINT_FILE).write_text("{")
-    assert read_allocated_devices(tmp_path) is None
+    assert [read(tmp_path) for read in readers] == [None] * 3
     (tmp_path / CHECKPOINT_FILE).write_text(json.dumps({"Data": {"PodDeviceEntries": None}}))
     assert read_allocated_devices(tmp_path) == ()
+    assert (found := read_allocated_ids(tmp_path)) is not None
+    assert not found.pods
+    assert read_registered_resources(tmp_path) == frozenset()
+
+
+@pytest.mark.parametrize(("nodes", "numbers"), [((0, 1), {0, 1}), ((0,), None), ((), None)])
+def test_an_answer_without_a_node_of_each_gpu_tells_nothing(
+    tmp_path: Path, nodes: tuple[int, ...], numbers: set[int] | None
+) -> None:
+    """A node that was missing at the grant is no sign of another GPU's."""
+    answer = base64.b64encode(b"".join(f"/dev/nvidia{number}".encode() for number in nodes))
+    entry = {"PodUID": "u", "ContainerName": "c", "ResourceName": "x/y"}
+    devices = {"-1": ["GPU-a::1", "GPU-a::2", "GPU-b::1"]}
+    entries = [{**entry, "AllocResp": answer.decode(), "DeviceIDs": devices}]
+    (tmp_path / CHECKPOINT_FILE).write_text(json.dumps({"Data": {"PodDeviceEntries": entries}}))
+    allocated = read_allocated_ids(tmp_path)
+    assert allocated is not None
+    expected = numbers and {
+        "GPU-a": {frozenset(numbers): {"GPU-a::1", "GPU-a::2"}},
+        "GPU-b": {frozenset(numbers): {"GPU-b::1"}},
+    }
+    assert allocated.nodes == (expected or {})

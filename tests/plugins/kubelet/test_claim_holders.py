@@ -3,7 +3,7 @@
 from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
 from metagpu.core.state.facts import PodsListed, SharesClaimed
 from metagpu.plugins.cluster.pods import known_pod
-from metagpu.plugins.kubelet.pod_resources import holders_by_request
+from metagpu.plugins.kubelet.pod_list import holders_by_request
 from tests.core.two_gpus import A_SHARES, NODE
 from tests.rigs.build import after
 

@@ -1,6 +1,7 @@
 """Hand-written protobuf, compared with the generated messages of `proto/`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from uuid import UUID
 
 import pytest
@@ -461,3 +462,13 @@ def test_a_devices_bytes_are_the_generated_ones(numa: int | None) -> None:
     assert hot.encode_device("GPU-1::m00", healthy=True, numa_node=numa) == bytes(
         v1beta1.ListAndWatchResponse(devices=[device])
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "is_one"),
+    [(b"", 1), (b"\x0a\x01a", 1), (b"\x0a\x02a", 0), (b"\x05abcd", 0), (b"\x02\x00", 0)],
+)
+def test_bytes_are_a_message_or_not(data: bytes, is_one: int) -> None:
+    """A message of any fields is one; a field that is cut short or has the number 0 is in none."""
+    with nullcontext() if is_one else pytest.raises(ValueError, match=r"."):
+        hot.check_message(data)

@@ -38,13 +38,15 @@ from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.state.events import CheckpointRequested
 from metagpu.core.state.facts import GpusFound, LeasesObserved, PodsListed
 from metagpu.core.state.registry import Registry
+from metagpu.host.linux import LinuxHost
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
 from metagpu.plugins.kubelet.device_plugin import DeviceList, DevicePluginService
 from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
+from metagpu.plugins.kubelet.paths import KubeletFiles, find_files
 from metagpu.plugins.kubelet.pb import v1, v1beta1
 from metagpu.plugins.kubelet.pod_list import parse_leases
-from metagpu.plugins.kubelet.pod_resources import KubeletFiles, LeaseFollower, find_files
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower
 from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.testing.node import RecordedPrograms
@@ -349,7 +351,11 @@ class Schedules(RuleBasedStateMachine):
         self.registry.apply(GpusFound(GPUS, at=0))
         self.driver = BoardDriver(self.board)
         backends = BackendRunner(
-            self.registry, cast("Driver", self.driver), RecordedPrograms(), sim_daemons()
+            self.registry,
+            cast("Driver", self.driver),
+            RecordedPrograms(),
+            sim_daemons(),
+            LinuxHost(),
         )
         backends.apply(LAYOUT)
         self.services = {

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -18,12 +19,11 @@ from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
 from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
 from metagpu.plugins.kubelet import pod_list, pod_resources
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
-from metagpu.plugins.kubelet.fast_codec import ListedPod, decode_pod_list
-from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE, KUBELET_SOCKET, KubeletFiles, find_files
 from metagpu.plugins.kubelet.pb import v1
 from metagpu.plugins.kubelet.pod_list import parse_leases, read_leases
-from metagpu.plugins.kubelet.pod_resources import KubeletFiles, LeaseFollower, find_files
+from metagpu.plugins.kubelet.pod_resources import LeaseFollower
+from metagpu.plugins.kubelet.restart_guard import KubeletReadiness
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
@@ -508,15 +508,15 @@ async def test_an_unexpected_answer_changes_nothing(
 
         asked = 0
 
-        def mad(data: bytes) -> list[ListedPod]:
+        def mad(data: bytes, at: float) -> LeasesObserved:
             nonlocal asked
             asked += 1
             if asked > 3:
-                return decode_pod_list(data)
+                return parse_leases(data, at)
             raise ValueError("garbage")
 
         with capture_module_logs(pod_resources) as logs:
-            monkeypatch.setattr(pod_list, "decode_pod_list", mad)
+            monkeypatch.setattr(pod_list, "parse_leases", mad)
             with anyio.fail_after(30):
                 while asked <= 3:
                     await anyio.lowlevel.checkpoint()
@@ -524,6 +524,55 @@ async def test_an_unexpected_answer_changes_nothing(
         [entry] = logs
         assert entry["error"] == "garbage"
         assert isinstance(entry["exc_info"], ValueError)
+
+
+async def test_equal_looks_are_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing changes, no look walks the leases; each change is judged at the next look."""
+    judged = 0
+    judge = KubeletReadiness.judge
+
+    def count(*arguments: Any, **options: Any) -> LeasesObserved:  # noqa: ANN401 - passed on
+        nonlocal judged
+        judged += 1
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(KubeletReadiness, "judge", count)
+    socket, directory = tmp_path / "pod-resources.sock", tmp_path / "device-plugins"
+    async with node(tmp_path) as live_node, live_node.kubelet.running():
+        follower = LeaseFollower(live_node.registry, socket, directory=directory, node="node-1")
+
+        async def is_judged() -> bool:
+            before = judged
+            await anyio.sleep(0.02)  # the kubelet answers 100 calls a second
+            await follower.look()
+            return judged > before
+
+        async def settle() -> None:
+            with anyio.fail_after(30):
+                while await is_judged():
+                    pass
+
+        await follower.look()
+        await live_node.until(20, 20)
+        first, second = pod("first", 3), pod("second", 2)
+        await live_node.kubelet.admit(first)
+        await settle()
+
+        await live_node.kubelet.admit(second)
+        assert await is_judged()
+        await settle()
+
+        await live_node.kubelet.delete(first)
+        assert await is_judged()
+        await settle()
+
+        (directory / CHECKPOINT_FILE).touch()
+        assert await is_judged()
+        await settle()
+
+        listed = KnownPod("uid", "default", second.name, "Running")
+        live_node.registry.apply(PodsListed((listed,)))
+        assert await is_judged()
 
 
 async def test_a_daemon_that_starts_beside_a_new_kubelet_takes_nothing_for_free(

@@ -16,11 +16,18 @@ from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder, ResourceName, Share
 from metagpu.core.state.events import Event, PreferenceMissed
-from metagpu.core.state.facts import LeasesObserved, PodsListed
+from metagpu.core.state.facts import (
+    GpusFound,
+    KubeletStarted,
+    LeasesObserved,
+    PodsListed,
+    SharesClaimed,
+)
 from metagpu.core.state.registry import Registry, Subscription
 from metagpu.plugins.kubelet import preference
+from metagpu.plugins.kubelet.fast_codec import PreferredAllocation
 from metagpu.plugins.kubelet.pb import v1beta1
-from metagpu.plugins.kubelet.preference import PreferenceMatcher
+from metagpu.plugins.kubelet.preference import PreferenceMatcher, ShareChooser
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.pods import SimContainer, SimPod
 from tests.plugins.kubelet.rig import (
@@ -35,6 +42,7 @@ from tests.plugins.kubelet.rig import (
     pod,
     simulated_kubelet,
 )
+from tests.rigs.build import layout_of
 from tests.rigs.waiting import skip
 
 
@@ -49,6 +57,26 @@ async def test_kubelet_follows_our_choice(tmp_path: Path) -> None:
 
         # 4 | 7 opens the second GPU | 3 fills it up | 3 goes beside the 4
         assert visible == [gpu(0).id, gpu(1).id, gpu(1).id, gpu(0).id]
+
+
+@pytest.mark.parametrize("size", [6, 7])
+async def test_shares_that_an_earlier_pod_may_hold_are_the_last_choice(size: int) -> None:
+    """A kubelet that lost its checkpoint takes them for free, and Allocate would refuse them."""
+    layout, registry = layout_of(gpu(0)), Registry()
+    for fact in (
+        GpusFound((gpu(0),), at=0),
+        layout.offer_fact,
+        SharesClaimed(layout.shares[:4], at=1),
+        KubeletStarted((1, 2, 3)),
+    ):
+        registry.apply(fact)
+    chooser = ShareChooser(
+        ResourceName(METAGPU), registry, layout.backends.__getitem__, anyio.current_time
+    )
+    available = [share.id for share in layout.shares]
+    chosen = chooser.choose(PreferredAllocation(available, (), size))
+    assert len(set(chosen)) == size
+    assert set(chosen).issubset(available[4:]) == (size <= 6)
 
 
 @pytest.mark.parametrize("shares", [10, 15, 20])

@@ -25,7 +25,7 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesClaimed,
 )
-from metagpu.plugins.kubelet.granting import provisioning_blocker
+from metagpu.plugins.kubelet.granting import provisioning_blocker, wait_reprovisioned
 from metagpu.sim.kubelet.kubelet import AdmissionError, ContainerStartError
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.kubelet.rig import Node, allocate, endpoint_of, node, pod
@@ -187,6 +187,27 @@ async def test_a_start_on_a_gpu_out_of_service_fails_with_the_reason(tmp_path: P
 
         report_provisioned(live_node, ProvisionedState({SHARE: HardwareDevice("MIG-x", 0, 0)}))
         assert (await live_node.kubelet.start_container(train, "main")).cdi_devices
+
+
+async def test_a_container_that_starts_again_gets_a_new_device(tmp_path: Path) -> None:
+    """A device that is gone at a later start is created again for the share that is held."""
+    async with node(tmp_path, GPU, config=BY_CDI) as live_node, live_node.kubelet.running():
+        await live_node.until(1, 1, WHOLE)
+        live_node.registry.apply(SharesClaimed(live_node.layout.shares, at=1))
+
+        async def provision() -> None:
+            async for lease in live_node.registry.watch(lambda now: now.gpus[GPU.id].leases[SHARE]):
+                if lease.provisioned_at_start:
+                    made = ProvisionedState({SHARE: HardwareDevice("MIG-x", 0, 0)})
+                    report_provisioned(live_node, made)
+                    return
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(provision)
+            with anyio.fail_after(30):
+                registry, shares = live_node.registry, live_node.layout.shares
+                now = await wait_reprovisioned(registry, shares, 3600.0, anyio.current_time)
+        assert now.gpus[GPU.id].provisioned["mig"].devices[SHARE].device == "MIG-x"
 
 
 async def test_a_start_on_a_suspended_gpu_fails_at_once(

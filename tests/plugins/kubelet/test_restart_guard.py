@@ -226,6 +226,33 @@ def test_the_checkpoint_may_name_a_pod_that_has_ended(
     assert judged(ready(), 3, answer(3), named, snapshot).ended == ended
 
 
+@pytest.mark.parametrize(
+    ("pods", "granted", "released"),
+    [
+        (None, False, set()),
+        ([KnownPod("uid", "team", "alice", "Running")], False, set()),
+        ([KnownPod("uid", "team", "alice", "Succeeded")], True, set()),
+        ([KnownPod("uid", "team", "alice", "Succeeded")], False, {SHARE.id}),
+        ([], False, {SHARE.id}),
+    ],
+)
+def test_what_a_checkpoint_alone_named_ends_with_its_pod(
+    pods: list[KnownPod] | None, *, granted: bool, released: set[ShareId]
+) -> None:
+    """No other checkpoint is needed, unless the ids were granted again since."""
+    judge, named = KubeletReadiness("node-1"), file(200, SHARE.id)
+    begun = judge.begin(named, 2, KUBELET)
+    snapshot = after(begun, since=NODE)
+    if granted:
+        snapshot = after(SharesClaimed((SHARE,), at=3), since=snapshot)
+    if pods is not None:
+        snapshot = after(PodsListed(tuple(pods), asked=3), since=snapshot)
+    early, late = (2 + TIMING.written, 2.1 + TIMING.written)
+
+    assert judged(judge, early, answer(early), named, snapshot).released == set()
+    assert judged(judge, late, answer(late), named, snapshot).released == released
+
+
 def test_a_pod_that_a_complete_list_lacks_has_ended() -> None:
     """A pod deleted while the kubelet was down is in no list: nobody waits for it."""
     gone = after(KubeletStarted(KUBELET), PodsListed((), asked=3), since=HELD)

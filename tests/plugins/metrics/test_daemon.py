@@ -19,7 +19,7 @@ from metagpu.core.model.request_errors import (
 )
 from metagpu.core.model.shares import Fault, ResourceClaimRef, ResourceName
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.reports.schema import ClusterReport, DraReport
+from metagpu.core.reports.schema.daemon import ClusterReport, DraReport
 from metagpu.core.state.call_stats import BUCKET_BOUNDS, CallOutcome, KubeletCall, KubeletCallStats
 from metagpu.core.state.events import (
     AnnotationRejected,
@@ -115,7 +115,7 @@ def measured(
     metric_sources: MetricSources | None = None, counts: EventCounters | None = None
 ) -> Mapping[tuple[str, ...], float]:
     """Collect the metrics of these sources."""
-    return valued(daemon_samples(metric_sources or sources(), counts or EventCounters(), 0.25))
+    return valued(daemon_samples(metric_sources or sources(), counts or EventCounters(), 0.25, 3))
 
 
 def test_the_dra_driver_is_measured_like_a_resource() -> None:
@@ -132,7 +132,7 @@ def test_the_dra_driver_is_measured_like_a_resource() -> None:
     call = "metagpu_kubelet_calls_total", "gpu.metagpu.io", "NodePrepareResources"
     assert [values[*call, outcome] for outcome in CallOutcome] == [0, 1, 0, 0]
     durations = [
-        s for s in daemon_samples(metric_sources, EventCounters(), 0) if s.family is f.DURATION
+        s for s in daemon_samples(metric_sources, EventCounters(), 0, 0) if s.family is f.DURATION
     ]
     assert [duration.labels for duration in durations] == [("NodePrepareResources",)]
     assert values["metagpu_api_server_feature_healthy", "resource-slices"] == 0
@@ -145,7 +145,7 @@ def test_the_dra_driver_is_measured_like_a_resource() -> None:
 
 def test_every_counter_begins_at_zero() -> None:
     """A counter exists from the start, so its first increase is visible."""
-    samples = daemon_samples(sources(), EventCounters(), 0.0)
+    samples = daemon_samples(sources(), EventCounters(), 0.0, 0)
     there = {sample.family for sample in samples if sample.family.type is MetricType.COUNTER}
     absent = {family for family in f.FAMILIES if family.type is MetricType.COUNTER} - there
 
@@ -156,6 +156,7 @@ def test_every_counter_begins_at_zero() -> None:
         f.EVENTS_DROPPED,  # where no API server is used
         f.GPU_XIDS,  # by number: from the first one on
         *(f.ENERGY, f.ECC_ERRORS, f.NVLINK_ERRORS, f.PCIE_REPLAYS),  # where sensors are read
+        f.CONTAINER_OVER_SHARE,  # where a pool asks for it
         *(f.NAMESPACE_SHARE_SECONDS, f.NAMESPACE_GPU_SECONDS),  # from the first lease on
     } & {family for family in f.FAMILIES if family.type is MetricType.COUNTER}
     values = measured()
@@ -169,11 +170,12 @@ def test_every_counter_begins_at_zero() -> None:
 
 
 def test_version_and_loop() -> None:
-    """The page has the version and the delay of the event loop."""
+    """The page has the version, and the delay and the long turns of the event loop."""
     values = measured()
 
     assert [name[1] for name in values if name[0] == "metagpu_build_info"] == [__version__]
     assert values["metagpu_event_loop_lag_seconds",] == 0.25
+    assert values["metagpu_event_loop_long_turns_total",] == 3
 
 
 def test_nvml() -> None:
@@ -300,7 +302,7 @@ def test_calls_of_the_kubelet() -> None:
 
     [spread] = [  # the other calls, which were never made, have no histogram
         sample.value
-        for sample in daemon_samples(metric_sources, EventCounters(), 0.0)
+        for sample in daemon_samples(metric_sources, EventCounters(), 0.0, 0)
         if sample.family is f.DURATION
     ]
     assert isinstance(spread, HistogramValue)

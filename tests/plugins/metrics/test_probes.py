@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.model.snapshot import Snapshot
-from metagpu.core.reports.schema import DraReport
+from metagpu.core.reports.schema.daemon import DraReport
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import (
     CompetingPluginFound,

@@ -10,6 +10,7 @@ from metagpu.core.contracts.host import ProcessIdentity
 from metagpu.core.model.gpu import MIB
 from metagpu.core.usage.accounting import ContainerUsage, attribute_processes
 from metagpu.core.usage.collector import NodeUsage
+from metagpu.core.usage.compute import Overuse
 from metagpu.core.usage.report import ReportRules
 from metagpu.plugins.metrics.gpus import rules_for_thread, usage_samples
 from metagpu.sim.machine.containers import container_of
@@ -46,6 +47,15 @@ def test_an_idle_container_has_zeros() -> None:
     for who in ((*IS_BOB, *ON_A), (*IS_ALICE, *ON_B)):
         assert values["metagpu_container_memory_used_bytes", *who] == 0
         assert values["metagpu_container_processes", *who] == 0
+
+
+def test_time_beyond_the_shares_is_counted_where_a_pool_asks_for_it() -> None:
+    """A container that is looked at has a counter, from 0 on; others have none."""
+    name, known = "metagpu_container_over_share_seconds_total", {(A.id, ALICE): Overuse(9, 12.5)}
+    rules = replace(RULES, overuse=lambda *key: known.get(key))
+
+    found = {key: value for key, value in measured(rules).items() if key[0] == name}
+    assert found == {(name, *IS_ALICE, *ON_A): 12.5}
 
 
 def test_a_whole_gpu() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metagpu.display.encoding import WIDE_FORMATS as FORMATS
+from metagpu.display.options import WIDE_FORMATS as FORMATS
 from metagpu.display.usage import KINDS
 from metagpu.plugins.pod_api.command import PodCommand, UsageError, parse_command
 
@@ -43,6 +43,7 @@ WORDS = st.sampled_from(
         ("top -w -o json", PodCommand("top", "top", "json", watch=True)),
         ("top --sort-by cpuSeconds", PodCommand("top", "top", sort_by="cpuSeconds")),
         ("version", PodCommand("version")),
+        ("--version", PodCommand("version")),
     ],
 )
 def test_valid_command_lines(line: str, command: PodCommand) -> None:

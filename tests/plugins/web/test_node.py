@@ -8,7 +8,8 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from metagpu.core.reports.schema import NodeReports, StatusReport, UsageReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import NodeReports, UsageReport
 from metagpu.core.state.facts import GpuFaulted, GpusFound
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.http.address import ListenAddress
@@ -49,6 +50,7 @@ async def test_a_fault_is_in_the_view_while_nvml_hangs(monkeypatch: pytest.Monke
         view = msgspec.json.decode((await exchanged(web.server.port, REQUEST)).body)
         [found] = view["nodes"]
         [gpu] = found["status"]["gpus"]
+        assert "`kubectl metagpu web` lists all that wait" in view["lacking"]
         return {"name": found["name"], "healthy": gpu["healthy"], "at": found["usage"]["at"]}
 
     async with anyio.create_task_group() as group:

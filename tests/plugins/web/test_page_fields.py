@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Final
 
 import metagpu.plugins.web
-from metagpu.core.reports import schema
 from metagpu.core.reports.reading import ReportPart
+from metagpu.core.reports.schema import daemon, gpus, status, usage
 
 ASSETS: Final = Path(metagpu.plugins.web.__file__).parent / "assets"
 _STRINGS: Final = re.compile(r"//[^\n]*|/\*.*?\*/|'[^'\n]*'", re.DOTALL)
@@ -23,7 +23,12 @@ _READERS: Final = ("reading.js", "reasons.js", "gpu.js", "node.js")
 
 def schema_fields() -> frozenset[str]:
     """Return the names in JSON of all fields of all reports."""
-    kinds = [variable for variable in vars(schema).values() if isinstance(variable, type)]
+    kinds = [
+        variable
+        for module in (daemon, gpus, status, usage)
+        for variable in vars(module).values()
+        if isinstance(variable, type)
+    ]
     return frozenset(
         name
         for kind in kinds

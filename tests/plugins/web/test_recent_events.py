@@ -8,7 +8,7 @@ import pytest
 
 from metagpu.core.config.profiles import LAST_GOOD
 from metagpu.core.model.shares import CordonSource, Holder
-from metagpu.core.reports.schema import UsedGpuReport
+from metagpu.core.reports.schema.gpus import UsedGpuReport
 from metagpu.core.state.events import ConfigRejected, LayoutApplied, MemoryExceeded
 from metagpu.core.state.facts import (
     GpuCordoned,

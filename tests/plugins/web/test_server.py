@@ -57,7 +57,7 @@ class Tokens:
     async def run(self) -> None:
         """Hold nothing."""
 
-    async def check(self, token: str) -> str:
+    async def check(self, token: str, source: str) -> str:  # noqa: ARG002
         """Return why a token gives no access."""
         if self.away:
             raise ConnectionError("the API server is away")

@@ -225,7 +225,7 @@ def test_answers_are_those_of_kubernetes() -> None:
 
 def test_users_read_each_deviation() -> None:
     """The page about other projects' files prints the list, with its reasons."""
-    page = Path("docs/compat.md").read_text()
+    page = Path("docs/development/compat.md").read_text()
     assert [reason for _, reason in DEVIATIONS if reason not in page] == []
 
 

@@ -102,3 +102,8 @@ def test_a_pod_tolerates_taints_and_chooses_nodes() -> None:
     assert decided(labelled, wants, requires) == [("a", "n"), ("b", "n")]
     message = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
     assert decided(node(shared=2), wants, requires) == [("a", message), ("b", message)]
+
+
+def test_a_request_of_none_needs_no_amount() -> None:
+    """A pod with 0 of a resource that the node does not know is bound."""
+    assert decided(node(), pod("none", mps=0)) == [("none", "n")]

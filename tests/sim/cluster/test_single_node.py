@@ -10,8 +10,9 @@ from anyio.abc import TaskGroup
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from metagpu.sim.cluster import kubelet_sync, single_node
+from metagpu.sim.cluster.kubelet_sync import READMIT_AFTER
 from metagpu.sim.cluster.pod_manifest import PodManifest
-from metagpu.sim.cluster.pod_objects import READMIT_AFTER
 from metagpu.sim.cluster.single_node import SingleNodeCluster
 from metagpu.sim.cluster.views import PodView
 from metagpu.sim.kubelet.kubelet import AdmissionError
@@ -66,6 +67,23 @@ async def test_a_pod_waits_until_another_ends(tmp_path: Path) -> None:
         assert [(event.reason, event.count) for event in cluster.events()] == [
             ("FailedScheduling", 1)
         ]
+
+
+async def test_users_begin_once_there_are_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands wait for the first list of shares, but not for one that does not come."""
+    async with SingleNodeCluster(build_node("t4:1"), tmp_path).running() as cluster:
+        await anyio.sleep(0.2)
+        assert not cluster.started.is_set()
+        async with four().registered(cluster.kubelet):
+            with anyio.fail_after(4):
+                await cluster.started.wait()
+
+    monkeypatch.setattr(single_node, "_OFFERED_WITHIN", 0.1)
+    async with SingleNodeCluster(build_node("t4:1"), tmp_path / "none").running() as cluster:
+        with anyio.fail_after(4):
+            await cluster.started.wait()
 
 
 async def test_the_scheduler_reads_the_node_and_not_the_kubelet(tmp_path: Path) -> None:
@@ -126,14 +144,37 @@ async def test_a_restart_keeps_the_devices(tmp_path: Path) -> None:
         assert [(pod.phase, pod.devices) for pod in cluster.pods()] == [("Running", held)]
 
 
-async def test_a_reboot_needs_the_devices_again(tmp_path: Path) -> None:
+async def test_a_reboot_needs_the_devices_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a reboot a pod needs healthy devices; without a plugin it has failed."""
+    monkeypatch.setattr(kubelet_sync, "PLUGINS_WITHIN", 0.1)
     async with cluster_of(tmp_path, four()) as cluster:
         await add(cluster, "train", 2)
         await cluster.restart_kubelet(reboot=True)
 
         [pod] = cluster.pods()
         assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
+
+
+@pytest.mark.parametrize("how", ["forget", "reboot"])
+async def test_a_slow_plugin_saves_the_pods(tmp_path: Path, how: str) -> None:
+    """A kubelet that needs a pod's devices again waits for a plugin that a busy machine delays."""
+    async with cluster_of(tmp_path, four()) as cluster, anyio.create_task_group() as group:
+        await add(cluster, "train", 2)
+        restarted = anyio.Event()
+
+        async def restart() -> None:
+            await cluster.restart_kubelet(**{how: True})
+            restarted.set()
+
+        group.start_soon(restart)
+        await cluster.kubelet.wait_for(lambda: not cluster.kubelet.is_up)
+        await cluster.kubelet.wait_for(lambda: cluster.kubelet.is_up)
+        await anyio.sleep(3 * READMIT_AFTER)
+        async with four().registered(cluster.kubelet):
+            await restarted.wait()
+            assert phases(cluster) == {"train": "Running"}
 
 
 async def test_a_burst_is_decided_at_once(tmp_path: Path) -> None:
@@ -197,7 +238,7 @@ async def test_a_pod_that_is_deleted_while_it_is_rejected_needs_no_status(tmp_pa
         await add(cluster, "gone", 1)
         [pod] = cluster.kubelet.pods
         cluster.api.store.delete(("pods", pod.namespace, pod.name))
-        cluster._sync._reject(pod, AdmissionError("UnexpectedAdmissionError", "too late"))
+        await cluster._sync._reject(pod, AdmissionError("UnexpectedAdmissionError", "too late"))
 
         assert cluster.events() == []
         assert (await add(cluster, "next", 1)).phase == "Running"

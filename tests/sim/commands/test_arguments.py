@@ -6,11 +6,15 @@ from typing import get_args
 import pytest
 
 from metagpu.cli.arguments import parser
-from metagpu.sim.commands.node_commands import AnySimCommand
+from metagpu.sim.commands.node_commands import AnySimCommand, ProcessCommand
 from metagpu.sim.machine.spec import build_node
 from tests.sim.commands.test_node_commands import command, done
 
-NAMES = [str(kind.__struct_config__.tag) for kind in get_args(AnySimCommand)]
+NAMES = [
+    str(kind.__struct_config__.tag)
+    for kind in get_args(AnySimCommand)
+    if kind is not ProcessCommand
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +40,7 @@ def test_the_run_folder_may_come_last() -> None:
 def test_times_and_amounts_are_read() -> None:
     """Values with units are converted to bytes and seconds."""
     node = build_node("a100-40gb:1")
-    done(node, "process start 0 1 8Gi")
+    done(node, "process start 0 1 --memory 8Gi")
     done(node, "provisioning 0 --duration 2s")
 
     assert node.gpu(0).used == 8 * 2**30

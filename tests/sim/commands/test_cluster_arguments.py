@@ -19,7 +19,10 @@ from metagpu.sim.commands.cluster_commands import (
     DeleteCommand,
     NodeLabelCommand,
     PodAddCommand,
+    ProcessEndCommand,
+    ProcessStartCommand,
 )
+from metagpu.sim.commands.node_commands import ProcessCommand
 from metagpu.sim.commands.remote import command_handler
 from metagpu.sim.machine.spec import build_node
 
@@ -28,14 +31,15 @@ COMMANDS = (
     *("pod add", "pod end", "pod list", "burst", "kubelet", "node label", "node show"),
     *("claim add", "claim end", "claim list"),
     *("event list", "config-map", "plugin"),
+    *("process start", "process end", "process list"),
 )
 
 
-def command(line: str) -> AnyClusterCommand:
+def command(line: str) -> AnyClusterCommand | ProcessCommand:
     """Return the command of a line as argparse reads it."""
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_subparsers(required=True))
-    read: AnyClusterCommand = command_from(parser.parse_args(line.split()))  # type: ignore[assignment]
+    read: AnyClusterCommand | ProcessCommand = command_from(parser.parse_args(line.split()))  # type: ignore[assignment]
     return read
 
 
@@ -63,6 +67,25 @@ def test_a_pod_is_read() -> None:
     assert command(line) == PodAddCommand(
         PodManifest("a", {"x.y/z": 2, "x.y/w": 3}, "team", {"k": "v=w"}, 120.0)
     )
+
+
+def test_a_process_is_read() -> None:
+    """A process is in a pod, with an amount of memory and a load, or on a GPU by its PID."""
+    line = "process start 1 --pod a --container b --memory 3Gi --load 40% -n team"
+    assert command(line) == ProcessStartCommand("a", "team", "b", "1", 3 * 2**30, 40)
+    assert command("process end --pod a") == ProcessEndCommand("a")
+    line = "process start 0 7 --memory 1Gi --gi 1 --ci 0 --load 5"
+    assert command(line) == ProcessCommand("start", "0", 7, 2**30, 1, 0, 5)
+    assert command("process end 0 7") == ProcessCommand("end", "0", 7)
+    for wrong, problem in (
+        ("process start", "name a pod by --pod, or a GPU and a PID"),
+        ("process end 0", "name a pod by --pod, or a GPU and a PID"),
+        ("process start 0 7 --pod a", "leave out PID, or --pod"),
+        ("process start --pod a --gi 1", "leave out --gi and --ci"),
+        ("process start --pod a --memory lots", "'lots' is not an amount of memory"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            command(wrong)
 
 
 def test_a_claim_is_read(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def done(node: SimNode, line: str) -> SimReply:
     [
         *("xid 0 79", "xid 0 13 --gi 7 --ci 0", "lose 0", "recovery-action 0 gpu-reset", "reset 0"),
         *(
-            "process start 0 4242 8Gi",
+            "process start 0 4242 --memory 8Gi",
             "process start 0 4242",
             "ecc 0 --double-bit",
             "ecc 0 --count 3",
@@ -70,7 +70,7 @@ def test_faults_are_seen_in_the_node() -> None:
         "ecc 3 --double-bit",
     ):
         done(node, line)
-    view = done(node, "process start 3 4242 8Gi --gi 1 --ci 0").node
+    view = done(node, "process start 3 4242 --memory 8Gi --gi 1 --ci 0").node
 
     assert [gpu.state for gpu in view.gpus] == ["lost", "ok", "hung", "ok"]
     assert view.gpus[1].recovery_action == str(RecoveryAction.DRAIN_AND_RESET)
@@ -84,7 +84,7 @@ def test_everything_can_be_undone() -> None:
     node = build_node("a100-40gb:1")
     before = view_node(node)
     for line in (
-        *("xid 0 79", "reset 0", "process start 0 1 1Gi", "process end 0 1"),
+        *("xid 0 79", "reset 0", "process start 0 1 --memory 1Gi", "process end 0 1"),
         *("driver unload", "driver load", "hang 0 1h", "reset 0"),
     ):
         done(node, line)
@@ -113,13 +113,13 @@ def test_the_driver_is_away_and_back() -> None:
     [
         ("xid 9 79", SimError, "no GPU 9 here: this node has 0-7"),
         ("process end 0 1", SimError, "no process 1"),
-        ("process start 0 1 99Gi", SimError, "MiB left"),
+        ("process start 0 1 --memory 99Gi", SimError, "MiB left"),
         ("recovery-action 0 reset", ConfigError, "allowed: none, gpu-reset"),
         ("add-gpu a100", ConfigError, r"did you mean a100-40gb\?"),
         ("xid 0 0", SimError, "the XID is 0; allowed: 1 to 9999"),
         ("xid 0 99999999999999", SimError, "the XID is 99999999999999; allowed: 1 to 9999"),
-        ("process start 0 0 1Gi", SimError, "the pid is 0; allowed: 1 to 4194304"),
-        ("process start 0 1 1Gi --sm 101", SimError, "--sm is 101; allowed: 0 to 100"),
+        ("process start 0 0 --memory 1Gi", SimError, "the pid is 0; allowed: 1 to 4194304"),
+        ("process start 0 1 --memory 1Gi --load 101", SimError, "--load is 101; allowed: 0 to 100"),
         ("provisioning 0 --failures -1", SimError, "--failures is -1; allowed: 0 to 1000000"),
         ("provisioning 0 --compute-failures -1", SimError, "--compute-failures is -1; allowed: 0"),
         ("xid 0 13 --gi -1", SimError, "--gi is -1; allowed: 0 to 4294967294"),
@@ -128,7 +128,7 @@ def test_the_driver_is_away_and_back() -> None:
         ("provisioning 0 --in-use 1001h", SimError, "too long; allowed: 1000h at most"),
         ("ecc 0 --count 0", SimError, "--count is 0; allowed: 1 to 4294967295"),
         ("hang 0 long", ConfigError, "not a duration"),
-        ("process start 0 1 lots", ConfigError, "not an amount of memory"),
+        ("process start 0 1 --memory lots", ConfigError, "not an amount of memory"),
     ],
 )
 def test_what_cannot_be_done_says_why(line: str, error: type[Exception], message: str) -> None:

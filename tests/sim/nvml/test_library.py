@@ -11,6 +11,7 @@ import pytest
 from metagpu.core.contracts.driver import RecoveryAction
 from metagpu.core.model.gpu import MIB
 from metagpu.sim.machine.gpu import SimProcess
+from metagpu.sim.machine.load import SAMPLE_PERIOD
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
@@ -165,6 +166,15 @@ def test_samples_are_those_with_use_since_a_time(node: SimNode) -> None:
         for value in read(handle(0), last_seen)
     ]
     assert found == [(1, 30, 167_000), (1, 30, 334_000)]
+    of_gpu, kind = pynvml.nvmlDeviceGetSamples, pynvml.NVML_GPU_UTILIZATION_SAMPLES
+    _, own = of_gpu(handle(0), kind, last_seen - SAMPLE_PERIOD)
+    assert [sample.sampleValue.uiVal for sample in own] == [90, 30, 30]
+    node.set_frozen(gpu, 1, frozen=True)
+    node.turn_clock(0.4)
+    assert [sample.sampleValue.uiVal for sample in of_gpu(handle(0), kind, last_seen)[1]] == [
+        *(30, 30, 0, 0),
+    ]
+    assert code_of(of_gpu, handle(0), kind, node.now) == pynvml.NVML_ERROR_NOT_FOUND
     gpu.mig.enabled = True
     assert code_of(read, handle(0), 0) == pynvml.NVML_ERROR_NOT_SUPPORTED
 

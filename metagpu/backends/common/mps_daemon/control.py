@@ -6,7 +6,7 @@ container with several units is one client.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -35,6 +35,7 @@ _LOCK: Final = "control_lock"
 """The file in the pipe directory that NVIDIA's daemon locks while it runs, in every version."""
 _PIPES_SIZE: Final = 16 * MIB
 """For sockets, a lock and a FIFO: none of them has content."""
+_CUDA_SUCCESS: Final = "0"
 _LONGEST_ANSWER: Final = 4096
 """Characters of an answer. The longest is a list of 60 clients; a container's root can answer in
 the daemon's place."""
@@ -217,6 +218,31 @@ class MpsControl(msgspec.Struct, frozen=True):
         command = f"get_client_list {server}"
         answer = await self._ask(command)
         return [] if answer == f"Server {server} not found" else _numbers(command, answer)
+
+    async def servers_by_client(self) -> Mapping[int, int]:
+        """List the client processes of all servers, each with its server.
+
+        Raises:
+            ProgramError: if the daemon does not answer, or not with numbers.
+        """
+        return {
+            client: server
+            for server in await self.servers()
+            for client in await self.clients(server)
+        }
+
+    async def end_client(self, server: int, client: int) -> None:
+        """End a client's work on the GPU; then no kill of its process harms other clients.
+
+        The command waits for the kernels that run; the client's next call of CUDA fails.
+
+        Raises:
+            ProgramError: if the daemon does not answer in time, or with an error of CUDA.
+        """
+        command = f"terminate_client {server} {client}"
+        answer = await self._ask(command)
+        if answer.split()[-1:] != [_CUDA_SUCCESS]:
+            raise _unexpected(command, answer)
 
     async def shut_down(self, server: int) -> None:
         """Shut a server down once it has no clients; a new client starts another server.

@@ -1,6 +1,6 @@
 """The supervisor of one MPS control daemon, and the removal of those left behind."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -69,6 +69,14 @@ class DaemonHost(Protocol):
         """
         ...
 
+    async def stopping_processes(self) -> Collection[int]:
+        """Wait until pods are about to be killed; return their processes on the GPU.
+
+        Raises:
+            DriverError: if NVML cannot list the processes.
+        """
+        ...
+
 
 class DaemonSupervisor:
     """One control daemon: started, probed, suspended, restarted, and ended.
@@ -108,7 +116,12 @@ class DaemonSupervisor:
         self.adopted = False
 
     async def run(self) -> None:
-        """Keep a control daemon running and answering, until cancelled."""
+        """Keep a control daemon running, and end clients before they are killed."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._end_stopping_clients)
+            await self._keep_running()
+
+    async def _keep_running(self) -> None:
         state = DaemonState()
         if (found := await self.find()) is not None:
             self.adopted = True
@@ -231,10 +244,30 @@ class DaemonSupervisor:
         Raises:
             ProgramError: if the daemon does not list them.
         """
-        if self._process is None:
-            return []
-        servers = await self._control.servers()
-        return [pid for server in servers for pid in await self._control.clients(server)]
+        return list(await self._control.servers_by_client()) if self._process else []
+
+    async def _end_stopping_clients(self) -> None:
+        """End the clients of pods that the kubelet is about to kill.
+
+        A client that is killed amid its work may fail all others, and let new ones hang.
+        """
+        tried: set[int] = set()
+        while True:
+            try:
+                stopping = frozenset(await self._host.stopping_processes())
+                tried &= stopping
+                if stopping - tried and self._process is not None:
+                    servers = await self._control.servers_by_client()
+                    for pid in stopping & servers.keys() - tried:
+                        tried.add(pid)
+                        try:
+                            await self._control.end_client(servers[pid], pid)
+                            self._log.info("mps client ended", pid=pid)
+                        except ProgramError as error:
+                            self._log.warning("mps client not ended", pid=pid, error=str(error))
+            except (ProgramError, DriverError) as error:
+                self._log.warning("mps client not ended", error=str(error))
+            await anyio.sleep(self._timing.retry)
 
     async def _check(self) -> DaemonObservation:
         now = anyio.current_time
@@ -361,6 +394,10 @@ class _Abandoned:
 
     async def processes(self) -> Sequence[GpuProcess]:
         """Return no process: only clients use the daemon."""
+        return ()
+
+    async def stopping_processes(self) -> Collection[int]:
+        """Return no process: the daemon's clients are left alone."""
         return ()
 
 

@@ -162,7 +162,8 @@ export function draw() {
   if (one) keyed($('gpus'), one.gpus, (it) => `${one.name} ${it.uuid}`, makeGpu, updateCard);
   else keyed($('nodes'), nodes, (it) => it.name, makeNode, updateNode);
   setText($('nodes-title'), nodes.length === all.length ? plural(all.length, 'node') : `${nodes.length} of ${plural(all.length, 'node')}`);
-  updateWaiting(isCluster && !one ? state.view.waiting ?? [] : [], isCluster && !one ? state.view.lacking ?? '' : '');
+  updateWaiting(state.view.waiting ?? [], state.view.lacking ?? '');
+  setText($('waiting-title'), one ? 'Waiting pods of the cluster' : 'Waiting pods');
   updatePods(nodes, isCluster && !one);
   updateOffers(nodes);
   updateEvents((state.view.events ?? []).filter((it) => !one || it.node === one.name || !it.node), isCluster && !one);

@@ -52,7 +52,8 @@ export function updateNode(it, node) {
   setText(models, [...[...counts].map(([model, count]) => `${count} × ${model}`), ...(profile ? [`profile ${profileName(profile)}`] : [])].join(', '));
   keyed(gpus, node.gpus, (gpu) => gpu.uuid, makeMini, updateMini);
   keyed(offers, readOffers([node]).filter((one) => one.capacity), (one) => one.name, makeFree, updateFree);
-  keyed(problem, node.problems, (one) => one.text, makeReason, updateReason);
+  // All others are in the list of what needs attention.
+  keyed(problem, node.problem ? node.problems.slice(0, 1) : [], (one) => one.text, makeReason, updateReason);
 }
 
 function makeFree() {

@@ -51,7 +51,8 @@ function readGpu(gpu, node, leases, usage) {
   const parts = (usage?.containers ?? []).flatMap((it) => it.gpus).filter((it) => it.uuid === gpu.uuid);
   const total = used.usableMiB ?? gpu.memoryMiB;
   const held = Math.min(total ?? 0, sum((used.shares ?? []).map((it) => it.held * it.shareMiB)));
-  const reasons = reasonsOf(gpu);
+  const unauthorized = [usage?.unauthorized ?? []].flat()[0] && used.usedMiB != null ? used.usedMiB - sum(parts.map((it) => it.usedMiB)) : 0;
+  const reasons = reasonsOf(gpu, unauthorized > parts.length ? unauthorized : 0);  // each part is rounded
   const isMig = (gpu.devices ?? []).length > 0 || (gpu.freeCapacity?.slices > 0 && (gpu.owner ?? 'mig') === 'mig');
   return {
     ...gpu, node, leases, reasons, total, heldMiB: held, processes: sum(parts.map((it) => it.processes)), usedMiB: used.usedMiB ?? null, busy: used.utilization ?? null,

@@ -1,9 +1,9 @@
 // Why a GPU or a node needs attention.
 
-import { clock, slotOf } from './words.js';
+import { clock, gib, slotOf } from './words.js';
 
-/** Return the reasons for which a GPU or a part of it does not serve. */
-export function reasonsOf(gpu) {
+/** Return the reasons for which a GPU or a part of it does not serve, or is used without a share. */
+export function reasonsOf(gpu, unauthorizedMiB = 0) {
   const found = [];
   const add = (level, word, text, since) => found.push({ level, word, text, since });
   if (!gpu.healthy) {
@@ -17,10 +17,11 @@ export function reasonsOf(gpu) {
     add('error', 'instance out', `MIG device ${where}: ${it.reason}`, it.since);
   }
   if (gpu.cordon) add('warning', 'cordoned', `cordoned: ${gpu.cordon.reason}`, gpu.cordon.since);
-  if (gpu.unheard) add('warning', 'unheard', `its XIDs are not heard: ${gpu.unheard.reason}`, gpu.unheard.since);
+  if (gpu.unheard) add('warning', 'unheard', `NVML does not report its XIDs: ${gpu.unheard.reason}`, gpu.unheard.since);
   for (const [backend, it] of Object.entries(gpu.suspended ?? {})) add('warning', 'suspended', `${backend} suspended: ${it.reason}`, it.since);
   for (const [backend, since] of Object.entries(gpu.cleaning ?? {})) add('info', 'cleaning', `${backend} cleans up`, since);
   for (const text of gpu.blocked ?? []) add('warning', 'withheld', text, null);
+  if (unauthorizedMiB) add('warning', 'used without a share', `processes without a share use ${gib(unauthorizedMiB)} GiB; mgctl get processes on the node names them`, null);
   if (gpu.waitsFor) add('info', 'waiting', gpu.waitsFor, null);
   return found;
 }
@@ -35,7 +36,7 @@ export function problemsOf(status) {
   const { configuration = {}, cluster = {}, dra, cdi, mgctl } = status;
   add('error', configuration.error && `configuration rejected: ${configuration.error}`);
   for (const it of configuration.misfits ?? []) add('warning', `configuration does not fit ${it}`);
-  for (const it of status.unreadableGpus ?? []) add('error', `not in service, as it cannot be read: ${it.reason}`, it.since);
+  for (const it of status.unreadableGpus ?? []) add('error', `out of service: NVML cannot read it: ${it.reason}`, it.since);
   addAll('error', status.competingPlugins, (name, it) => `${name} is served by another plugin on ${it}`);
   addAll('error', status.registrationProblems, (name, it) => `${name}: ${it}`);
   addAll('error', status.endedTasks, (name, it) => `the main task ${name} of the daemon ended: ${it}`);

@@ -1,28 +1,35 @@
 """The client of a control daemon: a wrong answer is an error with its text."""
 
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import cast
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.control import (
     SHARED_MEMORY,
     MpsControl,
     MpsDirectories,
+    check_number,
     control_daemon_spec,
     grant_to_client,
+    limit_clients,
+    max_clients_of,
 )
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor
 from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.programs import DaemonProcess, Daemons, DaemonSpec
 from metagpu.core.errors import ProgramError
-from metagpu.core.grants.grant import Mount
+from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import Injection
+from metagpu.core.model.resource_claims import MpsLimits
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, serving, stand_in
+from tests.rigs.waiting import becomes
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 MIG = "MIG-00000000-0000-0000-0000-000000000000"
@@ -141,6 +148,47 @@ class Host:
         """List no process."""
         return []
 
+    async def stopping_processes(self) -> list[int]:
+        """Wait for ever."""
+        await anyio.sleep_forever()
+        return []
+
+
+async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet is about to kill all clients: an error of one command delays no other."""
+    asked, ready = list[int](), anyio.Event()
+
+    async def stopping(_: Host) -> list[int]:
+        await ready.wait()
+        return [1, 2, 3]
+
+    async def list_clients(_: MpsControl) -> dict[int, int]:
+        return {1: 9, 2: 9, 3: 9}
+
+    async def fail(_: MpsControl, _server: int, client: int) -> None:
+        asked.append(client)
+        raise ProgramError("no")
+
+    monkeypatch.setattr(MpsControl, "servers_by_client", list_clients)
+    monkeypatch.setattr(MpsControl, "end_client", fail)
+    monkeypatch.setattr(Host, "stopping_processes", stopping)
+    timing = MpsDaemonTiming(retry=600.0)
+    async with serving(tmp_path) as live_stand_in:
+        supervisor = DaemonSupervisor(
+            Host(), live_stand_in.device, live_stand_in.folders, timing, name="0"
+        )
+        async with anyio.create_task_group() as group:
+            group.start_soon(supervisor.run)
+            await supervisor.checked.wait()
+            ready.set()
+            await becomes(lambda: asked)
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+
+    assert sorted(asked) == [1, 2, 3]
+
 
 async def test_a_start_that_is_cut_short_leaves_no_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,3 +254,35 @@ def test_a_client_of_another_run_directory_has_the_usual_folder() -> None:
 
     assert Mount("/run/metagpu", "/pod") in grant.mounts
     assert "METAGPU_SOCKET" not in grant.envs
+
+
+@pytest.mark.parametrize(
+    ("capability", "configured", "clients"),
+    [(None, None, 48), ((6, 1), None, 16), ((7, 0), None, 48), ((9, 0), 60, 60)],
+)
+def test_a_gpu_serves_the_clients_of_its_architecture(
+    capability: tuple[int, int] | None, configured: int | None, clients: int
+) -> None:
+    """Before Volta they are 16, then 48; a pool may say what a newer CUDA allows."""
+    assert max_clients_of(replace(gpu(0), compute_capability=capability), configured) == clients
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(None, 0), (0, 1), (1, 0), (60, 0), (61, 1)])
+def test_a_number_of_a_pool_has_bounds(value: int | None, is_refused: int) -> None:
+    """Both bounds are allowed, and named in the refusal of what is beyond."""
+    wrong = pytest.raises(ValueError, match=f"^maxClients is {value}; allowed: 1 to 60$")
+    with wrong if is_refused else nullcontext():
+        check_number("maxClients", value, 60)
+
+
+@pytest.mark.parametrize(
+    ("limits", "envs"),
+    [
+        (MpsLimits(), {}),
+        (MpsLimits(threads=0), {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "0"}),
+        (MpsLimits(memory_mib=512), {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=512M"}),
+    ],
+)
+def test_a_claim_limits_what_it_names(limits: MpsLimits, envs: dict[str, str]) -> None:
+    """Limits that the parameters of a claim leave out are not set."""
+    assert limit_clients(Grant(), limits) == Grant(envs=envs)

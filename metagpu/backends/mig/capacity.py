@@ -1,86 +1,26 @@
-"""Layouts: placement of instances, free capacity, and moves that make room. Pure.
+"""Free capacity, the moves of pods that make room, and metrics of instances. Pure.
 
 A GPU that gives nothing now, for any reason, has no free capacity, and is no target of a move.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
-from metagpu.backends.common.packing import AllocationPolicy
 from metagpu.backends.mig.profiles import (
     MigGeometry,
     PlacedProfile,
-    ProfileGeometry,
-    disjoint,
     geometry_of,
 )
-from metagpu.core.availability.reasons import availability_of, open_to
+from metagpu.core.availability.reasons import open_to
 from metagpu.core.model.backend_reports import BackendMetric, DefragMove, FreeCapacity, MetricKind
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import profile_of, slot_of
-from metagpu.core.model.shares import Holder, ProvisionedState, Share, by_gpu
-from metagpu.core.model.snapshot import GpuState, Snapshot
-
-
-class UnplaceableLayout(msgspec.Struct, frozen=True):
-    """A layout that does not fit on a GPU, and the reason.
-
-    Attributes:
-        profile: the first profile, from the largest on, whose instances do not all fit.
-        fits: how many of its instances fit beside those of all larger profiles.
-        reason: a sentence for people.
-    """
-
-    profile: str
-    fits: int
-    reason: str
-
-
-def plan_layout(
-    geometry: MigGeometry,
-    wanted: Mapping[str, int],
-    occupied: Collection[str] = (),
-    keep: Collection[PlacedProfile] = (),
-) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
-    """Find the exact placements of a layout, such as `{"2g.10gb": 2, "1g.5gb": 3}`.
-
-    Exact: a layout that fits is always placed. Among several placements the one with the most of
-    `keep` wins; then the one that leaves most for the next requests; then the one with the highest
-    slices, for the largest profiles first, as NVIDIA's driver takes them.
-
-    Args:
-        geometry: of the GPU.
-        wanted: the number of instances of each profile, beside the occupied slots.
-        occupied: slots that stay taken: those of leases and of foreign instances.
-        keep: idle instances that exist. Those that are not in the result must be removed.
-    """
-    profiles = {profile.name: profile for profile in geometry.profiles}
-    for name in wanted:
-        if name not in profiles:
-            known = ", ".join(profiles)
-            reason = f"the GPU has no profile {name}; it has {known or 'none'}"
-            return UnplaceableLayout(name, 0, reason)
-
-    mask = geometry.mask(occupied)
-    asked = [profiles[name] for name, count in wanted.items() if count > 0]
-    order = sorted(asked, key=_size, reverse=True)
-    counts = [wanted[profile.name] for profile in order]
-    kept = frozenset(keep)
-
-    # Among equal placements, the first wins.
-    best = min(
-        _placements(geometry, order, counts, mask),
-        default=None,
-        key=lambda placed: (
-            -len(kept & set(placed)),
-            -geometry.future_requests(mask | _taken(geometry, placed)),
-        ),
-    )
-    return _explain(geometry, order, counts, mask) if best is None else best
+from metagpu.core.model.shares import Holder, ProvisionedState
+from metagpu.core.model.snapshot import GpuState
 
 
 class GpuOccupancy(msgspec.Struct, frozen=True):
@@ -99,7 +39,7 @@ class GpuOccupancy(msgspec.Struct, frozen=True):
     @property
     def occupied(self) -> int:
         """The mask of all occupied slots."""
-        return self.geometry.mask(self.other_slots) | _taken(self.geometry, self.held)
+        return self.geometry.mask(self.other_slots) | self.geometry.taken(self.held)
 
 
 class InstanceMove(msgspec.Struct, frozen=True):
@@ -136,44 +76,6 @@ def find_moves(profile: str, occupancies: Sequence[GpuOccupancy]) -> list[Instan
     return sorted(found, key=_cost)
 
 
-def _placements(
-    geometry: MigGeometry, profiles: Sequence[ProfileGeometry], counts: Sequence[int], occupied: int
-) -> Iterator[tuple[PlacedProfile, ...]]:
-    """Yield every placement of so many of each profile, the highest slices first."""
-    if not profiles:
-        yield ()
-        return
-
-    placed = profiles[0].placed_profiles[::-1]
-    masks = [geometry.masks[instance] for instance in placed]
-    for indices in disjoint(masks, counts[0], occupied):
-        chosen = [placed[index] for index in indices]
-        taken = occupied | _taken(geometry, chosen)
-        for others in _placements(geometry, profiles[1:], counts[1:], taken):
-            yield (*chosen, *others)
-
-
-def _explain(
-    geometry: MigGeometry, profiles: Sequence[ProfileGeometry], counts: Sequence[int], occupied: int
-) -> UnplaceableLayout:
-    """Find the first profile, from the largest on, at which a layout does not fit."""
-    for at, profile in enumerate(profiles):
-        upto = profiles[: at + 1]
-        # A count may be any number; no more instances fit than the profile has placements.
-        fits = next(
-            n
-            for n in range(min(counts[at], len(profile.placements)), -1, -1)
-            for _ in _placements(geometry, upto, [*counts[:at], n], occupied)
-        )
-        if fits < counts[at]:
-            beside = [f"{n} x {p.name}" for p, n in zip(profiles, counts[:at], strict=False) if n]
-            taken = [*beside, *(["the slots in use"] if occupied else [])]
-            reason = f"{counts[at]} x {profile.name} wanted, room for {fits}"
-            reason += f" next to {' and '.join(taken)}" if taken else ""
-            return UnplaceableLayout(profile.name, fits, reason)
-    raise AssertionError("a layout that does not fit has a profile that does not fit")
-
-
 def _moves(
     instance: PlacedProfile,
     occupancy: GpuOccupancy,
@@ -192,10 +94,8 @@ def _moves(
             here = target is occupancy
             occupied = without | geometry.masks[opened] if here else taken
             for destination in target.geometry.free_placements(occupied, instance.profile.name):
-                after = occupied | target.geometry.masks[destination]
-                lost = target.geometry.future_capacity(occupied) - target.geometry.future_capacity(
-                    after
-                )
+                after, room = occupied | target.geometry.masks[destination], target.geometry
+                lost = room.future_capacity(occupied) - room.future_capacity(after)
                 rank = (
                     not here,
                     lost,
@@ -215,83 +115,6 @@ def _cost(move: InstanceMove) -> tuple[int, int, int, int]:
     """Return the rank of a move: pods with little memory move first."""
     size = move.source.profile.memory_slices
     return size, move.target_gpu != move.gpu, move.gpu.index, move.source.placement.start
-
-
-def _taken(geometry: MigGeometry, placed: Collection[PlacedProfile]) -> int:
-    taken = 0
-    for instance in placed:
-        # A held instance may be of a profile outside the geometry.
-        taken |= geometry.mask(instance.footprint)
-    return taken
-
-
-def _size(profile: ProfileGeometry) -> tuple[int, int]:
-    return profile.memory_slices, profile.compute_slices
-
-
-def layout_name(layout: Mapping[str, int]) -> str:
-    """Return the name of a layout as in mig-parted: `2x2g.10gb-3x1g.5gb`."""
-    return "-".join(f"{count}x{profile}" for profile, count in sorted(layout.items())[::-1])
-
-
-def place_layout(
-    gpu: Gpu, layout: Mapping[str, int]
-) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
-    """Place the instances of a layout on a GPU, or return why they do not fit.
-
-    The placement follows from the layout and its own profiles alone: share ids rest on it.
-    """
-    missing = layout.keys() - {profile.name for profile in gpu.mig_profiles}
-    if missing:
-        # The planner, with all profiles of the GPU, gives the reason.
-        return plan_layout(geometry_of(gpu.mig_profiles), dict.fromkeys(sorted(missing), 1))
-    geometry = geometry_of(gpu.mig_profiles, frozenset(layout))
-    return _place(geometry, frozenset(layout.items()))
-
-
-@lru_cache(maxsize=64)
-def _place(
-    geometry: MigGeometry, wanted: frozenset[tuple[str, int]]
-) -> tuple[PlacedProfile, ...] | UnplaceableLayout:
-    found = plan_layout(geometry, dict(sorted(wanted)))
-    if isinstance(found, UnplaceableLayout):
-        return found
-    chosen = set(found)
-    return tuple(placed for placed in geometry.placed_profiles if placed in chosen)
-
-
-def choose_replicas(
-    size: int,
-    available: Sequence[Share],
-    required: Sequence[Share],
-    snapshot: Snapshot,
-    policy: AllocationPolicy,
-) -> list[Share]:
-    """Choose shares of instances by the policy, the required ones first.
-
-    Among equal instances, the GPU with the lowest index comes first. Shares that cannot be given
-    now come last: the kubelet may not have the newest list yet.
-    """
-    packed = policy is AllocationPolicy.PACKED
-    shares_by_gpu = by_gpu([*required, *available])
-    taken = Counter((share.gpu, slot_of(share.id)) for share in required)
-    for gpu in shares_by_gpu:
-        taken.update((gpu, slot_of(share)) for share in snapshot.gpus[gpu].leases)
-
-    ranked = []
-    for gpu, shares in shares_by_gpu.items():
-        state = snapshot.gpus[gpu]
-        unhealthy = availability_of(state).unlisted
-        for share in sorted(shares, key=lambda share: share.number):
-            if share in required:
-                continue
-            last = share.id in unhealthy or not open_to(state, share.backend)
-            instance = gpu, slot_of(share.id)
-            rank = -taken[instance] if packed else taken[instance]
-            ranked.append(((last, rank, state.gpu.index, share.number), share))
-            taken[instance] += not packed  # the first of a packed request stays first
-    ranked.sort(key=lambda pair: pair[0])
-    return [*required, *(share for _, share in ranked)][:size]
 
 
 def free_capacity(
@@ -338,7 +161,7 @@ def _defrag_moves(
         for profile in occupancy.geometry.profiles
     }
 
-    for profile in sorted(profiles.values(), key=_size, reverse=True):
+    for profile in sorted(profiles.values(), key=attrgetter("size"), reverse=True):
         for move in find_moves(profile.name, occupancies)[:1]:
             defrag_move = DefragMove(
                 profile.name,

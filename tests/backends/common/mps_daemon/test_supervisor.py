@@ -32,7 +32,7 @@ from pathlib import Path
 import anyio
 from metagpu.backends.mps.backend import MpsBackend
 from tests.backends.mps.rig import TIMING, mps
-from tests.backends.mps.test_control_daemons import daemons_of
+from tests.backends.common.mps_daemon.test_supervisor import daemons_of
 
 async def main(folder, driver):
     MpsBackend.timing = TIMING

@@ -28,6 +28,8 @@ def test_a_daemon_is_seen_while_it_waits(tmp_path: Path, files: list[StandbyFile
     assert read_standby(folder) is None
     file.show(UNREADY)
     assert read_standby(folder) == UNREADY
+    modes = [path.stat().st_mode & 0o777 for path in (folder, folder / STANDBY_FILE)]
+    assert modes == [0o755, 0o600]
     file.show(READY)
     assert read_standby(folder) == READY
     file.close()
@@ -50,22 +52,32 @@ def test_a_second_daemon_that_waits_is_seen_after_the_first(
 
 def test_a_lost_run_folder_is_made_again(tmp_path: Path, files: list[StandbyFile]) -> None:
     """A daemon that waits is seen again, though nothing about it has changed."""
-    folder = tmp_path / "run"
-    files[0].show(READY)
+    folder, (file, other) = tmp_path / "run", files
+    file.show(READY)
     shutil.rmtree(folder)
     assert read_standby(folder) is None
-    files[0].show(READY)
+    file.show(READY)
+    assert read_standby(folder) == READY
+
+    shutil.rmtree(folder)
+    other.show(UNREADY)  # makes the folder again, and ends
+    other.close()
+    file.show(READY)
     assert read_standby(folder) == READY
 
 
+@pytest.mark.parametrize("part", [0, 9])
 def test_a_full_disk_leaves_no_daemon_that_seems_ready(
-    tmp_path: Path, files: list[StandbyFile], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: list[StandbyFile], monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     """A daemon that cannot say that it is not ready any more counts as not ready, and lives on."""
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(file: int, content: bytes, at: int) -> int:
+        if not part:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content[:part], at)
 
+    write = os.pwrite
     files[0].show(READY)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)

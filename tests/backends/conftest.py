@@ -1,4 +1,4 @@
-"""Fixtures of all tests of MPS."""
+"""Fixtures of all tests of backends."""
 
 import pytest
 
