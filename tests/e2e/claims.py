@@ -4,8 +4,9 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 
 import yaml
 
@@ -19,6 +20,7 @@ from tests.e2e.fake_node import (
     dra_objects,
     exactly,
 )
+from tests.e2e.instances import MigNode, mig_node
 from tests.e2e.rig.device_files import make_mig_device_files
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
@@ -333,3 +335,60 @@ def claims_node(cluster: Cluster, options: tuple[str, ...]) -> Iterator[ClaimsNo
             file.unlink()  # an uninstallation of later tests leaves nothing
         shutil.rmtree(daemon.device_root / "proc")
         shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")
+
+
+def driver_file(cluster: Cluster) -> Path:
+    """Return the file in which MIG devices outlive the daemon, and not a reboot."""
+    return cluster.node.paths.home / "driver.json"
+
+
+@contextmanager
+def node_of_both_apis(
+    cluster: Cluster, account: tuple[str, ...], configuration: str, gpus: str, *mig: int
+) -> Iterator[MigNode]:
+    """Run the daemon with pools of ResourceClaims until the block ends, and leave none of them.
+
+    Args:
+        cluster: the node.
+        account: the options of the daemon's account.
+        configuration: the daemon's configuration.
+        gpus: the GPUs, as in a node file.
+        mig: those with MIG devices.
+    """
+    daemon = cluster.daemon
+    cluster.clear()
+    make_mig_device_files(daemon.device_root, mig)
+    # The account's options have GPUs too, and the last ones count.
+    options, driver = (*account, *daemon.simulate("")), driver_file(cluster)
+    try:
+        with (
+            dra_objects(cluster.kubectl),
+            mig_node(cluster, configuration, gpus, *options, driver=driver) as live_mig_node,
+        ):
+            await_registered(cluster)
+            yield live_mig_node
+            leave_nothing(cluster)
+    finally:
+        shutil.rmtree(daemon.device_root / "proc")
+        shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")
+
+
+def leave_nothing(cluster: Cluster) -> None:
+    """Delete pods and claims while a daemon runs, after a failed test too.
+
+    Without one the kubelet keeps a pod with a claim, and no later test could begin.
+    """
+    if not cluster.daemon.alive:
+        with suppress(RigError):
+            cluster.daemon.start_again()
+    cluster.clear()
+    cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
+
+
+def await_registered(cluster: Cluster) -> None:
+    """Wait until the kubelet has the driver."""
+    wait_for(
+        "the driver to be registered",
+        lambda: (cluster.daemon.status()["dra"] or {}).get("registered") is True,
+        within_s=SETTLED_S,
+    )

@@ -1,12 +1,14 @@
 """One node and one daemon for the session, restored before every test."""
 
-from collections.abc import Generator, Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
+from tests.e2e.rig.go_programs import kubernetes
 from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.node import Node, running_node
 from tests.e2e.rig.pod_daemon import PodDaemon
@@ -47,8 +49,17 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(scope="session")
-def node() -> Iterator[Node]:
+def node(record_testsuite_property: Callable[[str, object], None]) -> Iterator[Node]:
     """Start a Kubernetes node with the namespace of the tests."""
+    commit = subprocess.run(  # "" outside a clone
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    record_testsuite_property("kubernetes", kubernetes().version)
+    record_testsuite_property("commit", commit)
     with running_node() as node:
         node.kubectl.create_namespace(NAMESPACE)
         _nodes.append(node)

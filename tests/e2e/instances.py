@@ -186,12 +186,15 @@ async def list_pod_resources() -> v1.ListPodResourcesResponse:
         return await stub.list(v1.ListPodResourcesRequest(), timeout=ANSWER_S)
 
 
-async def healthy_resources() -> set[str]:
-    """Return the resources of which the kubelet has a healthy share, held or free."""
+async def allocatable_devices() -> Counter[str]:
+    """Return how many healthy devices of each resource the kubelet has, held or free."""
     async with _pod_resources() as stub:
         asked = v1.AllocatableResourcesRequest()
         answer = await stub.get_allocatable_resources(asked, timeout=ANSWER_S)
-    return {device.resource_name for device in answer.devices if device.device_ids}
+    found = Counter[str]()
+    for devices in answer.devices:
+        found[devices.resource_name] += len(devices.device_ids)
+    return found
 
 
 @asynccontextmanager

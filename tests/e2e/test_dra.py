@@ -31,7 +31,7 @@ from tests.e2e.nvidia_claims import GPU_TEST5, NVIDIA, QUICKSTART, gpu_config, n
 from tests.e2e.rig.daemon import Daemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
-from tests.e2e.rig.release import CHART, helm_of
+from tests.e2e.rig.release import CHART, IMAGE, helm_of
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.waiting import took, wait_for
 
@@ -297,7 +297,7 @@ def extended_classes(node: Node, *names: str) -> list[Document]:
     """Return the DeviceClasses that the chart renders for extended resources."""
     values = f"--set=dra.enabled=true,dra.extendedResources={{{','.join(names)}}}"
     options = ("--kube-version=1.36.0", values, "--show-only=templates/dra.yaml")
-    documents = yaml.safe_load_all(helm_of(node)("template", "metagpu", CHART, *options))
+    documents = yaml.safe_load_all(helm_of(node)("template", "metagpu", CHART, *IMAGE, *options))
     return [
         document
         for document in documents

@@ -3,35 +3,35 @@
 import json
 import os
 import random
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
-from pathlib import Path
 
 import anyio
 import pytest
 
 from metagpu.core.model.resource_claims import parse_claim_device
 from metagpu.plugins.kubelet.pb import v1
+from tests.e2e.claims import (
+    await_registered,
+    driver_file,
+    node_of_both_apis,
+    resource_claim,
+    shares,
+)
 from tests.e2e.claims import pod as claiming_pod
-from tests.e2e.claims import resource_claim, shares
 from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.fake_node import DRIVER, dra_objects, exactly
+from tests.e2e.fake_node import DRIVER, exactly
 from tests.e2e.instances import (
     MigNode,
     is_settled,
     is_unschedulable,
     list_pod_resources,
-    mig_node,
     overlap,
 )
 from tests.e2e.rig.daemon import Daemon
-from tests.e2e.rig.device_files import make_mig_device_files
-from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
@@ -75,52 +75,8 @@ LONGEST_S = 240.0
 def shared_node(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[MigNode]:
     """Run the daemon with ResourceClaims of four backends."""
     cluster = Cluster(node, daemon)
-    cluster.clear()
-    make_mig_device_files(daemon.device_root, [MIG_GPU])
-    try:
-        with (
-            dra_objects(cluster.kubectl),
-            # The account's options have GPUs too, and the last ones count.
-            mig_node(
-                cluster,
-                CONFIGURATION,
-                GPUS,
-                *(*account, *daemon.simulate("")),
-                driver=driver_of(cluster),
-            ) as live_mig_node,
-        ):
-            await_registered(cluster)
-            yield live_mig_node
-            leave_nothing(cluster)
-    finally:
-        shutil.rmtree(daemon.device_root / "proc")
-        shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")
-
-
-def driver_of(cluster: Cluster) -> Path:
-    """Return the file in which MIG devices outlive the daemon, and not a reboot."""
-    return cluster.node.paths.home / "random-claims-driver.json"
-
-
-def leave_nothing(cluster: Cluster) -> None:
-    """Delete pods and claims while a daemon runs, after a failed test too.
-
-    Without one the kubelet keeps a pod with a claim, and no later test could begin.
-    """
-    if not cluster.daemon.alive:
-        with suppress(RigError):
-            cluster.daemon.start_again()
-    cluster.clear()
-    cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
-
-
-def await_registered(cluster: Cluster) -> None:
-    """Wait until the kubelet has the driver."""
-    wait_for(
-        "the driver to be registered",
-        lambda: (cluster.daemon.status()["dra"] or {}).get("registered") is True,
-        within_s=SETTLED_S,
-    )
+    with node_of_both_apis(cluster, account, CONFIGURATION, GPUS, MIG_GPU) as live_mig_node:
+        yield live_mig_node
 
 
 def restart_daemon(cluster: Cluster, end: str) -> None:
@@ -152,7 +108,7 @@ def reboot(cluster: Cluster) -> None:
     cluster.daemon.kill()
     for file in cluster.node.paths.cdi.iterdir():
         file.unlink()
-    driver_of(cluster).unlink(missing_ok=True)
+    driver_file(cluster).unlink(missing_ok=True)
     cluster.daemon.start_again()
     cluster.node.power_on()
 

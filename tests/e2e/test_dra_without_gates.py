@@ -7,7 +7,7 @@ import pytest
 
 from metagpu.core.reports.diagnosis import CheckResult, check_resource_claims
 from metagpu.core.reports.reading import read_report
-from metagpu.core.reports.schema import StatusReport
+from metagpu.core.reports.schema.status import StatusReport
 from metagpu.plugins.cluster.event_recorder import NOTE_LIMIT
 from tests.e2e.claims import pod, resource_claim
 from tests.e2e.cluster import Cluster

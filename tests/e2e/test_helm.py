@@ -27,6 +27,7 @@ from tests.e2e.rig.release import (
     CHART,
     DEVICE_ROOT,
     DEVICES,
+    IMAGE,
     SYSTEM,
     Release,
     helm_of,
@@ -60,6 +61,7 @@ MATRIX = (
             "updateStrategy.rollingUpdate.maxUnavailable=1",
         ),
         *("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.labels.release=a"),
+        "networkPolicy.enabled=false",
     ),
     (
         *("metrics.podMonitor.enabled=true", "metrics.dashboards.enabled=true"),
@@ -109,7 +111,8 @@ def test_the_api_server_accepts_what_the_chart_renders(node: Node, values: tuple
     """Kubernetes' own kinds pass the API server's schema, validation and CEL compiler."""
     options = [part for value in values for part in ("--set", value)]
     version = json.loads(node.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
-    rendered = helm_of(node)("template", "metagpu", CHART, f"--kube-version={version}", *options)
+    chosen = (f"--kube-version={version}", *IMAGE, *options)
+    rendered = helm_of(node)("template", "metagpu", CHART, *chosen)
     documents = [document for document in yaml.safe_load_all(rendered) if document]
     # The Prometheus operator's kinds are not in this API server.
     known = [

@@ -1,9 +1,12 @@
 """A real Prometheus scrapes a daemon: metrics, rules and dashboards."""
 
+import json
 import re
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from msgspec.structs import replace
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.request_errors import FractionSplit
 from metagpu.core.model.shares import Holder, ResourceName
+from metagpu.kubectl.program import main
 from metagpu.plugins.http.address import ListenAddress
 from metagpu.sim.kubelet.kubelet import SimPod
 from metagpu.sim.machine.containers import SimHost
@@ -20,7 +24,7 @@ from metagpu.sim.machine.gpu import SimProcess
 from tests.agent.test_metrics import port_of
 from tests.e2e.cluster import Cluster
 from tests.e2e.rig.errors import RigError
-from tests.e2e.rig.prometheus import Prometheus, prometheus_of, promtool, provide
+from tests.e2e.rig.prometheus import Prometheus, backfill, prometheus_of, promtool, provide
 from tests.e2e.rig.waiting import wait_for
 from tests.plugins.http.rig import asked
 from tests.plugins.metrics.test_families import DOCS
@@ -59,6 +63,7 @@ OF_DCGM = (
 )
 """Queries and an alert that people have for dcgm-exporter."""
 SOON_S = 40.0
+HOUR = 3600
 LINTS = 3
 """The status of `promtool check metrics` for metrics that it can read and would name otherwise."""
 NVIDIAS = {
@@ -131,6 +136,57 @@ async def test_prometheus_scrapes_rules_and_dashboards(tmp_path: Path) -> None:
                 _await_data(prometheus)
 
         await to_thread.run_sync(measure)
+
+
+def test_a_report_adds_up_days_with_a_restart_and_a_gap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A namespace's hours are those that it held, whatever restarted; what nobody scraped is said.
+
+    `red` holds half a GPU for two days, in which the daemon restarts after 30 hours and nobody
+    scrapes for five; `blue` holds two GPUs for six hours.
+    """
+    end = int(time.time()) // HOUR * HOUR
+    begin = end - 48 * HOUR
+    minutes = [
+        when
+        for when in range(begin, end + 1, 60)
+        if not begin + 10 * HOUR < when <= begin + 15 * HOUR
+    ]
+    restart = begin + 30 * HOUR
+    six = [when for when in minutes if begin + 20 * HOUR <= when <= begin + 26 * HOUR]
+    backfill(
+        tmp_path,
+        {
+            'metagpu_build_info{node="a"}': [(when, 1) for when in minutes],
+            'metagpu_namespace_gpu_seconds_total{namespace="red",node="a"}': [
+                (when, (when - (begin if when < restart else restart)) / 2) for when in minutes
+            ],
+            'metagpu_namespace_gpu_seconds_total{namespace="kube-system",'
+            'exported_namespace="blue",node="a"}': [(when, (when - six[0]) * 2) for when in six],
+            'metagpu_container_utilization_ratio{namespace="red",pod="p",node="a"}': [
+                (when, 0.25) for when in minutes
+            ],
+            'metagpu_namespace_memory_held_bytes{namespace="red",node="a"}': [
+                (when, 20 * 2**30) for when in minutes
+            ],
+        },
+    )
+    times = [f"{datetime.fromtimestamp(when, UTC):%Y-%m-%dT%H:%M}" for when in (begin, end)]
+    with prometheus_of(tmp_path, {}, RULES) as prometheus:
+        line = ["report", "namespaces", "--from", times[0], "--to", times[1], "-o", "json"]
+        assert main([*line, "--prometheus", f"http://127.0.0.1:{prometheus.port}"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    blue, red = found["items"]
+
+    assert (blue["namespace"], red["namespace"]) == ("blue", "red")
+    assert blue["heldGpuHours"] == pytest.approx(12, rel=0.01)
+    assert red["heldGpuHours"] == pytest.approx(43 / 2, rel=0.01)
+    assert red["usedGpuHours"] == pytest.approx(43 / 4, rel=0.01)
+    assert red["heldGiBHours"] == pytest.approx(43 * 20, rel=0.01)
+    assert [time["hours"] for time in found["missing"]] == [pytest.approx(5, abs=0.2)]
+    assert "of 48 hours between" in err
 
 
 def test_prometheus_names_the_pods_of_a_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,13 +1,25 @@
-"""MPS control daemons outlive the container of metagpu that started them: NVIDIA's own."""
+"""MPS control daemons outlive metagpu's container, NVIDIA's own; clients end before their kill."""
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.mps_pods import NAME, SOON_S, MpsPods
+from tests.e2e.cluster import NAMESPACE, Cluster, container, pod
+from tests.e2e.joined import Joined
+from tests.e2e.mps_pods import (
+    CONFIGURATION,
+    NAME,
+    RESOURCE,
+    SOON_S,
+    MpsPods,
+    host_path,
+    spec_with_python,
+)
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import PAUSE_IMAGE
 from tests.e2e.rig.nvidia_packages import MPS, provide
@@ -74,3 +86,62 @@ def test_no_end_of_a_container_ends_a_control_daemon(pods: MpsPods) -> None:
         assert (pods.control_daemon(), pods.client()) == (daemon, client), end.__name__
         if end is exhaust_memory:
             wait_for("the reason", lambda: pods.last_end() == "OOMKilled", within_s=SOON_S)
+
+
+STUBBORN = """
+import os, signal, socket, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with socket.socket(socket.AF_UNIX) as server, open(sys.argv[1], "w") as beats:
+    server.connect(os.environ["CUDA_MPS_PIPE_DIRECTORY"] + "/control")
+    server.setblocking(False)
+    while True:
+        try:
+            word = "ended" if server.recv(1) == b"" else "?"
+        except BlockingIOError:
+            word = "connected"
+        print(word, time.time(), file=beats, flush=True)
+        time.sleep(0.05)
+"""
+"""A client of the stand-in that only SIGKILL ends; it writes whether it is connected still."""
+GRACE_S = 6
+
+
+@pytest.fixture
+def with_mps(member: Joined) -> Iterator[Joined]:
+    """Offer one GPU by MPS, and then what the node offered before."""
+    member.daemon.configure(CONFIGURATION.replace("name: all", "name: all, gpus: {index: 0}"))
+    member.cluster.await_amounts(10, 10, RESOURCE)
+    yield member
+    member.cluster.clear()
+    member.daemon.configure()
+
+
+def test_a_client_ends_before_the_kubelet_kills_it(
+    with_mps: Joined, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """A pod that ignores SIGTERM has no work in its last two seconds; its neighbour computes on."""
+    cluster = with_mps.cluster
+    names = ("neighbour", "stubborn")
+
+    def beats(name: str) -> list[tuple[str, float]]:
+        lines = (tmp_path / name).read_text().splitlines()[:-1]
+        return [(word, float(at)) for word, at in map(str.split, lines)]
+
+    for name in names:
+        command = [sys.executable, "-c", STUBBORN, str(tmp_path / name)]
+        spec = spec_with_python(container("main", 3, command, RESOURCE), host_path(tmp_path))
+        cluster.kubectl.apply(pod(name) | {"spec": spec})
+    cluster.await_running()
+    for name in names:
+        with_mps.daemon.use(0, cluster.first_process(name), 64)
+    began = time.time()
+    target = ("stubborn", f"--namespace={NAMESPACE}", f"--grace-period={GRACE_S}")
+    cluster.kubectl("delete", "pod", *target, "--wait")
+
+    ended = next(at for word, at in beats("stubborn") if word == "ended")
+    killed = beats("stubborn")[-1][1]
+    record_property("seconds from the end of the client to its kill", round(killed - ended, 2))
+    assert ended - began > GRACE_S - 2.5
+    assert killed - ended > 0.5
+    assert beats("neighbour")[-1][1] > killed
+    assert {word for word, _ in beats("neighbour")} == {"connected"}

@@ -1,17 +1,15 @@
 """MIG devices on demand by limits on one GPU and by claims on another, on a real kubelet."""
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import yaml
 
-from tests.e2e.claims import page_documents, pod, resource_claim
+from tests.e2e.claims import node_of_both_apis, page_documents, pod, resource_claim
 from tests.e2e.cluster import NAMESPACE, Cluster
-from tests.e2e.fake_node import DRIVER, dra_objects, exactly
-from tests.e2e.instances import PREFIX, MigNode, mig_node, mig_pod
+from tests.e2e.fake_node import DRIVER, exactly
+from tests.e2e.instances import PREFIX, MigNode, mig_pod
 from tests.e2e.rig.daemon import Daemon
-from tests.e2e.rig.device_files import make_mig_device_files
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.waiting import wait_for
 
@@ -30,27 +28,11 @@ def page_configuration() -> str:
 def both(node: Node, daemon: Daemon, account: tuple[str, ...]) -> Iterator[MigNode]:
     """Run the daemon with GPU 0 by the device plugin API, and GPU 1 by DRA."""
     cluster = Cluster(node, daemon)
-    cluster.clear()
-    make_mig_device_files(daemon.device_root, [0, 1])
-    simulated = daemon.simulate(f"gpus: [{GPUS}]\n")
-    try:
-        with (
-            dra_objects(cluster.kubectl),
-            # The account's options have GPUs too, and the last ones count.
-            mig_node(cluster, page_configuration(), GPUS, *account, *simulated) as live_mig_node,
-        ):
-            wait_for(
-                "the driver to be registered",
-                lambda: (daemon.status()["dra"] or {}).get("registered") is True,
-                within_s=SETTLED_S,
-            )
-            yield live_mig_node
-            cluster.clear()
-            cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
-            wait_for("leases to end", lambda: not daemon.status()["leases"], within_s=SETTLED_S)
-    finally:
-        shutil.rmtree(daemon.device_root / "proc")
-        shutil.rmtree(daemon.device_root / "dev" / "nvidia-caps")
+    with node_of_both_apis(cluster, account, page_configuration(), GPUS, 0, 1) as live_mig_node:
+        yield live_mig_node
+        cluster.clear()
+        cluster.kubectl("delete", "resourceclaims", "--all", "--all-namespaces")
+        wait_for("leases to end", lambda: not daemon.status()["leases"], within_s=SETTLED_S)
 
 
 def test_pods_by_limits_and_by_claims_have_their_instances(both: MigNode) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from metagpu.plugins.kubelet.checkpoint import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, Cluster
 from tests.e2e.rig.settings import KUBELET_HOME
 from tests.e2e.rig.waiting import wait_for

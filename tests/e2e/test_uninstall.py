@@ -1,14 +1,14 @@
-"""The uninstallation of docs/upgrade.md, command by command, and a node as before."""
+"""The uninstallation by one command, and a node as before."""
 
 import json
-import re
-import shlex
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.e2e.cluster import RESOURCE, Cluster, idle_pod
 from tests.e2e.instances import PREFIX, mig_pod
@@ -17,16 +17,13 @@ from tests.e2e.rig.device_files import make_device_files, make_mig_device_files
 from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
-from tests.e2e.rig.release import DEVICE_ROOT, DEVICES, GPU_LABEL, SYSTEM, Release, inline, released
-from tests.e2e.rig.tools import REPOSITORY
+from tests.e2e.rig.release import DEVICE_ROOT, DEVICES, GPU_LABEL, Release, inline, released
+from tests.e2e.rig.tools import REPOSITORY, Tools
 from tests.e2e.rig.traces import traces
 from tests.e2e.rig.waiting import wait_for
 
-PAGE = REPOSITORY / "docs" / "upgrade.md"
-MANIFEST = REPOSITORY / "deploy" / "uninstall.yaml"
 SOON_S = 60.0
-PODS_NODE = "gpu-1"
-"""The node of the page."""
+UNINSTALL_S = 600.0
 FRACTIONS, SMALL = 200, "1g.5gb"
 
 CONFIGURATION = f"""\
@@ -49,51 +46,19 @@ GPUS = (
 """Simulated GPUs, with instances that outlive each daemon."""
 
 
-class Page:
-    """The commands of the page's section, and its manifest, for one node."""
-
-    def __init__(self, release: Release, folder: Path) -> None:
-        self._release = release
-        text = PAGE.read_text().partition("\n## Uninstall\n")[2]
-        commands, *_ = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-        self.commands = [
-            shlex.split(line.removeprefix("$ "), comments=True)
-            for line in commands.replace(PODS_NODE, release.node.name).splitlines()
-        ]
-        manifest = MANIFEST.read_text().replace(PODS_NODE, release.node.name)
-        self.manifest: Document = yaml.safe_load(manifest)
-        self._file = folder / "metagpu-uninstall.yaml"
-
-    def add_variables(self, **values: str) -> None:
-        """Add variables to the pod's container."""
-        (container,) = self.manifest["spec"]["containers"]
-        container["env"] += [{"name": name, "value": text} for name, text in values.items()]
-
-    def run(self, commands: Sequence[Sequence[str]]) -> None:
-        """Run commands of the page."""
-        self._file.write_text(json.dumps(self.manifest))
-        programs: dict[str, Callable[..., str]] = {
-            "helm": self._release.helm,
-            "kubectl": self._release.node.kubectl,
-        }
-        for program, *arguments in commands:
-            programs[program](
-                *(
-                    str(self._file) if argument == self._file.name else argument
-                    for argument in arguments
-                )
-            )
-
-    def await_end(self) -> str:
-        """Wait for the end of the pod; return its phase and its log."""
-        kubectl, name = self._release.node.kubectl, self.manifest["metadata"]["name"]
-
-        def ended() -> str:
-            phase = str(kubectl.get("pod", name, SYSTEM)["status"]["phase"])
-            return phase if phase in ("Succeeded", "Failed") else ""
-
-        phase = wait_for("the uninstallation to end", ended, within_s=SOON_S)
-        return f"{phase}: {kubectl('logs', name, f'--namespace={SYSTEM}')}"
+def uninstall(release: Release, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl metagpu uninstall` of this tree, with helm at hand."""
+    command = [sys.executable, "-m", "metagpu.kubectl.program", "uninstall", *options]
+    helm = Path(Tools.cached().path("helm")).parent
+    environment = {"KUBECONFIG": release.node.kubeconfig, "PATH": f"{helm}:{os.environ['PATH']}"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=UNINSTALL_S,
+        env=os.environ | environment,
+    )
 
 
 @pytest.fixture
@@ -122,8 +87,8 @@ def installed(
         yield release, before
 
 
-def test_the_uninstallation_of_the_page_leaves_the_node_as_it_was(
-    installed: tuple[Release, dict[str, object]], daemon: HostDaemon, tmp_path: Path
+def test_one_command_leaves_the_node_as_it_was(
+    installed: tuple[Release, dict[str, object]], daemon: HostDaemon
 ) -> None:
     """Pods run on and keep what they use; after their end nothing of metagpu is left."""
     release, before = installed
@@ -142,13 +107,14 @@ def test_the_uninstallation_of_the_page_leaves_the_node_as_it_was(
         *("sockets", "labels", "conditions", "CDI files", "pod folder")
     }
 
-    page = Page(release, tmp_path)
-    page.add_variables(METAGPU_SIMULATE=str(NODE_FILE))
-    upgrade, delete_daemons, apply, wait, delete, uninstall = page.commands
-    page.run([upgrade, delete_daemons, apply])
-    log = page.await_end()
-    assert log.startswith("Failed"), log
-    assert "used by pod cnvrg/held and 1 others" in log
+    planned = uninstall(release, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "cnvrg/held, cnvrg/training" in planned.stdout
+    assert len(release.daemons()) == 1
+    done = uninstall(release, "--yes")
+    assert done.returncode == 1, done
+    assert "used by pod cnvrg/held and 1 others" in " ".join(done.stdout.split())
+    assert release.daemons() == {}
     assert len(instances()) == 1  # that of no pod is gone
     cluster.crash("training")  # CDI gives a container that starts again what it had
     wait_for(
@@ -160,10 +126,9 @@ def test_the_uninstallation_of_the_page_leaves_the_node_as_it_was(
     assert cluster.incarnations()["held"] == running["held"]
 
     cluster.delete("training", "held")
-    page.run([delete, apply, wait])
-    log = page.await_end()
-    page.run([delete, uninstall])
-    assert log.startswith("Succeeded"), log
+    done = uninstall(release, "--yes")
+    assert done.returncode == 0, done
+    assert "metagpu is removed" in done.stdout
     assert release.node.resource(RESOURCE)[1] == 0
     assert not instances()
     shutil.rmtree(SIMULATION)  # the hardware, as it were

@@ -23,7 +23,7 @@ from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.images import BUSYBOX_IMAGE
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
-from tests.e2e.rig.release import CHART, SYSTEM, helm_of
+from tests.e2e.rig.release import CHART, IMAGE, SYSTEM, helm_of
 from tests.e2e.rig.waiting import wait_for
 from tests.webhook.rig import A100, Authority
 
@@ -65,7 +65,7 @@ class Webhook:
         version = json.loads(self.node.kubectl("version", "-o", "json"))["serverVersion"]
         text = helm_of(self.node)(
             *("template", "metagpu", CHART, f"--kube-version={version['gitVersion']}"),
-            *("--show-only", "templates/webhook.yaml", *options),
+            *("--show-only", "templates/webhook.yaml", *IMAGE, *options),
         )
         objects = {document["kind"]: document for document in yaml.safe_load_all(text) if document}
         [webhook] = objects["MutatingWebhookConfiguration"]["webhooks"]

@@ -7,7 +7,7 @@ import threading
 import time
 
 from tests.e2e.rig.errors import EndedError, MissingError, RigError
-from tests.e2e.rig.images import metagpu_image
+from tests.e2e.rig.images import ARCHITECTURES, metagpu_image
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.prepare import prepare
 from tests.e2e.rig.tools import Tools
@@ -35,7 +35,8 @@ def main() -> int:
 def _prepare() -> int:
     started = time.monotonic()
     tools = prepare()
-    metagpu_image()
+    for architecture in ARCHITECTURES.values():
+        metagpu_image(architecture=architecture)
     seconds = time.monotonic() - started
     versions = ", ".join(f"{programs.name} {programs.version}" for programs in tools.built)
     print(f"ready after {seconds:.0f} s: {versions}")

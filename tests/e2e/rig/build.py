@@ -121,7 +121,8 @@ def _copy_files(go: str, programs: GoPrograms, folder: Path) -> None:
     env = os.environ | build_settings(programs)
     module = Path(subprocess.check_output(command, cwd=programs.source, env=env, text=True).strip())
     for file in programs.files:
-        shutil.copy(module / file, folder)
+        source, target = module / file, folder / Path(file).name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
 
 
 def _wait_for_build(build: subprocess.Popen[bytes], program: str, started: float) -> None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from metagpu.core.errors import MetagpuError
+from metagpu.core.model.gpu import MIB
 from metagpu.plugins.control.client import send_request
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.kubectl import Document
@@ -130,11 +131,13 @@ class Daemon(ABC):
 
     def use(self, gpu: int, pid: int, mib: int) -> None:
         """Set the memory that a process of this machine uses on a simulated GPU."""
-        self._simulate("process", "start", str(gpu), str(pid), f"{mib}Mi")
+        started = {"do": "process", "change": "start", "gpu": str(gpu), "pid": pid}
+        self.request("sim", change={**started, "memory": mib * MIB})
 
     def free(self, gpu: int, pid: int) -> None:
         """End the use of a simulated GPU by a process."""
-        self._simulate("process", "end", str(gpu), str(pid))
+        ended = {"do": "process", "change": "end", "gpu": str(gpu), "pid": pid}
+        self.request("sim", change=ended)
 
     def processes(self) -> Document:
         """Return the processes as mgctl reports them in JSON."""

@@ -40,7 +40,7 @@ class GoPrograms:
     stamps: tuple[str, ...] = ()
     """Variables that the linker sets, as `PACKAGE.NAME={version}`."""
     files: tuple[str, ...] = ()
-    """Files of the module that are copied beside the programs."""
+    """Files and folders of the module that are copied beside the programs."""
     cgo: bool = False
     """Whether the programs load libraries of the host."""
 
@@ -144,4 +144,7 @@ def go_programs() -> tuple[GoPrograms, ...]:
             ("cmd/kwok",),
             files=tuple(f"kustomize/stage/{stage}.yaml" for stage in KWOK_STAGES),
         ),
+        GoPrograms("kueue", "sigs.k8s.io/kueue", ("cmd/kueue",), files=("charts",)),
+        GoPrograms("krew", "sigs.k8s.io/krew", ("cmd/krew",)),
+        GoPrograms("cosign", "github.com/sigstore/cosign/v3", ("cmd/cosign",)),
     )

@@ -32,6 +32,8 @@ class HostDaemon(Daemon):
         """The options of the GPUs, which are simulated, or those of NVML."""
         self.environment: dict[str, str] = {}
         """Additions to the environment of the next start."""
+        self.launcher: list[str] = []
+        """A program of the next start, which becomes the daemon."""
         command = [sys.executable, "-m", "metagpu", "run"]
         command += ["--config", str(self._configuration)]
         command += ["--kubelet-dir", str(KUBELET_HOME / "device-plugins")]
@@ -47,6 +49,7 @@ class HostDaemon(Daemon):
                 pids=paths.pids,
                 environment=self.environment,
                 folder=REPOSITORY,
+                launcher=self.launcher,
             )
             for name in ("metagpu", "metagpu-successor")
         )

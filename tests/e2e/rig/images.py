@@ -19,7 +19,7 @@ from tests.e2e.rig.tools import REPOSITORY
 BUSYBOX_IMAGE = "metagpu.local/busybox:e2e"
 PAUSE_IMAGE = "metagpu.local/pause:e2e"
 
-KEPT_IMAGES = 3
+KEPT_IMAGES = 4
 """Archives of 150 MB that the cache keeps, for other checkouts of this repository."""
 METAGPU_IMAGE = f"metagpu:{__version__}"
 _SOURCES = (
@@ -32,6 +32,9 @@ IMAGE_EPOCH = {"SOURCE_DATE_EPOCH": "0"}
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The kernel's name of the processor -> the image format's name."""
+
+OWN = ARCHITECTURES.get(platform.machine(), platform.machine())
+"""The processor of this machine."""
 
 # Process 1 gets no signal without a handler, and sandboxes should stop at once.
 PAUSE_COMMAND = ["/bin/sh", "-c", "trap 'exit 0' TERM INT; sleep 1000000000 & wait"]
@@ -53,13 +56,14 @@ def write_images(busybox: Path, archive: Path) -> None:
             tar.addfile(_entry(name, size=len(content)), io.BytesIO(content))
 
 
-def metagpu_image(sources: Path = REPOSITORY) -> Path:
+def metagpu_image(sources: Path = REPOSITORY, architecture: str = OWN) -> Path:
     """Return the archive of metagpu's image, built of this repository unless the cache has it.
 
     Raises:
         RigError: the build failed; the text is its own.
     """
-    target = cache_root() / "image" / f"{_digest(sources)}.tar"
+    other = "" if architecture == OWN else f"-{architecture}"
+    target = cache_root() / "image" / f"{_digest(sources)}{other}.tar"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         kept = sorted(target.parent.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -67,6 +71,7 @@ def metagpu_image(sources: Path = REPOSITORY) -> Path:
             old.unlink()
         half = target.with_suffix(".new")
         command = [sys.executable, "-m", "deploy.image", "archive", str(half)]
+        command += ["--architecture", architecture]
         # The code of these sources, also where the environment names another checkout.
         run(command, sources, **IMAGE_EPOCH, PYTHONPATH=str(sources))
         half.rename(target)
@@ -145,9 +150,8 @@ def _layer(busybox: Path) -> bytes:
 
 
 def _config(layer: bytes, command: list[str]) -> bytes:
-    machine = platform.machine()
     document = {
-        "architecture": ARCHITECTURES.get(machine, machine),
+        "architecture": OWN,
         "os": "linux",
         "config": {
             "Cmd": command,

@@ -334,6 +334,13 @@ class Node:
         """Import the images of an archive into the container runtime."""
         self._ctr("images", "import", str(archive))
 
+    def push_image(self, archive: Path, image: str, address: str) -> None:
+        """Push an image of an archive, for all its processors, to a registry of this machine."""
+        self._ctr("images", "import", "--all-platforms", "--no-unpack", str(archive))
+        self._ctr("images", "tag", "--force", image, address)
+        self._ctr("images", "push", "--plain-http", address)
+        self._ctr("images", "rm", address)  # so that the kubelet pulls it
+
     def tag_image(self, image: str, other: str) -> None:
         """Name an image once more; that name stays when its own gets another image."""
         self._ctr("images", "tag", "--force", f"docker.io/library/{image}", other)

@@ -17,7 +17,7 @@ from tests.e2e.rig.images import metagpu_image
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.programs import first_process
-from tests.e2e.rig.release import CHART, DEVICE_ROOT, SYSTEM, Release
+from tests.e2e.rig.release import CHART, DEVICE_ROOT, IMAGE, SYSTEM, Release
 from tests.e2e.rig.service_address import service_address
 from tests.e2e.rig.tools import REPOSITORY
 from tests.e2e.rig.waiting import wait_for
@@ -72,7 +72,7 @@ class PodDaemon(Daemon):
     def _helm(self, action: str) -> None:
         """Install or upgrade the release; no pod runs, so there is nothing to wait for."""
         values = [part for value in (*self._values, *self._options) for part in ("--set", value)]
-        self._release.helm(action, NAME, CHART, *values)
+        self._release.helm(action, NAME, CHART, *IMAGE, *values)
 
     def start(self, *options: str) -> None:
         """Start the pod, if it does not run, and wait until its daemon answers."""

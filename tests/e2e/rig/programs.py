@@ -96,7 +96,7 @@ class Program:
     ) -> None:
         """Store the command of the program.
 
-        LAUNCHER, if any, becomes COMMAND in the same process.
+        LAUNCHER, if any, becomes COMMAND in the same process; it is read at each start.
         """
         self.name = name
         self.command = list(command)
@@ -104,7 +104,7 @@ class Program:
         self._pid_file = pids / f"{name}.json"
         self._environment = environment
         self._folder = folder
-        self._launcher = list(launcher)
+        self._launcher = launcher
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *options: str) -> None:

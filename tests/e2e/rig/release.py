@@ -12,7 +12,7 @@ import yaml
 from tests.e2e.rig import host_folders
 from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.helm import Helm
-from tests.e2e.rig.images import metagpu_image
+from tests.e2e.rig.images import METAGPU_IMAGE, metagpu_image
 from tests.e2e.rig.kubectl import Document
 from tests.e2e.rig.node import Node
 from tests.e2e.rig.service_address import service_address
@@ -25,6 +25,8 @@ GPU_LABEL = "nvidia.com/gpu.present"
 """A label by which the chart finds nodes with GPUs."""
 DEVICE_ROOT = host_folders.NVIDIA_DIR / "driver"
 """The device files of simulated GPUs are where a driver container has its own."""
+IMAGE = ("--set", f"image.repository={METAGPU_IMAGE.partition(':')[0]}")
+"""The option of every release: the image that the node has imported."""
 DEVICES = ("--set", f"nvidiaDevRoot={DEVICE_ROOT}")
 """Options of a release whose containers get the device files, which the test creates."""
 _WAIT = ("--wait", "--timeout=120s")
@@ -51,11 +53,11 @@ class Release:
 
     def install(self, *options: str, chart: str = CHART) -> None:
         """Install the release, and wait until its pod is ready."""
-        self.notes = self.helm("install", self.name, chart, *_WAIT, *options)
+        self.notes = self.helm("install", self.name, chart, *_WAIT, *IMAGE, *options)
 
-    def upgrade(self, *options: str) -> None:
+    def upgrade(self, *options: str, chart: str = CHART) -> None:
         """Change the release, and wait until it is rolled out."""
-        self.helm("upgrade", self.name, CHART, "--reset-then-reuse-values", *_WAIT, *options)
+        self.helm("upgrade", self.name, chart, "--reset-then-reuse-values", *_WAIT, *options)
 
     def daemons(self) -> dict[str, Document]:
         """Return the pods of the DaemonSet that do not end, by uid."""

@@ -169,6 +169,8 @@ def _kubelet(paths: NodePaths, pki: Pki) -> dict[str, object]:
         "staticPodPath": str(paths.static_pods),
         "podLogsDir": str(paths.home / "pod-logs"),
         "volumePluginDir": str(paths.home / "volume-plugins"),
+        # A registry's image that has another name here too would have to be pulled by that name.
+        "featureGates": {"KubeletEnsureSecretPulledImages": False},
         # The machine's disk may be fuller than a kubelet's default allows; images stay.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "10Mi"} | dict.fromkeys(nothing_scarce, "0%"),
