@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 LOCKED := $(PIP) install --require-hashes --no-deps
 OURS   := $(PIP) install --no-build-isolation --no-deps --editable .
 
-.PHONY: help demo test fuzz soak chaos mutants lint proto mgctl reproducible reasons man wheel pictures chart image e2e docs bench locks sbom clean
+.PHONY: help demo test fuzz soak chaos mutants lint proto mgctl reproducible reasons man wheel pictures chart image e2e conformance docs cost bench locks sbom release release-check clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is
@@ -51,7 +51,7 @@ demo: $(VENV)/.run ## show half a GPU for a pod, on a simulated node
 # The `mgctl` of containers. Both are made at once; the first time also makes a libc, which takes minutes.
 PROGRAMS := metagpu/programs/mgctl-x86_64 metagpu/programs/mgctl-aarch64
 
-$(PROGRAMS) &: mgctl/mgctl.c mgctl/build.py | $(VENV)/.build
+$(PROGRAMS) &: mgctl/mgctl.c mgctl/hook.c mgctl/hook.h mgctl/build.py metagpu/plugins/pod_api/command.py | $(VENV)/.build
 	@$(BIN)/python mgctl/build.py
 
 mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
@@ -104,7 +104,10 @@ e2e: export METAGPU_E2E_KUBERNETES = $(KUBERNETES)
 e2e: export METAGPU_PIECE = $(PIECE)
 e2e: $(VENV)/.test $(PROGRAMS) ## run the end-to-end tests on a real one-node Kubernetes (root, Go, Debian packages; KUBERNETES=1.34; PIECE=N of the long ones)
 	$(BIN)/python -m tests.e2e.rig prepare
-	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/cli tests/web -m e2e -rs --timeout 600
+	$(BIN)/python -m pytest tests/e2e tests/contract tests/nvml tests/backends/mps tests/cli tests/web -m e2e -rfEs --timeout 600 --junit-xml=dist/e2e.xml
+
+conformance: $(VENV)/.test ## what the CNCF's AI conformance asks for, from the last `make e2e`, into dist/conformance.md and .json
+	$(BIN)/python -m tests.e2e.conformance
 
 pictures: $(VENV)/.test ## take the pictures of docs/images again, in Debian's Chromium
 	METAGPU_SCREENSHOTS=1 $(BIN)/python -m pytest tests/web -m e2e -k pictures
@@ -119,8 +122,11 @@ docs: $(VENV)/.docs ## build these pages as a site, into dist/site
 	@ln -s $(CURDIR)/docs $(CURDIR)/deploy $(CURDIR)/bench $(CURDIR)/proto $(CURDIR)/tests $(CURDIR)/*.md dist/pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/
-	$(BIN)/python -m bench
+cost: $(VENV)/.test ## count what each call and an idle daemon do, and fail where it is 5 % more than in bench/cost.json (WRITE=1 writes that file anew)
+	$(BIN)/python -m bench.cost $(if $(WRITE),--write,--check)
+
+bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/ (BEFORE=PATH: beside another commit's tree)
+	$(BIN)/python -m bench $(if $(BEFORE),--before $(BEFORE))
 
 # Resolved for every Python that metagpu supports, and for every machine; what a lock has stays,
 # unless it must change. LOCKS=--upgrade takes the newest of everything.
@@ -152,6 +158,14 @@ endif
 
 sbom: $(VENV)/.test $(PROGRAMS) ## list what an image contains, and its licences, into dist/
 	@mkdir -p dist && $(IMAGE) inventory dist --architecture $(ARCHITECTURE)
+
+release: $(VENV)/.test $(PROGRAMS) man ## make what a version is published as, from the commit, into dist/vVERSION (REGISTRY=registry.example.com/team)
+	@$(BIN)/python -m deploy.release $(if $(REGISTRY),--registry $(REGISTRY))
+
+release-check: export METAGPU_RELEASE = $(CURDIR)/dist/v$(VERSION)
+release-check: $(VENV)/.test ## install dist/vVERSION as a user would, from a registry on loopback (root, Go, Debian packages)
+	$(BIN)/python -m tests.e2e.rig prepare
+	$(BIN)/python -m pytest tests/e2e/test_release.py -m e2e -rs
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) dist metagpu/programs .pytest_cache .mypy_cache .ruff_cache .hypothesis

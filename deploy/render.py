@@ -21,6 +21,8 @@ HERE: Final = Path(__file__).parent
 CHART: Final = HERE / "chart"
 NAMESPACE: Final = "kube-system"
 KUBERNETES: Final = "1.36.0"
+IMAGE: Final = "registry.example.com/metagpu"
+"""The image of the manifests, to be changed there; the chart has none of its own."""
 CONFIG: Final = {
     "version": "metagpu/v1",
     "pools": [
@@ -67,7 +69,7 @@ def render(helm: str, *options: str) -> str:
         ValueError: helm refused the options; the text is its own.
     """
     command = [helm, "template", "metagpu", str(CHART), "--namespace", NAMESPACE]
-    command += ["--kube-version", KUBERNETES, *options]
+    command += ["--kube-version", KUBERNETES, "--set", f"image.repository={IMAGE}", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(done.stderr.strip())

@@ -1,4 +1,4 @@
-"""Writes `docs/status.md` from `metagpu/core/reports/schema.py`.
+"""Writes `docs/status.md` from `metagpu/core/reports/schema`.
 
 `python docs/status_schema.py` writes it, `--check` compares.
 """
@@ -15,7 +15,8 @@ import msgspec
 from msgspec import NODEFAULT, UNSET, UnsetType
 
 from metagpu.core.reports.reading import ReportPart
-from metagpu.core.reports.schema import StatusReport, UsageReport
+from metagpu.core.reports.schema.status import StatusReport
+from metagpu.core.reports.schema.usage import UsageReport
 
 PAGE: Final = Path(__file__).parent / "status.md"
 _ENTRY: Final = re.compile(r"^(\w+): (.*?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)

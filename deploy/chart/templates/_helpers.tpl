@@ -35,7 +35,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "metagpu.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- $repository := required "image.repository is not set: name the image in a registry of yours, as --set image.repository=registry.example.com/metagpu; docs/install.md says how it gets there" .Values.image.repository -}}
+{{- with .Values.image.digest -}}
+{{ $repository }}@{{ . }}
+{{- else -}}
+{{ $repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
 {{- end }}
 
 {{/* The features in use, separated by commas; empty for none. */}}
@@ -62,13 +67,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- range rest . }}{{ if index $root.Values.features . }}yes{{ end }}{{ end -}}
 {{- end }}
 
-{{/* The ConfigMap of profiles; empty for none. */}}
-{{- define "metagpu.configMap" -}}
+{{/* The ConfigMaps with the configuration, divided by commas; empty for none. */}}
+{{- define "metagpu.configMaps" -}}
 {{- if .Values.config.name -}}
-{{ .Values.config.name }}
+{{ kindIs "slice" .Values.config.name | ternary .Values.config.name (list .Values.config.name) | join "," }}
 {{- else if or .Values.config.map .Values.config.inline -}}
 {{ include "metagpu.fullname" . }}
 {{- end -}}
+{{- end }}
+
+{{/* The only ConfigMap: a watch follows it. Several are files that belong together. */}}
+{{- define "metagpu.configMap" -}}
+{{- $names := include "metagpu.configMaps" . -}}
+{{- if not (contains "," $names) }}{{ $names }}{{ end -}}
 {{- end }}
 
 {{/* Not empty where a new daemon takes the node over from the old one. */}}
@@ -149,6 +160,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- if and .Values.metrics.podMonitor.enabled (not .Values.metrics.port) }}
 {{- fail "metrics.podMonitor: there are no metrics without a port: set metrics.port, or metrics.podMonitor.enabled=false" }}
+{{- end }}
+{{- if and (or .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled) .Values.networkPolicy.enabled (not .Values.networkPolicy.from) }}
+{{- fail "networkPolicy.from: with a monitor, name Prometheus, which the policy keeps out otherwise: --set 'networkPolicy.from[0].namespaceSelector.matchLabels.kubernetes\\.io/metadata\\.name=NAMESPACE', or set networkPolicy.enabled=false" }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.metrics.podMonitor.enabled }}
 {{- fail "metrics: a PodMonitor and a ServiceMonitor would count everything twice: set one of them" }}
