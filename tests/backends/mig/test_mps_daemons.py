@@ -1,5 +1,6 @@
 """Control daemons of MIG devices: leftovers of an agent that was killed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -12,6 +13,7 @@ from anyio.abc import TaskGroup
 from metagpu.backends.common.mps_daemon.control import SHARED_MEMORY
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
 from metagpu.backends.mig.mps_daemons import MigDevice, MpsDaemons
+from metagpu.core.contracts.driver import GpuProcess
 from metagpu.core.contracts.programs import DaemonProcess, DaemonSpec
 from metagpu.core.model.snapshot import KubeletWord
 from metagpu.host.daemons import HostDaemons
@@ -31,6 +33,11 @@ class Observer:
         """Note nothing."""
 
 
+async def no_processes() -> Sequence[GpuProcess]:
+    """Return no process: a GPU is asked where its control daemon is slow to answer."""
+    return []
+
+
 def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
     """Return the control daemons of a GPU without leases."""
     state = SimpleNamespace(
@@ -42,6 +49,7 @@ def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
         state=state,
         hands_over=True,
         stopping_processes=anyio.sleep_forever,
+        processes=no_processes,
     )
     return MpsDaemons(
         cast("GpuContext", context),
