@@ -27,7 +27,7 @@ class WebhookTiming(msgspec.Struct, frozen=True):
     keep_alive: float = 120.0
     drain: float = 5.0
     late_loop: float = 10.0
-    cluster: ClusterTiming = ClusterTiming()
+    cluster: ClusterTiming = ClusterTiming(spread=1.0)
 
 
 class WebhookLimits(msgspec.Struct, frozen=True):

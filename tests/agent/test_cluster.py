@@ -14,7 +14,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.profiles import ProfileChoice
 from metagpu.core.reports.status import explain_report
 from metagpu.core.state.events import ConfigRejected
-from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings, Feature
+from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings, ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
@@ -42,7 +42,7 @@ mig-configs:
 
 def joined(server: SimApiServer, tmp_path: Path, **changes: object) -> ClusterSettings:
     """Return the cluster settings of a node whose ConfigMap has profiles."""
-    given: dict[str, object] = {"config_map": PLACE, "choice_timeout": 5.0, **changes}
+    given = {"config_map": PLACE, "timing": ClusterTiming(spread=0.0), **changes}
     return ClusterSettings(NODE, server.kubeconfig(tmp_path), **given)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ from tests.rigs.waiting import becomes, until
 from tests.webhook.rig import A100, LOOPBACK, NAME, Authority, pod, review
 
 TIMING = WebhookTiming(
-    drain=0.0, cluster=ClusterTiming(backoff_first=0.01, backoff_longest=0.05, min_watch=0.01)
+    drain=0.0, cluster=ClusterTiming(backoff_first=0.01, backoff_longest=0.05, spread=0.01)
 )
 
 

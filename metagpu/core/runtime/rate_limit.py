@@ -45,8 +45,8 @@ class Backoff(msgspec.Struct):
     Attributes:
         first: the delay after the first failure, in seconds.
         longest: the limit, in seconds.
-        jitter: whether each delay is shortened at random, to half at most, so that the agents of
-            many nodes do not try again at the same moment.
+        jitter: whether each delay is shortened at random, to half at most, and one that a server
+            asks for lengthened by half at most: many nodes do not try again at the same moment.
     """
 
     first: float
@@ -59,12 +59,17 @@ class Backoff(msgspec.Struct):
         delay = self._next or self.first
         self._next = min(2 * delay, self.longest)
         if self.jitter:
-            delay *= random.uniform(0.5, 1.0)  # noqa: S311 - it spreads load, it guards nothing
+            delay, at_least = delay * random_between(0.5, 1), at_least * random_between(1, 1.5)
         return max(delay, at_least)
 
     def reset(self) -> None:
         """Return to the first delay, after a success."""
         self._next = 0.0
+
+
+def random_between(low: float, high: float) -> float:
+    """Return a random number between two: it spreads load, it guards nothing."""
+    return random.uniform(low, high)  # noqa: S311
 
 
 class LogOnce(msgspec.Struct):

@@ -14,6 +14,7 @@ from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.runtime.rate_limit import random_between
 from metagpu.core.runtime.tasks import Work
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.events import ConfigRejected, LayoutApplied
@@ -114,6 +115,7 @@ class NodeConnection:
     """
 
     slices: "SlicePublisher | None" = None
+    _reload_at: float = 0.0
 
     def __init__(self, client: "KubeClient", context: ClusterContext, parts: LastingParts) -> None:
         settings, registry, timing = context.settings, context.registry, context.settings.timing
@@ -124,7 +126,7 @@ class NodeConnection:
         if settings.config_map is not None:
             namespace, name = settings.config_map
             path = f"/api/v1/namespaces/{namespace}/configmaps"
-            self.config_map = WatchedObject(client, path, name, self.trigger)
+            self.config_map = WatchedObject(client, path, name, self._take_in_profiles)
         self.pods = (
             PodInformer(client, settings.node, registry) if Feature.PODS in features else None
         )
@@ -280,9 +282,12 @@ class NodeConnection:
             yield lambda: parts.gpu_events.run(recorder)
             yield lambda: record_refusals(registry, recorder, parts.refusals, node)
 
-    async def _follow_config(self) -> None:
+    async def _follow_config(self) -> float | None:
+        if (wait := self._reload_at - anyio.current_time()) > 0:
+            return wait
         if await self._parts.config_follower.reconcile(self.node, self.config_map):
             self.trigger()
+        return None
 
     async def _follow_cordons(self) -> None:
         self._parts.cordons.follow(self.node.object)
@@ -305,7 +310,15 @@ class NodeConnection:
         )
         await self.slices.run()
 
+    def _take_in_profiles(self) -> None:
+        """Follow a changed ConfigMap later: all nodes see it, and write, at once."""
+        if self._parts.config_follower.followed is not None:
+            wait = random_between(0, self._context.settings.timing.spread)
+            self._reload_at = anyio.current_time() + wait
+        self.trigger()
+
     def _take_in_node(self) -> None:
+        self._reload_at = 0.0
         self._parts.node_events.take_in(self.node.object)
         self.trigger()
 

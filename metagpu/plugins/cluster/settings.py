@@ -70,7 +70,8 @@ class ClusterTiming(msgspec.Struct, frozen=True):
         others_delay: from a change to labels, conditions and whatever else may wait until these
             numbers are on their way.
         raise_delay: before an allocatable number rises: the kubelet may not know the shares yet.
-        min_watch: the shortest duration of a watch that the next one may follow at once.
+        spread: over which the nodes spread what one cause asks of all at once: to watch again after
+            a watch that ended before its time, and to follow a changed ConfigMap.
         credentials_timeout: for a program, or another source, that provides credentials; those of
             clouds take one to five seconds.
         nfd_timeout: for NFD's master to put labels on the Node; later metagpu patches them.
@@ -90,7 +91,7 @@ class ClusterTiming(msgspec.Struct, frozen=True):
     lower_interval: float = 0.02
     others_delay: float = 0.02
     raise_delay: float = 0.1
-    min_watch: float = 1.0
+    spread: float = 10.0
     credentials_timeout: float = 10.0
     nfd_timeout: float = 60.0
     count_interval: float = 30.0

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from metagpu.core.errors import ClusterError
-from metagpu.core.runtime.rate_limit import LogOnce
+from metagpu.core.runtime.rate_limit import LogOnce, random_between
 from metagpu.plugins.cluster.node_object import (
     APPLY_PATCH,
     FIELD_MANAGER,
@@ -26,8 +26,9 @@ from metagpu.plugins.cluster.reconciler import backoff_of
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.client import KubeClient
 
-WATCH_TIMEOUT: Final = 240
-"""Seconds after which the API server ends a watch, so that no dead watch stays unnoticed."""
+WATCH_TIMEOUT: Final = 240.0, 480.0
+"""Seconds between which the API server ends a watch, so that no dead watch stays unnoticed; at
+random, so that nodes that started together do not renew theirs together."""
 STABLE: Final = 10.0
 """Seconds after which the end of a watch counts as a first failure again."""
 GONE: Final = 410
@@ -59,26 +60,28 @@ class Informer(ABC):
     async def run(self) -> None:
         """Follow the objects until cancelled; on errors the last known state stays."""
         backoff = backoff_of(self._client.timing)
-        min_watch = self._client.timing.min_watch
+        spread = self._client.timing.spread
 
         while True:
             began = math.inf
             try:
                 version = await self._list()
                 while not self._list_is_due:
-                    began = anyio.current_time()
+                    began, lasts = anyio.current_time(), round(random_between(*WATCH_TIMEOUT))
                     with anyio.CancelScope() as self._watching:
-                        version = await self._watch(version)
+                        version = await self._watch(version, lasts)
+                        if anyio.current_time() < began + lasts - 1:
+                            # An API server that restarts ends the watches of all nodes.
+                            await anyio.sleep(random_between(0, spread))
                     backoff.reset()
-                    if anyio.current_time() - began < min_watch:
-                        await anyio.sleep(min_watch)
             except ClusterError as error:
                 if error.status != GONE:
                     self._record_failure(str(error))
                 # A good list proves nothing: where watches fail, lists alone would be many.
-                if anyio.current_time() - began >= STABLE:
+                if lost := anyio.current_time() - began >= STABLE:
                     backoff.reset()
-                await anyio.sleep(backoff.next(error.retry_after))
+                delay = backoff.next(error.retry_after)
+                await anyio.sleep(delay + random_between(0, spread) if lost else delay)
 
     def list_again(self) -> None:
         """Request the complete list again: what it lacks is gone."""
@@ -105,14 +108,14 @@ class Informer(ABC):
         self.on_list(answer.get("items") or ())
         return str(answer["metadata"]["resourceVersion"])
 
-    async def _watch(self, version: str) -> str:
-        """Watch from a version on; return the last version when the watch ends."""
+    async def _watch(self, version: str, lasts: int) -> str:
+        """Watch from a version on for `lasts` seconds; return the last version at the end."""
         query = {
             **self._query,
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(WATCH_TIMEOUT),
+            "timeoutSeconds": str(lasts),
         }
 
         async with aclosing(self._client.watch(self.path, query)) as events:

@@ -35,7 +35,7 @@ pools:
 """
 SLICED: Final = ResourceName("nvidia.com/gpu.shared")
 QUICK: Final = ClusterTiming(
-    backoff_first=0.01, backoff_longest=0.05, reconcile_interval=0.0, min_watch=0.01
+    backoff_first=0.01, backoff_longest=0.05, reconcile_interval=0.0, spread=0.01
 )
 """Times of tests that need no agent: next to no delays."""
 
@@ -91,7 +91,7 @@ async def cluster_at_work(
     config_map: tuple[str, str] | None = None,
     remove_labels: bool = False,
     drain_on_driver_upgrade: bool = False,
-    timing: ClusterTiming = ClusterTiming(),  # noqa: B008 - it is frozen
+    timing: ClusterTiming = ClusterTiming(spread=0.0),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin with some features until the block ends, on a Node of one label."""
     server = server or SimApiServer()

@@ -8,14 +8,14 @@ import pytest
 from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.model.shares import ProvisionedState
 from metagpu.core.state.facts import BackendResumed, BackendSuspended, Fact, ProvisioningReported
-from metagpu.plugins.cluster import config_follower
+from metagpu.plugins.cluster import config_follower, connection
 from metagpu.plugins.cluster.config_follower import read_choice
-from metagpu.plugins.cluster.settings import Feature
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import CONFIG_MAP, NODE, cluster_at_work
 from tests.rigs.build import gpu
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 
 async def test_label_and_config_map_choose_the_configuration(tmp_path: Path) -> None:
@@ -41,6 +41,34 @@ async def test_label_and_config_map_choose_the_configuration(tmp_path: Path) -> 
         server.label(NODE, {"metagpu.io/config": "a"})
         await becomes(lambda: len(scene.choices) == 4)
         assert scene.choices[3].source == "ConfigMap kube-system/metagpu"
+
+
+async def test_a_changed_config_map_is_followed_after_a_random_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes see it at once, and do not write together; a label of the node counts at once."""
+    monkeypatch.setattr(connection, "random_between", lambda _, most: most)
+    server = SimApiServer()
+    server.configure(*CONFIG_MAP, {"a": "A", "b": "B"})
+    timing = ClusterTiming(spread=100.0)
+
+    async with cluster_at_work(
+        tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP, timing=timing
+    ) as scene:
+        await becomes(lambda: len(scene.choices) == 1)
+        server.configure(*CONFIG_MAP, {"a": "A2", "b": "B"})
+        await anyio.sleep(0.3)
+        assert len(scene.choices) == 1
+        server.label(NODE, {"metagpu.io/config": "b"})
+        await becomes(lambda: len(scene.choices) == 2)
+
+        server.configure(*CONFIG_MAP, {"a": "A3", "b": "B"})
+        await anyio.sleep(0.3)
+        assert len(scene.choices) == 2
+        skip(timing.spread)
+        await becomes(lambda: len(scene.choices) == 3)
+    seen = [dict(choice.profiles or {}) for choice in scene.choices]
+    assert seen == [{"a": text, "b": "B"} for text in ("A", "A2", "A3")]
 
 
 async def test_rejected_profile_is_reported_once_and_the_next_is_applied(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A watched object: no change is missed, whatever happens to lists and watches."""
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,10 +13,12 @@ import pytest
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.plugins.cluster import watch
 from metagpu.plugins.cluster.client import KubeClient
+from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.plugins.cluster.watch import WatchedObject
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import skip
 
 NODES = "/api/v1/nodes"
 
@@ -187,3 +190,84 @@ async def test_watches_that_break_at_once_are_delayed(
 
     assert all(later >= sooner for sooner, later in pairwise(delays))
     assert delays[4] >= 4 * delays[0]
+
+
+def high(_: float, most: float) -> float:
+    """Return the longest of the delays that chance may give."""
+    return most
+
+
+async def test_nodes_that_start_together_renew_their_watches_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch lasts from four to eight minutes, any time as likely as another."""
+    lasts: list[int] = []
+    enough = anyio.Event()
+
+    async def watched(_: str, query: Mapping[str, str]) -> AsyncIterator[object]:
+        lasts.append(int(query["timeoutSeconds"]))
+        if len(lasts) == 2000:
+            enough.set()
+        yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}}
+
+    server = SimApiServer()
+    async with client_of(server, tmp_path, ClusterTiming(spread=0.0)) as client:
+        monkeypatch.setattr(client, "watch", watched)
+        async with anyio.create_task_group() as group:
+            group.start_soon(WatchedObject(client, NODES, NODE, lambda: None).run)
+            await enough.wait()
+            group.cancel_scope.cancel()
+
+    a_minute = Counter((seconds - 240) // 60 for seconds in lasts)
+    assert a_minute.keys() <= {0, 1, 2, 3, 4}
+    assert all(a_minute[minute] > 400 for minute in range(4))  # of 500, six deviations
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_lost_watch_is_followed_by_the_next_after_a_random_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, broken: bool
+) -> None:
+    """An API server that restarts ends the watches of all nodes: they do not return together."""
+    monkeypatch.setattr(watch, "random_between", high)
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+    timing = ClusterTiming(spread=600.0)
+
+    async with client_of(server, tmp_path, timing) as client, anyio.create_task_group() as group:
+        reader = Reader(client)
+        group.start_soon(reader.watched.run)
+        await server.until(lambda: watches(server) == 1)
+        skip(watch.STABLE)
+        server.label(NODE, {"it": "2"})
+        if broken:
+            server.store.compact()
+        else:
+            server.end_watches()
+        await anyio.sleep(0.5)
+        assert (lists(server), watches(server)) == (1, 1)
+
+        skip(timing.spread)
+        await server.until(lambda: watches(server) == 2)
+        await reader.until("2")
+        assert lists(server) == (2 if broken else 1)
+        group.cancel_scope.cancel()
+
+
+async def test_a_list_that_is_requested_waits_for_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list shows which pods have ended, and does not wait until the next watch is due."""
+    monkeypatch.setattr(watch, "random_between", high)
+    server = SimApiServer()
+    server.add_node(NODE, {"it": "1"})
+
+    timing = ClusterTiming(spread=600.0)
+    async with client_of(server, tmp_path, timing) as client, anyio.create_task_group() as group:
+        reader = Reader(client)
+        group.start_soon(reader.watched.run)
+        await server.until(lambda: watches(server) == 1)
+        server.end_watches()
+        await anyio.sleep(0.1)
+        reader.watched.list_again()
+        await server.until(lambda: lists(server) == 2)
+        group.cancel_scope.cancel()
