@@ -37,6 +37,7 @@ from tests.agent.test_mps import MIXED, MPS, control_of
 from tests.rigs.agent import METAGPU, QUICK, agent_at_work
 from tests.rigs.mgctl import require_built
 from tests.rigs.mig import a_node, mig_pool, placements, pod
+from tests.rigs.waiting import becomes
 
 NODE = "gpu-1"
 TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
@@ -220,7 +221,7 @@ async def test_control_daemons_stay_with_their_clients(tmp_path: Path) -> None:
         client = controls[held].client()
         client.__enter__()
         gpu = next(gpu for gpu in node.gpus if gpu.id == held)
-    assert mode_of(gpu) == ComputeMode.EXCLUSIVE_PROCESS
+        await becomes(lambda: mode_of(gpu) == ComputeMode.EXCLUSIVE_PROCESS)
     await anyio.Path(tmp_path / "metagpu.lock").touch()
 
     found = await uninstall(tmp_path, node)
