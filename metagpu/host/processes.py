@@ -295,8 +295,8 @@ def _is_running(process: int) -> bool:
     return not poll.poll(0)
 
 
-ENOUGH: Final = 1024
-"""Open files of a busy daemon, with room: sockets, two for each resource, pidfds, MIG devices."""
+ENOUGH: Final = 2048
+"""Open files with room: crowds at every port of a daemon have some 900, of the webhook 1100."""
 NEEDED: Final = 128
 """With fewer, some of the sockets cannot be opened."""
 

@@ -1,7 +1,7 @@
 """One connection of a client: requests over HTTP/1.1, one after the other.
 
-A request whose body is there is answered at once, in the call that brings its last byte: no task
-runs for it. aiohttp's parser reads the requests, as it does for aiohttp's own server.
+A request whose body is there is answered in its source's turn, and nothing more is read before: no
+task runs for it. aiohttp's parser reads the requests, as it does for aiohttp's own server.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class IncomingRequest:
         self.began = perf_counter()
         self.body: bytes | bytearray = bytearray()
         self.counted = False
-        self.last = message.should_close or message.version < HttpVersion11
+        self.last = message.should_close or message.upgrade or message.version < HttpVersion11
         self._message = message
 
     def judge(self, limits: WebhookLimits) -> RequestRefusal | None:
@@ -116,6 +116,9 @@ class Reviewing(Protocol):
     record: Callable[[Outcome, float], None]
     reading: int
     ending: bool
+
+    def on_whole(self, connection: "ReviewConnection") -> None:
+        """Put a connection whose request is whole behind those of its source."""
 
     def on_answered(self, connection: "ReviewConnection") -> None:
         """Note that a connection is idle from now on."""
@@ -219,7 +222,7 @@ class ReviewConnection(asyncio.Protocol):
 
     def _receive(self, data: bytes) -> None:
         try:
-            messages, upgraded, _ = self._parser.feed_data(data)
+            messages, _, _ = self._parser.feed_data(data)
         except HttpProcessingError as error:
             self._refuse_malformed(error)
             return
@@ -227,10 +230,23 @@ class ReviewConnection(asyncio.Protocol):
         if len(self._requests) > _AHEAD:
             self.abort()
             return
+        self._proceed_all()
+
+    def answer(self) -> None:
+        """Answer the request whose body is there, and go on with what came after it."""
+        if self._transport is None or self._last:
+            return
+        try:
+            self._transport.resume_reading()
+            self._review(self._requests[0])
+            self._proceed_all()
+        except Exception:
+            log.exception("connection failed")
+            self.abort()
+
+    def _proceed_all(self) -> None:
         while self._requests and not self._last and self._proceed(self._requests[0]):
             pass
-        if upgraded:
-            self.close()
 
     def _proceed(self, request: IncomingRequest) -> bool:
         """Take what has come of a body; return whether its request is answered."""
@@ -244,9 +260,11 @@ class ReviewConnection(asyncio.Protocol):
             self._send_text(request, *refusal, last=head or not whole)
             return True
         if whole:
-            self._review(request)
-            return True
-        if not began:
+            self._end_wait()
+            if self._transport is not None:
+                self._transport.pause_reading()
+            self._of.on_whole(self)
+        elif not began:
             self._late = self._loop.call_later(self._of.timing.request, self._give_up)
         return False
 
@@ -292,9 +310,7 @@ class ReviewConnection(asyncio.Protocol):
     def _send(self, request: IncomingRequest, answer: bytes, *, last: bool) -> None:
         """Send the answer to the oldest request."""
         self._requests.popleft()
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        self._end_wait()
         self._count_back(request)
         self._idle_since = self._loop.time()
         self._of.on_answered(self)
@@ -329,6 +345,11 @@ class ReviewConnection(asyncio.Protocol):
             self.close()
         else:
             self._gone = self._loop.call_later(CLOSING, self.close)
+
+    def _end_wait(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def _count_back(self, request: IncomingRequest) -> None:
         if request.counted:

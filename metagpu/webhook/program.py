@@ -19,6 +19,7 @@ from metagpu.core.contracts.programs import RunCommand
 from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.core.runtime.tasks import run_with_restart, serve
 from metagpu.core.state.call_stats import BUCKET_BOUNDS
+from metagpu.host.processes import raise_file_limit
 from metagpu.plugins.cluster.client import open_client
 from metagpu.plugins.cluster.event_recorder import (
     NOTE_LIMIT,
@@ -254,6 +255,7 @@ class Webhook:
         Raises:
             MetagpuError: the port cannot be bound.
         """
+        raise_file_limit()
         settings, timing = self._settings, self._settings.timing
         async with open_client(settings.kubeconfig, self._run_command, timing.cluster) as client:
             self._nodes = nodes = NodeOffers(client)

@@ -2,8 +2,8 @@
 
 A misbehaving client hurts only itself: connections are accepted at a limited rate, a handshake and
 a body are limited in time, a body in size and all bodies together in memory. Of too many
-connections the oldest of those that have had no answer is closed, of the source that has most: the
-API server's own have had some.
+connections, one of the source that has most is closed: the oldest of those without an answer. The
+source whose answers have taken the least time has the next answer.
 
 The certificate is read from files whenever they change. A pair that cannot be used changes nothing:
 the last good one stays in force.
@@ -14,10 +14,11 @@ import socket
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -38,6 +39,8 @@ CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 _ROUNDS: Final = 8
 """Flights of a handshake, of which TLS has four at most."""
+_ANSWERING: Final = 0.005
+"""Seconds of answers between two turns of the loop, which reads and accepts."""
 
 
 Changes = Callable[[Sequence[Path]], AsyncGenerator[None, None]]
@@ -181,8 +184,43 @@ class _Tls(SSLProtocol):
     max_size = 16 * 1024
 
 
+class _Turns:
+    """Connections whose requests are whole, source by source.
+
+    The source whose answers have taken the least time is next: a crowd with the most expensive pods
+    delays itself. A source that comes later has no more credit than those that wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[ReviewConnection]] = {}
+        self._spent: dict[str, float] = {}
+
+    def add(self, connection: ReviewConnection) -> None:
+        """Put a connection whose request is whole behind those of its source."""
+        if not self._waiting:
+            self._spent.clear()
+            asyncio.get_running_loop().call_soon(self._answer)
+        source = connection.source
+        if source not in self._waiting:
+            least = min(map(self._spent.__getitem__, self._waiting), default=0.0)
+            self._spent[source] = max(self._spent.get(source, 0.0), least)
+        self._waiting.setdefault(source, deque()).append(connection)
+
+    def _answer(self) -> None:
+        """Answer for a few milliseconds; then others of the loop have their turn."""
+        began = now = perf_counter()
+        while self._waiting and now <= began + _ANSWERING:
+            source = min(self._waiting, key=self._spent.__getitem__)
+            self._waiting[source].popleft().answer()
+            self._spent[source] -= now - (now := perf_counter())
+            if not self._waiting[source]:
+                del self._waiting[source]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._answer)
+
+
 class ReviewServer:
-    """Answers POST requests to `/mutate`; the answer is computed at once, from memory.
+    """Answers POST requests to `/mutate`; the answer is computed from memory.
 
     Args:
         context: the context of TLS.
@@ -209,6 +247,7 @@ class ReviewServer:
         self._address = address
         self._context = context
         self.answer = answer
+        self._turns = _Turns()
         self.record = record
         self.timing = timing
         self.limits = limits
@@ -253,6 +292,10 @@ class ReviewServer:
                     await self._close_all()
                 self.port = 0
 
+    def on_whole(self, connection: ReviewConnection) -> None:
+        """Put a connection whose request is whole behind those of its source."""
+        self._turns.add(connection)
+
     def on_answered(self, connection: ReviewConnection) -> None:
         """Put a connection behind those that are idle longer."""
         if connection in self._open:
@@ -280,13 +323,10 @@ class ReviewServer:
     def _dispensable(self) -> ReviewConnection:
         """Return the connection to close for another one, of the source that has most.
 
-        Those count that have had no answer: the API server's own wait for theirs a moment.
+        An answer proves nothing: every client can have one.
         """
-        candidates = [connection for connection in self._open if not connection.answered] or [
-            *self._open
-        ]
-        counts = Counter(candidate.source for candidate in candidates)
-        return min(candidates, key=lambda connection: (-counts[connection.source], connection.busy))
+        counts = Counter(connection.source for connection in self._open)
+        return min(self._open, key=lambda one: (-counts[one.source], one.answered, one.busy))
 
     async def _shake_hands(self, accepted: socket.socket, connection: ReviewConnection) -> None:
         """Start a connection, which goes on by itself."""

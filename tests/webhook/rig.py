@@ -220,9 +220,10 @@ class RunningWebhook:
     serving: anyio.CancelScope
     raw: list[RawClient] = field(default_factory=list)
 
-    async def connect(self, *, tls: bool = True) -> RawClient:
-        """Open a connection, which ends with the webhook."""
+    async def connect(self, *, tls: bool = True, source: str = "127.0.0.1") -> RawClient:
+        """Open a connection from an address, which ends with the webhook."""
         options: dict[str, Any] = {"ssl": self.trust, "server_hostname": NAME} if tls else {}
+        options["local_addr"] = source, 0
         client = RawClient(*await asyncio.open_connection("127.0.0.1", self.server.port, **options))
         self.raw.append(client)
         return client

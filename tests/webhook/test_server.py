@@ -22,6 +22,7 @@ from metagpu.translation import translate as translation
 from metagpu.translation.node_offers import NodeGroups
 from metagpu.translation.values import Translation, TranslationSettings
 from metagpu.webhook import reviews, translator
+from metagpu.webhook import server as webhook_server
 from metagpu.webhook.server import ServingCertificate
 from metagpu.webhook.settings import WebhookLimits, WebhookTiming
 from metagpu.webhook.translator import Outcome, Translator
@@ -521,6 +522,49 @@ async def test_a_crowd_of_a_pod_keeps_no_review_out(folder: Path, authority: Aut
         with crowd:
             for _ in range(3):
                 assert (await webhook.post(body))[0] == 200
+
+
+async def test_connections_with_answers_keep_no_review_out(
+    folder: Path, authority: Authority
+) -> None:
+    """A pod that has had answers on all connections does not keep those of others from theirs."""
+    limits = WebhookLimits(connections=8)
+    body = review(pod(TWO_GPUS))
+    async with webhook_at_work(folder, authority, limits=limits) as webhook:
+        for _ in range(limits.connections):
+            client = await webhook.connect(source="127.0.0.2")
+            await client.send(body)
+            assert await client.status() == 200
+        good = await webhook.connect()
+        for _ in range(2 * limits.connections):
+            await (await webhook.connect(source="127.0.0.2")).write(b"P")
+
+        await good.send(body)
+        assert await good.status() == 200
+
+
+async def test_expensive_reviews_of_a_pod_delay_no_other(
+    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of reviews of one address wait behind the first of another one."""
+    monkeypatch.setattr(webhook_server, "_ANSWERING", 0.0)
+    body = review(pod(TWO_GPUS))
+    answered: list[bytes] = []
+    async with webhook_at_work(folder, authority) as webhook:
+        translate = webhook.server.answer
+
+        def answer(asked: bytes) -> translator.ReviewAnswer:
+            answered.append(asked)
+            return translate(asked)
+
+        webhook.server.answer = answer
+        crowd = [await webhook.connect(source="127.0.0.2") for _ in range(40)]
+        good = await webhook.connect()
+        for client in crowd:
+            await client.send(body)
+        await good.send(review(pod(TWO_GPUS), uid="good"))
+        assert await good.status() == 200
+        assert len(answered) < len(crowd)
 
 
 async def test_requests_during_the_drain_are_answered(folder: Path, authority: Authority) -> None:
