@@ -3,6 +3,7 @@
 These functions block. `None` means that a process has ended, or is hidden from this one.
 """
 
+import errno
 import fcntl
 import os
 import resource
@@ -33,8 +34,12 @@ _OF_STATUS: Final = ("Name:", "Uid:", "NSpid:")
 """The used ones of the sixty lines of /proc/PID/status."""
 
 # Fields of /proc/PID/stat behind the command's name, which may have any bytes (proc_pid_stat(5)).
-_STATE, _UTIME, _STIME, _STARTED, _RESIDENT = 0, 11, 12, 19, 21
+_STATE, _FLAGS, _UTIME, _STIME, _STARTED, _RESIDENT = 0, 6, 11, 12, 19, 21
 _ZOMBIE: Final = b"Z"
+_EXITING: Final = 0x4
+"""PF_EXITING of Linux' sched.h, among the flags of a thread."""
+_ATTEMPTS: Final = 32
+"""Looks at the threads of a process whose first one has ended."""
 
 
 def read_identity(proc: Path, pid: int, cgroups: Path = DEFAULT_ROOT) -> ProcessIdentity | None:
@@ -114,24 +119,27 @@ def _stat(folder: int) -> list[bytes]:
 def _cgroup(folder: int, stat: list[bytes]) -> str:
     """Read the cgroups of a process, or of a thread where the first one has ended.
 
-    The kernel shows a zombie in the root of each hierarchy of cgroup v1.
+    The kernel shows what ends in the root of each hierarchy of cgroup v1. Threads may end as fast
+    as they are found: a text counts if its thread lives after it was read.
+
+    Raises:
+        OSError: the process has threads, and none lived long enough.
     """
-    name = "cgroup"
-    if stat[_STATE] == _ZOMBIE:
-        name = next((f"task/{thread}/cgroup" for thread in _living_threads(folder)), name)
-    return _read(folder, name).decode(errors="replace")
-
-
-def _living_threads(folder: int) -> Iterator[str]:
+    if stat[_STATE] != _ZOMBIE:
+        return _read(folder, "cgroup").decode(errors="replace")
     tasks = os.open("task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
     try:
-        for thread in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
-            with suppress(OSError):
-                stat = _read(tasks, f"{thread}/stat").rpartition(b")")[2].split()
-                if stat[_STATE] not in (_ZOMBIE, b"X"):
-                    yield thread
+        for _ in range(_ATTEMPTS):
+            threads = os.listdir(tasks)  # noqa: PTH208 - of a descriptor
+            for thread in threads:
+                with suppress(OSError):
+                    text = _read(tasks, f"{thread}/cgroup")
+                    now = _read(tasks, f"{thread}/stat").rpartition(b")")[2].split()
+                    if len(threads) == 1 or not int(now[_FLAGS]) & _EXITING:
+                        return text.decode(errors="replace")
     finally:
         os.close(tasks)
+    raise ProcessLookupError(errno.ESRCH, "no thread lived long enough to be read")
 
 
 def _status(folder: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -95,6 +96,46 @@ def test_a_process_without_its_first_thread_is_in_its_container() -> None:
             assert identity.container == container
             assert is_in_other_container(process.pid)
             assert group_of("/proc", process.pid) == f"pod{container.pod_uid}".encode()
+        finally:
+            process.kill()
+
+
+SUCCESSIVE: Final = """
+import _thread, ctypes, sys
+sys.setswitchinterval(1e-5)
+def follow():
+    _thread.start_new_thread(follow, ())
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    follow()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+"""Goes on in threads that each start another one, and end."""
+
+
+def test_threads_that_end_as_they_are_found_leave_no_container() -> None:
+    """A process without its first thread is in its container or unknown, and never in none."""
+    container = container_of(Holder("default", "mallory", "main"))
+    with (
+        real_cgroup(container) as folder,
+        subprocess.Popen(  # noqa: S603 - as written above
+            [sys.executable, "-c", SUCCESSIVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process,
+    ):
+        try:
+            (folder / "cgroup.procs").write_text(str(process.pid))
+            assert process.stdin
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            state = Path(f"/proc/{process.pid}/stat")
+            while state.read_text().rpartition(")")[2].split()[0] != "Z":
+                os.sched_yield()
+
+            found = [read_identity(Path("/proc"), process.pid) for _ in range(2000)]
+            known = [identity.container for identity in found if identity]
+            assert known
+            assert set(known) == {container}
         finally:
             process.kill()
 
