@@ -23,7 +23,9 @@
 #define BEGIN "{\"command\":\"container-starting\",\"state\":"
 
 enum {
-    STATE_LIMIT = 1 << 20, /* bytes: annotations of a pod have 256 KiB at most */
+    /* Bytes, as of the daemon. A pod's annotations have 256 KiB at most; CRI-O gives them twice,
+     * as JSON in JSON, in which one byte can become twelve. */
+    STATE_LIMIT = 16 << 20,
     ANSWER_LIMIT = 2048,
     IGNORE_SECONDS = 3, /* in all; the daemon goes on, and sets the limit afterwards */
     FAIL_SECONDS = 10,

@@ -185,6 +185,7 @@ class Agent:
             self.resource_claims.report,
             self.recent_events.report if self.recent_events else list,
             self._offering.ready,
+            self._offering.lease_follower.refresh,
         )
         self.exporter = build_exporter(
             context,

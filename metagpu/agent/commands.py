@@ -3,7 +3,7 @@
 The status has the capabilities of this process too, beside those that the configuration needs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -83,6 +83,7 @@ class AgentCommands:
         resource_claims: reports the DRA driver, `None` where no pool has it.
         recent_events: returns the last events of the node, for viewers.
         ready: set once GPUs, configuration and leases are known.
+        read_leases: asks the kubelet for the leases that it has given by now.
     """
 
     context: NodeContext
@@ -95,6 +96,7 @@ class AgentCommands:
     resource_claims: Callable[[], DraReport | None]
     recent_events: Callable[[], Sequence[EventReport]]
     ready: anyio.Event
+    read_leases: Callable[[], Awaitable[None]]
 
     @property
     def by_name(self) -> Mapping[str, CommandHandler]:
@@ -177,7 +179,7 @@ class AgentCommands:
         state = msgspec.convert(request.get("state"), StartingContainer)
         with anyio.move_on_after(READY_WITHIN):
             await self.ready.wait()
-            return await self.usage_service.container_starting(state)
+            return await self.usage_service.container_starting(state, self.read_leases)
         raise InternalError("metagpu has just started, and does not know the GPUs and leases yet")
 
     async def usage(self, _: Mapping[str, Any]) -> UsageReport:

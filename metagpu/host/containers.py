@@ -14,8 +14,8 @@ it. The form of the names depends on the node's settings:
 
 A name alone proves nothing: systemd gives each user of the host a cgroup of the user's own, below
 which the user makes any names. A pod's cgroup is one below the kubelet's root, in a folder of root.
-Of the folders below `/sys/fs/cgroup` (version 2), only names that may lead to pods are searched: a
-node has hundreds of other cgroups, each a folder of a hundred files.
+Of the folders below `/sys/fs/cgroup` (version 2), systemd's units are not searched, but for those
+that may have pods: a node has hundreds, each a folder of a hundred files.
 
 For each container that it starts, the kubelet puts `<pod>_<namespace>_<container>-<id>.log` into
 `/var/log/containers`, cut at 255 characters: a link to
@@ -154,7 +154,7 @@ _EMPTY: Final = "populated 0"
 """A line of `cgroup.events`, of a cgroup without a process in it or below (cgroups(7))."""
 _DEEPEST: Final = 8
 _LEADS: Final = re.compile(
-    r"kube.*|.*-kube.*|burstable|besteffort|docker.*|system\.slice|[0-9a-f]{64}"
+    r"(?!.*\.(?:mount|scope|service|socket|swap)$).*|docker-[0-9a-f]{64}\.scope"
     r"|(?:containerd|crio|docker|cri-docker|k3s|k3s-agent)\.service"
 )
 

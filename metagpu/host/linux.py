@@ -246,7 +246,8 @@ class LinuxHost:
             raise HostError(f"nothing names the pod {container.pod_uid} of the container")
         is_new = is_cgroup_v2(self._cgroups)
         found = find_container_cgroups(self._cgroups, [container]) if is_new else {}
-        return ContainerCgroup(container, holder, str(found.get(container, "")))
+        path = str(found.get(container, ""))
+        return ContainerCgroup(container, holder, path, hidden=is_new and not path)
 
     def _remember(self, found: Mapping[Container, Holder]) -> None:
         """Keep the names by the kubelet's links, which are certain."""

@@ -1,6 +1,7 @@
 """The hook of the CDI specification, as a runtime starts it before a container's first process."""
 
 import json
+import shutil
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
 from metagpu.plugins.control.client import SOCKET_NAME, send_request
 from metagpu.plugins.control.socket import control_server
+from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimKubelet, SimPod
 from metagpu.sim.machine.containers import SimHost, container_of
 from metagpu.sim.machine.gpu import SimProcess
@@ -40,6 +42,21 @@ pools:
   - name: all
     memoryEnforcement: {policy: kill}
     backends: [{backend: fraction, sharesPerGpu: 100}]
+"""
+OTHER: Final = "cnvrg.io/other"
+TWO_POOLS: Final = """
+version: metagpu/v1
+deviceListStrategy: cdi-cri
+startHook: fail
+pools:
+  - name: first
+    gpus: {index: 0}
+    memoryEnforcement: {policy: kill}
+    backends: [{backend: fraction, sharesPerGpu: 100}]
+  - name: second
+    gpus: {index: 1}
+    memoryEnforcement: {policy: kill}
+    backends: [{backend: fraction, sharesPerGpu: 100, resource: cnvrg.io/other}]
 """
 IGNORE: Final = CONFIG + "startHook: ignore\n"
 FAIL: Final = CONFIG + "startHook: fail\n"
@@ -113,14 +130,18 @@ async def node(
     config: str = IGNORE,
     driver: str = "615.71.09",
     kubelet: SimKubelet | None = None,
+    *,
+    count: int = 1,
+    timing: KubeletTiming | None = None,
 ) -> AsyncIterator[tuple[Scene, Runtime]]:
-    """Run an agent with one A100 and a runtime that knows CDI, while the block lasts."""
+    """Run an agent with A100s and a runtime that knows CDI, while the block lasts."""
     gpus = SimNode(driver)
-    gpus.add_gpu(find_model("a100-40gb"))
+    for _ in range(count):
+        gpus.add_gpu(find_model("a100-40gb"))
     machine = SimHost(tmp_path)
     dev = tmp_path / "dev"
     dev.mkdir()
-    for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (dev / name).touch()
     async with (
         agent_at_work(
@@ -131,6 +152,7 @@ async def node(
             host=machine.host,
             pod_dir=tmp_path / "pod",
             cdi_dir=tmp_path / "cdi",
+            kubelet_timing=timing,
         ) as scene,
         control_server(tmp_path, scene.agent.commands),
     ):
@@ -219,6 +241,55 @@ async def test_a_container_without_a_certain_name_has_its_pods_and_no_limit(
             container: Holder("team", "alice", "")
         }
         assert scene.node.gpu(0).memory_limits == {}
+
+
+async def test_a_cgroup_root_of_several_levels_is_searched(tmp_path: Path) -> None:
+    """A container below a `cgroupRoot` has its limit; one whose cgroup is hidden does not start."""
+    async with node(tmp_path, FAIL) as (scene, runtime), running() as first:
+        await admit(scene, SimContainer("main", {METAGPU: 25}))
+        container, cgroups = runtime.create(first.pid, ALICE), runtime.machine.cgroups
+        shutil.rmtree(cgroups / "kubepods.slice")
+        path = f"site/gpu.pods/kubepods/burstable/pod{container.pod_uid}/{container.id}"
+        runtime.machine.add_process(first.pid, f"0::/{path}\n")
+        (cgroups / path).rename(tmp_path / "hidden")
+        status, error = await runtime.run_hook(state_of(first.pid, container, ALICE))
+        assert (status, "is not visible" in error) == (1, True)
+
+        (tmp_path / "hidden").rename(cgroups / path)
+        assert await runtime.run_hook(state_of(first.pid, container, ALICE)) == (0, "")
+        assert scene.node.gpu(0).memory_limits == {cgroups / path: LIMIT_OF_25}
+
+
+async def test_a_container_of_two_resources_waits_for_both(tmp_path: Path) -> None:
+    """A container has both of its limits, also if the daemon has seen one of its resources alone.
+
+    The kubelet asks for each resource by itself, and the second answer may take seconds.
+    """
+    slow = KubeletTiming(settle=1.0, contended_period=60.0)
+    async with (
+        node(tmp_path, TWO_POOLS, count=2, timing=slow) as (scene, runtime),
+        running() as first,
+    ):
+        await admit(scene, SimContainer("main", {METAGPU: 25}))
+        await scene.wait_snapshot(lambda now: any(gpu.allocated for gpu in now.gpus.values()))
+        await admit(scene, SimContainer("main", {METAGPU: 25, OTHER: 25}))
+        container = runtime.create(first.pid, ALICE)
+        assert await runtime.run_hook(state_of(first.pid, container, ALICE)) == (0, "")
+        assert [list(gpu.memory_limits.values()) for gpu in scene.node.gpus] == [[LIMIT_OF_25]] * 2
+
+
+async def test_a_state_of_megabytes_is_read(tmp_path: Path) -> None:
+    """CRI-O gives a pod's annotations twice, the second time as JSON in JSON."""
+    async with node(tmp_path, FAIL) as (scene, runtime), running() as first:
+        await admit(scene, SimContainer("main", {METAGPU: 25}))
+        container = runtime.create(first.pid, ALICE)
+        state = state_of(first.pid, container, ALICE)
+        annotations = {"note": "\x01" * (256 << 10)}
+        copies = {"io.kubernetes.cri.copy": json.dumps(annotations)}
+        state["annotations"] = {**annotations, **copies, **state["annotations"]}  # type: ignore[dict-item]
+        assert len(json.dumps(state)) > 3 << 20
+        assert await runtime.run_hook(state) == (0, "")
+        assert list(scene.node.gpu(0).memory_limits.values()) == [LIMIT_OF_25]
 
 
 async def test_the_process_of_another_container_is_refused(tmp_path: Path) -> None:

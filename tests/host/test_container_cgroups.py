@@ -36,6 +36,8 @@ def root_with(tmp_path: Path, *folders: str) -> Path:
         f"system.slice/containerd.service/kubepods-pod{LOW}.slice:cri-containerd:{ID}",
         f"docker/{'cd' * 32}/kubelet/kubepods/pod{UID}/{ID}",
         f"system.slice/docker-{'cd' * 32}.scope/{KIND}",
+        f"site/gpu.pods/kubepods/pod{UID}/{ID}",
+        f"site.slice/site-gpu.slice/site-gpu-kubepods.slice/site-gpu-kubepods-pod{LOW}.slice/{ID}",
     ],
 )
 def test_a_container_is_found_wherever_its_node_has_it(tmp_path: Path, folder: str) -> None:

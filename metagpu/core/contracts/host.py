@@ -72,12 +72,14 @@ class ContainerCgroup(msgspec.Struct, frozen=True):
 
     Attributes:
         populated: whether a process is in it or below; an ended container may leave it empty.
+        hidden: whether it cannot be seen here, and so has no path.
     """
 
     container: Container
     holder: Holder
     cgroup: str
     populated: bool = True
+    hidden: bool = False
 
 
 class StartingContainer(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ had before its limit.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 import msgspec
@@ -20,10 +20,10 @@ from metagpu.core.contracts.host import Container, ContainerCgroup, Host
 from metagpu.core.errors import DriverError, DriverUnavailable, HostError, Unsupported
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder, Lease, Share, ShareId
-from metagpu.core.model.snapshot import GpuState, Versions
+from metagpu.core.model.snapshot import Snapshot, Versions
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.registry import Registry
-from metagpu.core.usage.accounting import ContainerUsage, allocated_shares
+from metagpu.core.usage.accounting import ContainerUsage, allocated_shares, shares_of_claims
 from metagpu.core.usage.annotations import effective_limit
 from metagpu.core.usage.collector import UsageCollector
 from metagpu.core.usage.policy import EffectiveLimit
@@ -130,24 +130,31 @@ class DriverLimits:
             raise
 
     async def limit_starting(
-        self, target: ContainerCgroup, settings: Callable[[GpuId], MemoryEnforcement]
+        self,
+        target: ContainerCgroup,
+        settings: Callable[[GpuId], MemoryEnforcement],
+        read_leases: Callable[[], Awaitable[None]],
     ) -> int:
         """Set the limits of a container that has no process yet; return their number.
 
-        Where a GPU may need one, the wait is for the shares of the container to be known.
+        Where a GPU may need one, the wait is for the shares of the container to be known: the
+        kubelet has all of them by now, and is asked.
 
         Raises:
-            HostError: the name of the container is not certain.
+            HostError: the name of the container is not certain, or its cgroup is not visible.
             DriverError: a limit that the container needs is not in force in time.
         """
         gpus = [gpu for gpu in self._registry.snapshot.gpus if self._may_limit(gpu, settings(gpu))]
-        if not gpus or not target.cgroup:
+        if not gpus or not (target.cgroup or target.hidden):
             return 0
+        if target.hidden:
+            raise HostError(f"the cgroup of container {target.container.id[:12]} is not visible")
         if not target.holder.container:
             raise HostError(f"the name of container {target.container.id[:12]} is not certain")
         with anyio.move_on_after(self._timing.start_deadline):
+            await read_leases()
             async for is_known in self._registry.watch(
-                lambda now: any(_held_shares(state, target) for state in now.gpus.values())
+                lambda now: any(_held_shares(now, gpu, target) for gpu in now.gpus)
             ):
                 if is_known:
                     break
@@ -166,7 +173,7 @@ class DriverLimits:
         Raises:
             DriverError: the limit could not be set.
         """
-        held = _held_shares(self._registry.snapshot.gpus[gpu], target)
+        held = _held_shares(self._registry.snapshot, gpu, target)
         if not (shares := self._guarded(held)):
             return False
         effective = self._effective_limit(gpu, target, shares, settings)
@@ -240,16 +247,17 @@ class DriverLimits:
         self, gpu: GpuId, state: _GpuLimits, settings: MemoryEnforcement
     ) -> Sequence[tuple[ContainerCgroup, int | None]]:
         """Return the containers whose limit has to change, each with its new limit."""
-        now = anyio.current_time()
-        shares = self._enforced_holders(gpu)
+        now, shares = anyio.current_time(), self._enforced_holders(gpu)
+        snapshot = self._registry.snapshot
         await self._find_cgroups(gpu, state, shares)
 
         due: list[tuple[ContainerCgroup, int | None]] = []
         for target in state.cgroups:
             holder = target.holder
-            if holder not in shares or state.retry_at.get(target.container, 0.0) > now:
+            held = shares.get(holder) or self._guarded(_held_shares(snapshot, gpu, target))
+            if not held or state.retry_at.get(target.container, 0.0) > now:
                 continue
-            effective = self._effective_limit(gpu, target, shares[holder], settings)
+            effective = self._effective_limit(gpu, target, held, settings)
             limit = effective.limit if effective.settings.uses_driver_limits else None
             wanted = None if limit is None else (holder, limit)
             if state.limits.get(target.container) != wanted:
@@ -259,7 +267,10 @@ class DriverLimits:
     async def _find_cgroups(
         self, gpu: GpuId, state: _GpuLimits, shares: Mapping[Holder, Sequence[Share]]
     ) -> None:
-        """Search for the containers' cgroups, if unknown ones may exist."""
+        """Search for the containers' cgroups, if unknown ones may exist.
+
+        The kubelet lists no init container: those with a limit are searched too.
+        """
         leases, now = self._registry.snapshot.gpus[gpu].leases, anyio.current_time()
         if leases is not state.leases:
             state.leases, state.leases_since = leases, now
@@ -268,8 +279,11 @@ class DriverLimits:
             if not unknown or now - state.leases_since > self._timing.start_window:
                 return
 
-        state.cgroups, state.searched_at = await self._host.cgroups(shares.keys()), now
-        present = {target.container for target in state.cgroups}
+        limited = set(state.limits)
+        holders = shares.keys() | {holder for holder, _ in state.limits.values()}
+        state.cgroups, state.searched_at = await self._host.cgroups(holders), now
+        started = state.limits.keys() - limited  # during the search
+        present = started.union(target.container for target in state.cgroups)
         state.limits = {
             container: limit for container, limit in state.limits.items() if container in present
         }
@@ -321,13 +335,19 @@ class DriverLimits:
             log.warning("driver memory limit failed", gpu=str(gpu), error=str(error))
 
 
-def _held_shares(state: GpuState, target: ContainerCgroup) -> Sequence[Share]:
+def _held_shares(snapshot: Snapshot, gpu: GpuId, target: ContainerCgroup) -> Sequence[Share]:
     """Return the shares of a container on a GPU.
 
-    The kubelet's checkpoint has the pod's uid, and names init containers. The name alone counts for
-    what the checkpoint does not have: an ended pod may have had the same name.
+    The kubelet's checkpoint has the pod's uid, and names init containers; so do the claims of their
+    Pods. The name alone counts for what the checkpoint does not have: an ended pod may have had the
+    same name.
     """
-    key = target.container.pod_uid, target.holder.container
+    state, container = snapshot.gpus[gpu], target.container
+    key = container.pod_uid, target.holder.container
     allocated = [share for share in allocated_shares(state) if key in state.allocated[share.id]]
-    named = state.shares_by_holder.get(target.holder, ())
+    of_claims = shares_of_claims(snapshot, {container: target.holder}).get(container, ())
+    named = (
+        *state.shares_by_holder.get(target.holder, ()),
+        *(share for share in of_claims if share.gpu == gpu),
+    )
     return allocated or [share for share in named if share.id not in state.allocated]

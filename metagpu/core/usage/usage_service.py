@@ -1,7 +1,7 @@
 """The usage service: collection, enforcement and reports of GPU usage."""
 
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -144,7 +144,9 @@ class UsageService:
         """Number of memory limits in force in the driver."""
         return self._limits.count
 
-    async def container_starting(self, starts: StartingContainer) -> Mapping[str, object]:
+    async def container_starting(
+        self, starts: StartingContainer, read_leases: Callable[[], Awaitable[None]]
+    ) -> Mapping[str, object]:
         """Name a container that has no process yet, and set its limits in the driver.
 
         Raises:
@@ -152,7 +154,7 @@ class UsageService:
             DriverError: a limit that it needs is not in force in time.
         """
         found = await self._host.starting(starts)
-        limits = await self._limits.limit_starting(found, self._enforcer.settings)
+        limits = await self._limits.limit_starting(found, self._enforcer.settings, read_leases)
         log.info("container starting", container=str(found.holder), driver_limits=limits)
         return {"container": str(found.holder), "driverLimits": limits}
 

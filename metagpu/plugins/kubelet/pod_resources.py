@@ -129,6 +129,9 @@ class LeaseFollower:
         self.known = anyio.Event()
         self._triggered = anyio.Event()
         self._pod_ended = anyio.Event()
+        self._looking = anyio.Lock()
+        self._looked_at = float("-inf")
+        """When the last look began that the kubelet answered."""
 
     async def run(self) -> None:
         """Look at the kubelet until cancelled.
@@ -156,8 +159,20 @@ class LeaseFollower:
 
                 while True:
                     self._triggered, self._pod_ended = anyio.Event(), anyio.Event()
-                    await self.look()
+                    async with self._looking:
+                        await self.look()
                     delay = await self._wait(self._next_delay(delay))
+
+    async def refresh(self) -> None:
+        """Look at the kubelet until it answers; callers of the same moment share one look."""
+        called = self._clock()
+        while True:
+            async with self._looking:
+                if self._looked_at < called:
+                    await self.look()
+            if self._looked_at >= called:
+                return
+            await anyio.sleep(self._timing.settle)
 
     async def _wait(self, delay: float) -> float:
         """Wait until the next look is due; return the delay, 0 after a trigger.
@@ -213,6 +228,7 @@ class LeaseFollower:
             allocated = None
         if answer is None and self._readiness.ready:
             return
+        self._looked_at = asked
         snapshot = self._registry.snapshot
         seen = _Seen(answer, allocated.version if allocated else None, kubelet, snapshot)
         if self._settled is not None and seen.equals(self._settled):

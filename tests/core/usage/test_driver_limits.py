@@ -8,6 +8,7 @@ from typing import Final
 import anyio
 import pytest
 from anyio import to_thread
+from anyio.lowlevel import checkpoint
 from msgspec.structs import replace
 
 from metagpu.core.config.memory import (
@@ -21,9 +22,15 @@ from metagpu.core.contracts.capabilities import MemoryGuard
 from metagpu.core.contracts.host import ContainerCgroup
 from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ShareId
+from metagpu.core.model.shares import Holder, ResourceClaimRef, ShareId
 from metagpu.core.model.snapshot import Versions
-from metagpu.core.state.facts import DriverRead, GpusFound, LeasesObserved, PodsListed
+from metagpu.core.state.facts import (
+    DriverRead,
+    GpusFound,
+    LeasesObserved,
+    PodsListed,
+    SharesClaimed,
+)
 from metagpu.core.state.registry import Registry
 from metagpu.core.usage import driver_limits
 from metagpu.core.usage.accounting import ContainerUsage
@@ -85,6 +92,10 @@ class Ground:
         free = [share.id for share in state.shares if share.id not in self._holders]
         self._holders |= dict.fromkeys(free[:count], holder)
         self.registry.apply(LeasesObserved(self._holders, at=len(self._holders)))
+
+    async def start(self, target: ContainerCgroup) -> int:
+        """Limit a container that starts; return the number of its limits."""
+        return await self.limits.limit_starting(target, lambda _: self.terms, checkpoint)
 
     def usage(self, holder: Holder, uid: str | None = None) -> ContainerUsage:
         """Return a container's usage of the first GPU."""
@@ -343,5 +354,41 @@ async def test_a_container_that_starts_has_the_limit_of_its_own_pods_shares(tmp_
             LeasesObserved({old.id: ALICE}, at=1, allocated=allocated, containers=containers)
         )
         target = ContainerCgroup(container, ALICE, str(cgroup))
-        assert await live_ground.limits.limit_starting(target, lambda _: live_ground.terms) == 1
+        assert await live_ground.start(target) == 1
         assert cgroup in live_ground.node.gpu(1).memory_limits
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "claim"])
+async def test_the_limit_of_an_init_container_is_kept(tmp_path: Path, by: str) -> None:
+    """An init container is in no list; its limit follows the settings until its cgroup is gone."""
+    timing = replace(QUICK, cgroup_period=0.02, start_deadline=1.0)
+    async with ground(tmp_path, timing=timing) as live_ground:
+        container, registry = container_of(ALICE), live_ground.registry
+        shares = registry.snapshot.gpus[live_ground.gpus[0]].shares[-25:]
+        if by == "claim":
+            claim = ResourceClaimRef("default", "quarter", "uid-1")
+            registry.apply(SharesClaimed(shares, at=1, resource_claim=claim))
+            claims = {"main": frozenset({("quarter", "")})}
+            pod = KnownPod(container.pod_uid, "default", "alice", claims=claims)
+            registry.apply(PodsListed((pod,)))
+        else:
+            own = frozenset({(container.pod_uid, ALICE.container)})
+            ids = [share.id for share in shares]
+            allocated = dict.fromkeys(ids, shares[0].resource)
+            containers = dict.fromkeys(ids, own)
+            registry.apply(LeasesObserved({}, at=1, allocated=allocated, containers=containers))
+        cgroup = await to_thread.run_sync(live_ground.machine.start, ALICE)
+        target = ContainerCgroup(container, ALICE, str(cgroup))
+        assert await live_ground.start(target) == 1
+        assert live_ground.node.gpu(0).memory_limits == {cgroup: LIMIT_OF_25}
+
+        live_ground.hold(BOB, 10)  # another lease: the cgroups are searched again
+        await to_thread.run_sync(live_ground.machine.start, BOB)
+        await becomes(lambda: len(live_ground.set_limits()) == 2)
+        await becomes(lambda: live_ground.limits.count == 2)
+        live_ground.terms = replace(TERMS, headroom=Bytes(1024 * MIB))
+        limits = live_ground.node.gpu(0).memory_limits
+        await becomes(lambda: limits[cgroup] == LIMIT_OF_25 + 512 * MIB)
+        live_ground.terms = replace(TERMS, policy=EnforcementPolicy.WARN)
+        await becomes(lambda: live_ground.limits.count == 0)
+        assert live_ground.set_limits() == []
