@@ -20,7 +20,8 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import DiagnosesGpu, OffersExisting
 from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
-from metagpu.core.grants.injection import CLIENT_NAME, Injection
+from metagpu.core.grants.cdi import HOOK_NAME
+from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.backend_runner import BackendRunner
 from metagpu.core.layout.checks import check_fit
 from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
@@ -246,7 +247,7 @@ class LayoutManager:
     def _injection(self, nodes: DeviceNodes) -> Injection:
         """Describe this host's part of an injection, without the configuration's part."""
         run_dir = self.context.paths.run_dir.absolute()
-        hook = (f"{self._pod_dir}/{CLIENT_NAME}", str(run_dir / SOCKET_NAME))
+        hook = (f"{self._pod_dir}/{HOOK_NAME}", str(run_dir / SOCKET_NAME))
         return Injection(
             dev_root=nodes.root,
             device_nodes_present=nodes.present,

@@ -7,6 +7,7 @@ order: what uses a thing goes before the thing.
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from metagpu.core.errors import ClusterError, DriverError, KubeletError, describ
 from metagpu.core.grants import cdi
 from metagpu.core.grants.injection import CLIENT_NAME, POD_SOCKET_NAME
 from metagpu.core.model.shares import Holder
+from metagpu.core.runtime.files import replace_text
 from metagpu.host import node_leftovers as on_host
 from metagpu.host.containers import DEFAULT_ROOT, find_pods
 from metagpu.host.programs import run_command
@@ -42,7 +44,10 @@ _GPU: Final = "GPU-"
 """The prefix of our shares' ids."""
 _NEW_SOCKET: Final = f"{POD_SOCKET_NAME}.new"
 """Left by a relay that was killed as it began to listen."""
-_POD_FILES: Final = (CLIENT_NAME, f".{CLIENT_NAME}.new", POD_SOCKET_NAME, _NEW_SOCKET)
+_POD_FILES: Final = (
+    *(POD_SOCKET_NAME, _NEW_SOCKET, CLIENT_NAME, f".{CLIENT_NAME}.new"),
+    *(cdi.HOOK_NAME, f".{cdi.HOOK_NAME}.new"),
+)
 
 
 class Report:
@@ -176,6 +181,10 @@ class Uninstall:
         found += on_host.find_dead_socket(root / "plugins" / driver / "dra.sock")
         if cdi_dir is not None:
             own = cdi_dir / cdi.FILE_NAME, cdi_dir / cdi.MONITOR_FILE
+            if node.used_by and own[0].exists() and cdi.HOOK_NAME in (text := own[0].read_text()):
+                # No daemon answers it any more.
+                remove = partial(replace_text, own[0], cdi.without_start_hook(text))
+                found.append(on_host.leftover("start hook", own[0], remove))
             for file in (*own, *cdi_dir.glob(cdi.CLAIM_FILES)):
                 found += on_host.find_file("CDI specification", file, node.used_by)
         if pod_dir is not None:

@@ -18,6 +18,7 @@ from metagpu.core.model.driver_roots import Folder, RootOptions
 from metagpu.core.reports.doctor import NodeFacts
 from metagpu.core.reports.schema.status import StatusReport
 from metagpu.core.reports.status import roots_report
+from metagpu.core.runtime.files import is_noexec
 from metagpu.host.device_nodes import device_nodes, missing_links
 from metagpu.host.driver_roots import PROGRAMS, find_roots, program_roots
 from metagpu.host.linux import sees_host
@@ -72,7 +73,7 @@ def survey_node(where: SurveyPaths, status: StatusReport | None, no_status: str)
         status_problem=no_status,
         pod_dir=str(where.pod_dir),
         has_mgctl=client.is_file() and os.access(client, os.X_OK),
-        noexec=client.is_file() and bool(os.statvfs(client).f_flag & os.ST_NOEXEC),
+        noexec=client.is_file() and is_noexec(where.pod_dir, proc),
         pod_socket_problem=_refusal(where.pod_dir / "mgctl.sock"),
         envvar_accepted=_envvar_accepted(host),
         cdi_files=tuple(_cdi(host)),

@@ -358,6 +358,15 @@ async def test_a_configuration_without_the_hook_has_none(tmp_path: Path) -> None
         assert runtime.hooks() == []
 
 
+async def test_an_earlier_mgctl_leaves_the_hook_alone(tmp_path: Path) -> None:
+    """A daemon before the hook replaces `mgctl`, and then the specification; both may be used."""
+    async with node(tmp_path, FAIL) as (scene, runtime), running() as first:
+        (tmp_path / "pod" / "mgctl").write_bytes(b"an earlier one")
+        await admit(scene, SimContainer("main", {METAGPU: 25}))
+        container = runtime.create(first.pid, ALICE)
+        assert await runtime.run_hook(state_of(first.pid, container, ALICE)) == (0, "")
+
+
 async def test_a_folder_that_runs_no_programs_has_no_hook(tmp_path: Path) -> None:
     """Containers start without the hook where the folder of `mgctl` is mounted `noexec`."""
     require_mounts("a folder is mounted")

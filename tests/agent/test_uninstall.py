@@ -19,6 +19,7 @@ from metagpu.agent.uninstall import Uninstall
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.errors import MetagpuError
 from metagpu.core.grants import cdi
+from metagpu.core.grants.grant import DeviceNode
 from metagpu.core.model.driver_roots import RootOptions
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.state.facts import LeasesObserved
@@ -42,6 +43,14 @@ from tests.rigs.waiting import becomes
 NODE = "gpu-1"
 TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
 OTHER = {"key": "other", "effect": "NoSchedule"}
+_OTHER_HOOK = {"hookName": "createContainer", "path": "/n", "args": ["nvidia-cdi-hook", "chmod"]}
+WITH_HOOKS = cdi.build_spec(
+    {"GPU-1": [DeviceNode("/dev/nvidia0", "/dev/nvidia0")]},
+    (),
+    cdi.ContainerEdits({"hooks": [_OTHER_HOOK]}),
+    hook=("/pod/metagpu-hook", "/run/metagpu.sock", "fail"),
+)
+"""A specification with our hook, which no daemon answers any more."""
 LONG = 30.0
 """Seconds for a kubelet that runs to say which pods hold shares: a machine may be busy."""
 
@@ -135,9 +144,13 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
             [gpu] = [other for other in node.gpus if other.id == envs["NVIDIA_VISIBLE_DEVICES"]]
             node.lose_gpu(gpu)
         await anyio.Path(specification.parent).mkdir()
-        await anyio.Path(specification).touch()
+        await anyio.Path(specification).write_text(WITH_HOOKS)
 
         found = await uninstall(tmp_path, node, pods_deadline=LONG)
+        assert found["start hook"] == "removed"
+        kept = json.loads(await anyio.Path(specification).read_text())["containerEdits"]["hooks"]
+        assert [hook["args"][0] for hook in kept] == ["nvidia-cdi-hook"]
+        assert "start hook" not in await uninstall(tmp_path, node, pods_deadline=LONG)
         assert found["CDI specification"] == "stays used by pod default/held; --force removes it"
         unread = found.get("gpus", "").startswith("stays the GPUs cannot be read")
         assert unread is (lost == "driver")

@@ -29,6 +29,7 @@ FRACTIONS, SMALL = 200, "1g.5gb"
 CONFIGURATION = f"""\
 version: metagpu/v1
 deviceListStrategy: cdi-cri
+startHook: fail
 pools:
   - name: fractions
     gpus: {{index: 0-1}}

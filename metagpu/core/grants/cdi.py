@@ -41,8 +41,8 @@ _HOST_PATH: Final = (0, 5, 0)
 _DIGIT_FIRST: Final = (0, 5, 0)
 """The first version with names that begin with a digit, as uids do."""
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
-_HOOK_NAME: Final = "metagpu-hook"
-"""The name by which `mgctl` is a hook (mgctl/hook.h)."""
+HOOK_NAME: Final = "metagpu-hook"
+"""The name by which `mgctl` is a hook (mgctl/hook.h), and that of its file."""
 _IN_CONTAINER: Final = frozenset({"createContainer", "startContainer"})
 """Hooks whose arguments are paths in the container."""
 _IN_NAMES: Final = str.maketrans({"@": ":", "+": "_"})
@@ -201,8 +201,16 @@ def _hook(command: Sequence[str]) -> Mapping[str, Any]:
     return {
         "hookName": "createRuntime",
         "path": program,
-        "args": [_HOOK_NAME, *arguments],
+        "args": [HOOK_NAME, *arguments],
     }
+
+
+def without_start_hook(text: str) -> str:
+    """Return the JSON text of a specification of ours without our hook."""
+    spec = json.loads(text)
+    edits = spec["containerEdits"]
+    edits["hooks"] = [hook for hook in edits["hooks"] if hook["args"][:1] != [HOOK_NAME]]
+    return json.dumps(spec, indent=2) + "\n"
 
 
 def _node(node: DeviceNode) -> Mapping[str, str]:

@@ -67,7 +67,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
         status_problem: why the daemon does not answer.
         pod_dir: the folder that is mounted into containers.
         has_mgctl: the folder has an executable `mgctl`.
-        noexec: the folder's file system is mounted with `noexec`.
+        noexec: the folder's file system is mounted with `noexec`, here or on the host.
         pod_socket_problem: why the folder's socket accepts no connection.
         envvar_accepted: NVIDIA's toolkit reads NVIDIA_VISIBLE_DEVICES of unprivileged containers;
             `None` where it has no configuration.
@@ -249,8 +249,8 @@ def _mgctl_in_containers(facts: NodeFacts) -> Finding:
         )
     if facts.noexec:
         return (
-            ERROR,
-            f"{facts.pod_dir} is on a file system mounted with noexec: containers cannot run mgctl",
+            WARNING,
+            f"{facts.pod_dir} is mounted with noexec: no `startHook` there, and maybe no mgctl",
             "choose another folder with --pod-dir",
         )
     return _socket(

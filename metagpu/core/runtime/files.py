@@ -1,4 +1,4 @@
-"""The identity of files."""
+"""The identity of files, their replacement, and their mounts."""
 
 import os
 from pathlib import Path
@@ -39,6 +39,24 @@ def replace_text(path: Path, text: str) -> None:
         while left:
             left = left[file.write(left) :]
     fresh.replace(path)
+
+
+def is_noexec(folder: Path, proc: Path = Path("/proc")) -> bool:
+    """Return whether no program starts from a folder, here or on the host; blocks.
+
+    A container's mount does not show the flag of the host's, which the first process sees.
+    """
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return True
+    try:
+        lines = (proc / "1/mountinfo").read_text().splitlines()
+    except OSError:
+        return False  # without the host's processes it would be a container's too
+    mounts = [line.split(" ")[4:6] for line in lines]
+    # The last of equal points is on top. Octal codes stand for spaces (proc_pid_mountinfo(5)).
+    points = {point.encode().decode("unicode_escape"): flags for point, flags in mounts}
+    here = max((point for point in points if folder.is_relative_to(point)), key=len, default="")
+    return "noexec" in points.get(here, "").split(",")
 
 
 def _create(path: Path) -> int:

@@ -166,13 +166,11 @@ class LeaseFollower:
     async def refresh(self) -> None:
         """Look at the kubelet until it answers; callers of the same moment share one look."""
         called = self._clock()
-        while True:
-            async with self._looking:
-                if self._looked_at < called:
-                    await self.look()
-            if self._looked_at >= called:
-                return
-            await anyio.sleep(self._timing.settle)
+        async with self._looking:
+            while self._looked_at < called:
+                await self.look()
+                if self._silent:
+                    await anyio.sleep(self._timing.settle)
 
     async def _wait(self, delay: float) -> float:
         """Wait until the next look is due; return the delay, 0 after a trigger.

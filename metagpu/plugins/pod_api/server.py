@@ -5,9 +5,7 @@ noexec, and containers inherit that. The folder outlives the daemon and reboots,
 that the kubelet repeats.
 """
 
-import os
 import platform
-import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +21,12 @@ from metagpu import __version__
 from metagpu.core.contracts.host import Container, Host
 from metagpu.core.contracts.programs import RunChild
 from metagpu.core.errors import FileNotWritten, MetagpuError, PackageIncomplete
+from metagpu.core.grants.cdi import HOOK_NAME
 from metagpu.core.grants.injection import CLIENT_NAME
 from metagpu.core.reports.schema.daemon import EventReport, PodMgctlReport
 from metagpu.core.reports.schema.gpus import UsedGpuReport
 from metagpu.core.reports.schema.usage import UsageReport
+from metagpu.core.runtime.files import is_noexec
 from metagpu.core.usage.report import RequestingPod
 from metagpu.display.table import PLAIN, Terminal, redraw
 from metagpu.display.usage import TABLES, Answer, Top, format_usage
@@ -51,7 +51,7 @@ class PodFolder:
 
     Attributes:
         path: the folder, at the same path for the container runtime; `None` mounts none.
-        runs_programs: whether programs may be started from it (not mounted `noexec`).
+        runs_programs: whether the host may start programs from it (not mounted `noexec`).
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -75,22 +75,25 @@ class PodFolder:
     async def _install(self, path: Path) -> None:
         try:
             await to_thread.run_sync(install_mgctl, path)
-            mount = await to_thread.run_sync(os.statvfs, path)
-            self.runs_programs = not mount.f_flag & os.ST_NOEXEC
+            self.runs_programs = not await to_thread.run_sync(is_noexec, path)
             self._installed = True
+            if not self.runs_programs:
+                effect = "containers start without the start hook"
+                log.warning("pod folder mounted noexec", folder=str(path), effect=effect)
         except MetagpuError as error:
             self._installed = False
             log.warning("mgctl installation failed", folder=str(path), error=str(error))
 
 
 def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
-    """Copy the `mgctl` of this architecture into the folder if missing; blocks.
+    """Copy the `mgctl` of this architecture into the folder, also as our hook; blocks.
+
+    The hook has a file of its own, which daemons before it leave alone.
 
     Raises:
         MetagpuError: the package has no such program, or the folder cannot be written.
     """
     program = programs / f"mgctl-{platform.machine()}"
-    target = folder / CLIENT_NAME
 
     try:
         content = program.read_bytes()
@@ -103,18 +106,19 @@ def install_mgctl(folder: Path, programs: Path = MGCTL_PROGRAMS) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)  # for users of any number, whatever our own files are like
-        if target.is_dir():
-            # A container runtime creates a folder for a mount whose source is missing.
-            target.rmdir()
-        if not target.exists() or target.read_bytes() != content:
-            # A rename: running containers keep their file, and none sees half of a new one.
-            new = folder / f".{CLIENT_NAME}.new"
-            shutil.copyfile(program, new)
-            new.chmod(0o755)
-            new.replace(target)
+        for target in (folder / CLIENT_NAME, folder / HOOK_NAME):
+            if target.is_dir():
+                # A container runtime creates a folder for a mount whose source is missing.
+                target.rmdir()
+            if not target.exists() or target.read_bytes() != content:
+                # A rename: running containers keep their file, and none sees half of a new one.
+                new = folder / f".{target.name}.new"
+                new.write_bytes(content)
+                new.chmod(0o755)
+                new.replace(target)
     except OSError as error:
         raise FileNotWritten(
-            f"{error.filename or target} cannot be made: {error.strerror or error}; run as root, "
+            f"{error.filename or folder} cannot be made: {error.strerror or error}; run as root, "
             "or name another folder with --pod-dir"
         ) from error
 

@@ -243,7 +243,7 @@ def test_a_sound_node_is_ok() -> None:
         ("MG408", CheckResult.ERROR, {"status": REFUSED}, "f: 4: pools[0]: no GPU can"),
         ("MG408", CheckResult.WARNING, {"status": MISFIT}, "GPU 1: too small"),
         ("MG501", CheckResult.WARNING, {"has_mgctl": False}, "/pod/mgctl does not exist"),
-        ("MG501", CheckResult.ERROR, {"noexec": True}, "noexec"),
+        ("MG501", CheckResult.WARNING, {"noexec": True}, "noexec"),
         (
             "MG501",
             CheckResult.ERROR,

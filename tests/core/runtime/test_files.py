@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from metagpu.core.runtime.files import replace_text
+import pytest
+
+from metagpu.core.runtime.files import is_noexec, replace_text
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -21,3 +23,33 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "neu: ä\n"
     assert path.stat().st_mode & 0o777 == 0o644
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        ("/ rw", False),
+        ("/ rw,noexec", True),
+        ("/ rw,noexec|{0} rw,relatime", False),
+        ("/ rw|{0} rw,nosuid,noexec|{0}/pod/mgctl rw", True),
+        ("/ rw|{0} rw,noexec|{0}p rw", True),
+        ("/ rw|{0} rw,noexec|{0} rw", False),
+        ("/ rw|{0} rw|{0} rw,noexec", True),
+    ],
+)
+def test_the_hosts_mounts_tell_whether_programs_start(
+    tmp_path: Path, mounts: str, *, expected: bool
+) -> None:
+    """The innermost mount of the folder counts, as the host's first process sees it."""
+    folder = tmp_path / "a folder" / "pod"
+    folder.mkdir(parents=True)
+    (tmp_path / "1").mkdir()
+    where = mounts.format(str(folder.parent).replace(" ", r"\040"))
+    lines = (f"36 35 98:0 / {mount} shared:1 - ext4 /dev/sda1 rw" for mount in where.split("|"))
+    (tmp_path / "1" / "mountinfo").write_text("\n".join(lines) + "\n")
+    assert is_noexec(folder, tmp_path) is expected
+
+
+def test_unreadable_mounts_leave_the_folders_own(tmp_path: Path) -> None:
+    """Without the host's processes, only the mount here is known."""
+    assert not is_noexec(tmp_path, tmp_path)

@@ -289,6 +289,32 @@ async def test_throttled_reader_keeps_its_leases(
         await held(live_node, 0)
 
 
+async def test_containers_that_start_share_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All callers of one moment wait until the kubelet answers, and ask it once."""
+    asked: list[float] = []
+
+    async def read(socket: Path, at: float, deadline: float) -> LeasesObserved:
+        asked.append(at)
+        if len(asked) <= 3:
+            raise FileNotFoundError
+        return await read_leases(socket, at, deadline)
+
+    async with (
+        node(tmp_path) as live_node,
+        live_node.kubelet.running(),
+        following(live_node, tmp_path, SLOW) as follower,
+    ):
+        await start(live_node, follower)
+        await anyio.wait_all_tasks_blocked()
+        monkeypatch.setattr(pod_resources, "read_leases", read)
+        async with anyio.create_task_group() as group:
+            for _ in range(40):
+                group.start_soon(follower.refresh)
+    assert len(asked) == 4
+
+
 async def test_absent_kubelet_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -482,7 +482,8 @@ def test_the_program_is_installed_and_kept_current(tmp_path: Path) -> None:
     program.write_bytes(b"two")
     install_mgctl(folder, programs)
     assert (folder / "mgctl").read_bytes() == b"two"
-    assert [entry.name for entry in folder.iterdir()] == ["mgctl"]
+    assert {entry.name for entry in folder.iterdir()} == {"mgctl", "metagpu-hook"}
+    assert (folder / "metagpu-hook").read_bytes() == b"two"
 
 
 def test_a_folder_in_the_programs_place_is_removed(tmp_path: Path) -> None:
