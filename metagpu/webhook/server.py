@@ -179,9 +179,12 @@ log = structlog.get_logger()
 
 
 class _Tls(SSLProtocol):
-    """TLS with a buffer of one record; asyncio's takes 256 KiB of each connection."""
+    """TLS with buffers of one record, where asyncio reads 256 KiB ahead."""
 
     max_size = 16 * 1024
+
+    def _set_read_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        super()._set_read_buffer_limits(high or self.max_size, low)  # type: ignore[misc] # not in typeshed
 
 
 class _Turns:

@@ -17,6 +17,7 @@ import pytest
 import structlog
 import yaml
 from anyio import to_thread
+from anyio.lowlevel import checkpoint
 
 from metagpu.translation import translate as translation
 from metagpu.translation.node_offers import NodeGroups
@@ -757,6 +758,25 @@ async def test_an_idle_connection_takes_little_memory(folder: Path, authority: A
             client.close()
 
     assert held < count * 64 * 1024
+
+
+async def test_what_waits_for_its_turn_reads_little_ahead(
+    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a client sends before it has its answer, the rest stays in the network."""
+    async with webhook_at_work(folder, authority) as webhook:
+        monkeypatch.setattr(webhook.server, "on_whole", lambda _: None)
+        client = await webhook.connect()
+        await client.send(review(pod(TWO_GPUS)))
+        await becomes(lambda: webhook.server.busy == 1)
+        await client.write(b"x" * 400_000)
+        [connection] = webhook.server._open
+        tls = connection._transport._ssl_protocol  # type: ignore[union-attr]
+
+        await becomes(lambda: tls._get_read_buffer_size() > 0)
+        for _ in range(100):
+            await checkpoint()
+        assert tls._get_read_buffer_size() <= 32 * 1024
 
 
 def test_limits_together_are_less_than_the_memory_of_the_chart() -> None:
