@@ -43,7 +43,7 @@ from metagpu.plugins.kubelet.granting import (
     no_cdi,
     wait_reprovisioned,
 )
-from metagpu.plugins.kubelet.grpc_server import StreamingCalls, answer_alone
+from metagpu.plugins.kubelet.grpc_server import StreamingCalls, unary_method
 from metagpu.plugins.kubelet.preference import ShareChooser
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
@@ -180,43 +180,22 @@ class DevicePluginService:
             with calls.track():
                 await self._send_lists(stream)
 
-        unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
-        return {
-            f"{_SERVICE}{name}": Method(call, cardinality, bytes, bytes)
-            for name, call, cardinality in (
-                ("GetDevicePluginOptions", self._answering(self._options), unary),
-                ("ListAndWatch", list_and_watch, streaming),
-                (
-                    KubeletCall.PREFERRED,
-                    self._counted(KubeletCall.PREFERRED, self.chooser.answer),
-                    unary,
-                ),
-                (KubeletCall.ALLOCATE, self._counted(KubeletCall.ALLOCATE, self._allocate), unary),
-                (
-                    KubeletCall.PRE_START,
-                    self._counted(KubeletCall.PRE_START, self._pre_start),
-                    unary,
-                ),
-            )
+        answers = {
+            "GetDevicePluginOptions": self._options,
+            KubeletCall.PREFERRED: self._counted(KubeletCall.PREFERRED, self.chooser.answer),
+            KubeletCall.ALLOCATE: self._counted(KubeletCall.ALLOCATE, self._allocate),
+            KubeletCall.PRE_START: self._counted(KubeletCall.PRE_START, self._pre_start),
         }
-
-    @staticmethod
-    def _answering(
-        answer: Callable[[bytes], Coroutine[Any, Any, bytes]],
-    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
-        async def call(stream: "Stream[bytes, bytes]") -> None:
-            request = await stream.recv_message()
-            try:
-                reply = await answer_alone(answer(request or b""))
-            except Exception as error:
-                raise messages.to_grpc_error(error) from error
-            await stream.send_message(reply)
-
-        return call
+        return {
+            f"{_SERVICE}ListAndWatch": Method(
+                list_and_watch, Cardinality.UNARY_STREAM, bytes, bytes
+            ),
+            **{f"{_SERVICE}{name}": unary_method(answer) for name, answer in answers.items()},
+        }
 
     def _counted(
         self, call: KubeletCall, answer: Callable[[bytes], Awaitable[bytes]]
-    ) -> Callable[["Stream[bytes, bytes]"], Awaitable[None]]:
+    ) -> Callable[[bytes], Coroutine[Any, Any, bytes]]:
         record = self.record.calls[call]
 
         async def counted(request: bytes) -> bytes:
@@ -232,7 +211,7 @@ class DevicePluginService:
             record.record(CallOutcome.ANSWERED, perf_counter() - began)
             return reply
 
-        return self._answering(counted)
+        return counted
 
     async def _send_lists(self, stream: "Stream[bytes, bytes]") -> None:
         sending = anyio.Lock()

@@ -6,6 +6,7 @@ drives grpclib's protocol and handler itself and tracks the connections.
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from grpclib.server import Handler
 from metagpu.core.runtime.files import file_identity
 from metagpu.core.runtime.listener import remove_socket, unix_listener
 from metagpu.patches import lighten_http2
-from metagpu.plugins.kubelet.messages import RawCodec
+from metagpu.plugins.kubelet.messages import RawCodec, to_grpc_error
 from metagpu.plugins.kubelet.timing import TIMING
 
 
@@ -223,7 +224,11 @@ async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
             return await answer
         raise asyncio.CancelledError
 
-    task = asyncio.create_task(run())
+    loop = asyncio.get_running_loop()
+    if sys.version_info >= (3, 12):  # most answers wait for nothing: they are there at once
+        task = asyncio.Task(run(), loop=loop, eager_start=True)
+    else:
+        task = loop.create_task(run())
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -237,11 +242,18 @@ async def answer_alone(answer: Coroutine[Any, Any, bytes]) -> bytes:
 
 
 def unary_method(answer: Callable[[bytes], Coroutine[Any, Any, bytes]]) -> Method:
-    """Return the method of a unary call, whose messages are encoded."""
+    """Return the method of a unary call, whose messages are encoded.
+
+    What `answer` raises is the call's gRPC status.
+    """
 
     async def call(stream: "Stream[bytes, bytes]") -> None:
         request = await stream.recv_message()
-        await stream.send_message(await answer_alone(answer(request or b"")))
+        try:
+            reply = await answer_alone(answer(request or b""))
+        except Exception as error:
+            raise to_grpc_error(error) from error
+        await stream.send_message(reply)
 
     return Method(call, Cardinality.UNARY_UNARY, bytes, bytes)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import pytest
 from anyio import to_thread
+from grpclib.exceptions import GRPCError
 
 from metagpu.plugins.kubelet.grpc_client import call_raw
 from metagpu.plugins.kubelet.grpc_server import (
@@ -45,6 +47,17 @@ async def test_after_a_cancelled_start_the_next_server_answers(tmp_path: Path) -
 
     async with serve_grpc(tmp_path / "2.sock", methods, StreamingCalls()):
         assert await call_raw(tmp_path / "2.sock", METHOD, b"hello", deadline=30.0) == b"hello"
+
+
+async def test_a_bug_in_an_answer_is_told_by_every_service(tmp_path: Path) -> None:
+    """The kubelet gets its name from DRA too, where grpclib alone says "Internal Server Error"."""
+
+    async def broken(_: bytes) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    async with serve_grpc(tmp_path / "s.sock", {METHOD: unary_method(broken)}, StreamingCalls()):
+        with pytest.raises(GRPCError, match="ZeroDivisionError: a bug"):
+            await call_raw(tmp_path / "s.sock", METHOD, b"", deadline=30.0)
 
 
 async def test_an_answer_without_a_caller_keeps_its_lock_to_the_end(tmp_path: Path) -> None:
