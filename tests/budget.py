@@ -56,7 +56,7 @@ CAPABILITIES: Final = (
         ),
     ),
     Capability("device plugin", 4094, ("plugins/kubelet/*",)),
-    Capability("cluster: labels, Events, Node", 5657, ("plugins/cluster/*",)),
+    Capability("cluster: labels, Events, Node", 5659, ("plugins/cluster/*",)),
     Capability("agent", 3838, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
     Capability("availability, leases, model", 5051, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
@@ -87,7 +87,7 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86063, 75000),
+    Limit("product lines", 86067, 75000),
     Limit("test lines", 109807, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),

@@ -15,6 +15,7 @@ from bench.measure.cordoned import cordoned
 from bench.measure.ends import ends
 from bench.measure.enforcement import enforcement
 from bench.measure.faults import faults
+from bench.measure.fleet import fleet
 from bench.measure.idle import idle
 from bench.measure.labels import labels
 from bench.measure.memory import memory
@@ -52,5 +53,6 @@ MEASUREMENTS: Final[Mapping[str, Callable[[Plan], list[Figure]]]] = {
     "placement": placement,
     "enforcement": enforcement,
     "commands": commands,
+    "fleet": fleet,
 }
 """By the name that `--only` takes, in the order of a full run."""

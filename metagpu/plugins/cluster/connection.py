@@ -207,6 +207,11 @@ class NodeConnection:
         for reconciler in (*(use for _, use in self._reconcilers), *self._unnamed):
             reconciler.trigger()
 
+    def _trigger_only(self, wanted: Feature) -> None:
+        for feature, reconciler in self._reconcilers:
+            if feature is wanted:
+                reconciler.trigger()
+
     def problems(self) -> Mapping[Feature, str]:
         """Return the problem of each feature in use that has one."""
         parts, found = self._parts, dict[Feature, str]()
@@ -315,7 +320,7 @@ class NodeConnection:
         if self._parts.config_follower.followed is not None:
             wait = random_between(0, self._context.settings.timing.spread)
             self._reload_at = anyio.current_time() + wait
-        self.trigger()
+        self._trigger_only(Feature.CONFIG)
 
     def _take_in_node(self) -> None:
         self._reload_at = 0.0
@@ -327,10 +332,8 @@ class NodeConnection:
 
         Until the Node has a number that falls, the scheduler binds pods that find nothing.
         """
-        amounts = [use for feature, use in self._reconcilers if feature is Feature.ALLOCATABLE]
         async for _ in self._context.registry.watch(watched_state):
-            for reconciler in amounts:
-                reconciler.trigger()
+            self._trigger_only(Feature.ALLOCATABLE)
 
     async def _trigger_others(self) -> None:
         async for _ in self._context.registry.watch(watched_state):
@@ -344,9 +347,8 @@ class NodeConnection:
                 self.trigger()
 
     async def _trigger_free_labels(self) -> None:
-        (labels,) = (use for feature, use in self._reconcilers if feature is Feature.LABELS)
         async for _ in self._context.registry.watch(free_labels):
-            labels.trigger()
+            self._trigger_only(Feature.LABELS)
 
     def _record_difference(self, resource: ResourceName, problem: str) -> None:
         reason = EventReason.NODE_AMOUNT_DIFFERS

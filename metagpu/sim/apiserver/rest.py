@@ -232,8 +232,10 @@ class RestApi:
                     await send("ERROR", ApiError(410, "Expired", "too old resource version").status)
                     break
                 latest = self.store.version  # what comes while this sends is for the next round
-                for version, kind, about, document in list(self.store.history):
-                    if version > seen and selection.contains(about, document):
+                for _, kind, about, document in self.store.history[seen - latest :] * (
+                    seen < latest
+                ):
+                    if selection.contains(about, document):
                         await send(kind, document)
                 seen = latest
                 if bookmarks != self._bookmarks:

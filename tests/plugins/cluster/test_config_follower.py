@@ -8,7 +8,7 @@ import pytest
 from metagpu.core.config.profiles import ClusterChoice
 from metagpu.core.model.shares import ProvisionedState
 from metagpu.core.state.facts import BackendResumed, BackendSuspended, Fact, ProvisioningReported
-from metagpu.plugins.cluster import config_follower, connection
+from metagpu.plugins.cluster import config_follower, connection, label_sync
 from metagpu.plugins.cluster.config_follower import read_choice
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -48,17 +48,25 @@ async def test_a_changed_config_map_is_followed_after_a_random_time(
 ) -> None:
     """All nodes see it at once, and do not write together; a label of the node counts at once."""
     monkeypatch.setattr(connection, "random_between", lambda _, most: most)
+    monkeypatch.setattr(label_sync, "RETRY_PERIOD", 0.0)  # each run of the labels asks for NFD
     server = SimApiServer()
     server.configure(*CONFIG_MAP, {"a": "A", "b": "B"})
     timing = ClusterTiming(spread=100.0)
 
     async with cluster_at_work(
-        tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP, timing=timing
+        *(tmp_path, Feature.CONFIG, Feature.LABELS, Feature.NODE_FEATURE),
+        server=server,
+        config_map=CONFIG_MAP,
+        timing=timing,
     ) as scene:
-        await becomes(lambda: len(scene.choices) == 1)
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        await anyio.sleep(0.3)
+        asked = len(server.requests)
         server.configure(*CONFIG_MAP, {"a": "A2", "b": "B"})
         await anyio.sleep(0.3)
         assert len(scene.choices) == 1
+        assert len(server.requests) == asked
         server.label(NODE, {"metagpu.io/config": "b"})
         await becomes(lambda: len(scene.choices) == 2)
 
