@@ -27,7 +27,6 @@ from metagpu.core.model.shares import (
     holders_of,
 )
 
-SourceT = TypeVar("SourceT")
 ResultT = TypeVar("ResultT")
 
 
@@ -208,7 +207,7 @@ class Versions(msgspec.Struct, frozen=True):
     cuda: tuple[int, int] | None = None
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class Snapshot(msgspec.Struct, frozen=True, dict=True):
     """Everything known at one moment. GPUs are in the order of their index.
 
     Attributes:
@@ -271,19 +270,20 @@ def with_states(snapshot: Snapshot, states: Iterable[GpuState]) -> Snapshot:
     return replace(snapshot, gpus=MappingProxyType(gpus))
 
 
-def latest(make: Callable[[SourceT], ResultT]) -> Callable[[SourceT], ResultT]:
-    """Keep the latest result of a function of something immutable.
+def once(make: Callable[[Snapshot], ResultT]) -> Callable[[Snapshot], ResultT]:
+    """Keep the result of a function with the snapshot that it was made of.
 
-    Snapshots and their parts are replaced, never edited: what was made of one holds as long as that
-    one is the present one. So what happens by the clock walks no leases that have not changed.
+    Snapshots are replaced, never edited. So what happens by the clock walks no leases that have not
+    changed; and nothing outlives its snapshot, whose shares may be thousands.
     """
-    made: tuple[SourceT, ResultT] | None = None
+    name = f"{make.__module__}.{make.__qualname__}"
 
     @wraps(make)
-    def keep(source: SourceT) -> ResultT:
-        nonlocal made
-        if made is None or made[0] is not source:
-            made = source, make(source)
-        return made[1]
+    def keep(snapshot: Snapshot) -> ResultT:
+        known = snapshot.__dict__
+        if name not in known:
+            known[name] = make(snapshot)
+        result: ResultT = known[name]
+        return result
 
     return keep

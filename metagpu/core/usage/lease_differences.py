@@ -29,7 +29,7 @@ from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.mig import is_mig, slot_of
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ResourceName, Share, ShareId
-from metagpu.core.model.snapshot import Snapshot, latest
+from metagpu.core.model.snapshot import Snapshot, once
 from metagpu.core.reports.schema.daemon import LeaseDifferenceReport, MixedRequestReport
 from metagpu.core.state.events import ContainerAbsent, MixedRequestFound, UnauthorizedUseFound
 from metagpu.core.state.registry import Registry
@@ -123,7 +123,7 @@ def shares_of_holders(snapshot: Snapshot) -> Mapping[Holder, Mapping[GpuId, int]
     return found
 
 
-@latest
+@once
 def claims_of_holders(snapshot: Snapshot) -> Mapping[Holder, frozenset[tuple[ShareId, float]]]:
     """Return the shares of each holder with the times of their claims.
 
@@ -213,7 +213,7 @@ class AbsentContainerWatch:
         self._registry.events.publish(event)
 
 
-@latest
+@once
 def find_mixed_requests(snapshot: Snapshot) -> Mapping[Holder, Mapping[ResourceName, str]]:
     """Return the containers whose resources name different devices. Pure."""
     held: dict[Holder, dict[ResourceName, dict[str, None]]] = {}

@@ -21,7 +21,7 @@ from metagpu.core.contracts.driver import Driver, read_instances
 from metagpu.core.errors import DriverError
 from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of, holders_of
-from metagpu.core.model.snapshot import Snapshot, latest
+from metagpu.core.model.snapshot import Snapshot, once
 from metagpu.core.reports.schema.daemon import LostDevicesReport
 from metagpu.core.state.events import DevicesLost
 from metagpu.core.state.registry import Registry
@@ -103,7 +103,7 @@ def find_lost_devices(
     return frozenset(found)
 
 
-@latest
+@once
 def find_lost_gpus(snapshot: Snapshot) -> frozenset[LostDevices]:
     """Return the containers whose claims' GPUs are gone, or that get others' nodes."""
     found = defaultdict[Holder, set[str]](set)
@@ -130,7 +130,7 @@ def find_lost_gpus(snapshot: Snapshot) -> frozenset[LostDevices]:
     )
 
 
-@latest
+@once
 def _held_leases(snapshot: Snapshot) -> Mapping[ShareId, Lease]:
     """Return the leases of Allocate's answers, and those of GPUs that are gone.
 
@@ -141,9 +141,9 @@ def _held_leases(snapshot: Snapshot) -> Mapping[ShareId, Lease]:
     return {i: lease for i, lease in found.items() if lease.resource_claim is None}
 
 
-@latest
-def _gpus_of(leases: Mapping[ShareId, Lease]) -> frozenset[GpuId]:
-    return frozenset(map(gpu_of, leases))
+@once
+def _held_gpus(snapshot: Snapshot) -> frozenset[GpuId]:
+    return frozenset(map(gpu_of, _held_leases(snapshot)))
 
 
 class LostDeviceWatch:
@@ -197,8 +197,7 @@ class LostDeviceWatch:
         """Return the present losses, `None` where allocations cannot be read."""
         snapshot = self._registry.snapshot
         gpus, lost = snapshot.gpus, find_lost_gpus(snapshot)
-        before = _held_leases(snapshot)
-        held = _gpus_of(before)
+        before, held = _held_leases(snapshot), _held_gpus(snapshot)
         leased = {gpu for gpu in held if gpu in gpus and gpus[gpu].gpu.mig_profiles}
         if not leased and held <= gpus.keys():
             return lost

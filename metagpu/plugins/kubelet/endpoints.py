@@ -20,7 +20,7 @@ from metagpu.core.availability.reasons import availability_of
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName, ShareId
-from metagpu.core.model.snapshot import Snapshot, latest
+from metagpu.core.model.snapshot import Snapshot, once
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.runtime.tasks import run_with_restart
 from metagpu.core.state.call_stats import KubeletCallStats
@@ -180,7 +180,7 @@ class RegistrationWatch:
             log.error("resource not at the kubelet", resource=resource, problem=problem)
 
 
-@latest
+@once
 def _healthy_shares(snapshot: Snapshot) -> Mapping[ResourceName, frozenset[ShareId]]:
     unlisted = {gpu: availability_of(state).unlisted for gpu, state in snapshot.gpus.items()}
     return {

@@ -12,7 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
-from metagpu.core.model.snapshot import Snapshot, latest
+from metagpu.core.model.snapshot import Snapshot, once
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.kubelet.checkpoint import MIG_PREFIX, AllocatedIds
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
@@ -297,7 +297,7 @@ class KubeletReadiness(msgspec.Struct):
         return (self._ran - frozenset(running)) | ended
 
 
-@latest
+@once
 def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
     """Return the holders of leases that the present kubelet may not know."""
     return frozenset(

@@ -1,22 +1,48 @@
-"""Results that are kept while what they are made of stays the same object."""
+"""Results that are kept with the snapshot that they are made of."""
 
-from metagpu.core.model.snapshot import latest
+import gc
+import weakref
+
+from msgspec.structs import replace
+
+from metagpu.core.model.snapshot import Snapshot, once
 
 
-def test_a_result_is_made_once_for_each_source() -> None:
-    """An equal source that is another object is another source; only the latest is kept."""
-    made = []
+class Result:
+    """Anything made of a snapshot."""
 
-    @latest
-    def double(source: list[int]) -> list[int]:
-        """Double."""
-        made.append(source)
-        return source * 2
 
-    one, other = [1], [1]
-    assert double(one) is double(one)
-    assert len(made) == 1
-    assert double(other) == [1, 1]
-    assert double(one) == [1, 1]
-    assert len(made) == 3
-    assert double.__doc__ == "Double."
+@once
+def look(_: Snapshot) -> Result:
+    """Look."""
+    return Result()
+
+
+@once
+def look_again(_: Snapshot) -> Result:
+    """Look again."""
+    return Result()
+
+
+def test_a_result_is_made_once_for_each_snapshot() -> None:
+    """An equal snapshot that is another object has another result, as another function has."""
+    one, other = Snapshot(), replace(Snapshot())
+    assert look(one) is look(one)
+    assert look(one) is not look(other)
+    assert look(one) is not look_again(one)
+    assert look.__doc__ == "Look."
+
+
+def test_a_result_ends_with_its_snapshot() -> None:
+    """The collector, which seldom looks at all objects, is not needed."""
+    gc.disable()
+    try:
+        snapshot = Snapshot()
+        result = weakref.ref(look(snapshot))
+        assert result() is look(snapshot)
+        following = replace(snapshot, withdrawn=True)
+        del snapshot
+        assert result() is None
+        assert look(following) is look(following)
+    finally:
+        gc.enable()
