@@ -1,5 +1,6 @@
 """Other configurations while the daemon runs: the whole agent, a node and a kubelet."""
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from metagpu.core.availability.reasons import count_free
 from metagpu.core.config.config import Config
 from metagpu.core.config.errors import ConfigError, ConfigReason
 from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.snapshot import Offer
 from metagpu.core.reports.status import explain_report
+from metagpu.core.usage.lease_differences import claims_of_holders, find_mixed_requests
+from metagpu.core.usage.lost_devices import find_lost_gpus
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimPod
@@ -42,6 +46,33 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
 
         assert scene.kubelet.lists[METAGPU] == 1
         assert scene.kubelet.registrations[METAGPU] == 1
+
+
+async def test_nothing_of_an_earlier_configuration_stays(tmp_path: Path) -> None:
+    """What happens by the clock, and last saw thousands of shares, holds none of them."""
+
+    def offers_of(shares: int) -> int:
+        offers = (each for each in gc.get_objects() if isinstance(each, Offer))
+        return sum(len(offer.shares) == shares for offer in offers)
+
+    async with agent_at_work(tmp_path) as scene:
+        await scene.until(20, 20)
+        await anyio.Path(scene.config_file).write_text(QUICK.replace("10}", "1000}"))
+        await scene.agent.reload()
+        await scene.until(2000, 2000)
+        for look in (claims_of_holders, find_mixed_requests, find_lost_gpus):
+            look(scene.agent.registry.snapshot)
+        assert offers_of(2000)
+
+        gc.disable()
+        try:
+            await anyio.Path(scene.config_file).write_text(QUICK)
+            await scene.agent.reload()
+            await scene.until(20, 20)
+            await anyio.wait_all_tasks_blocked()
+            assert not offers_of(2000)
+        finally:
+            gc.enable()
 
 
 async def test_a_reload_that_is_cut_short_is_done_again(

@@ -93,23 +93,21 @@ class DeviceList:
 
     def encode(self, view: ListView) -> bytes:
         """Encode the list, which replaces the kubelet's previous list."""
-        return b"".join(map(self._block, view))
+        self._blocks = {part.shares[0].gpu: (part, self._block(part)) for part in view}
+        return b"".join(block for _, block in self._blocks.values())
 
     def _block(self, part: GpuListState) -> bytes:
-        gpu = part.shares[0].gpu
-        known = self._blocks.get(gpu)
-
-        if known is None or known[0] != part:
-            block = b"".join(
-                encode_device(
-                    share.id,
-                    healthy=share.id not in part.unlisted,
-                    numa_node=part.numa_node,
-                )
-                for share in part.shares
+        known = self._blocks.get(part.shares[0].gpu)
+        if known is not None and known[0] == part:
+            return known[1]
+        return b"".join(
+            encode_device(
+                share.id,
+                healthy=share.id not in part.unlisted,
+                numa_node=part.numa_node,
             )
-            known = self._blocks[gpu] = (part, block)
-        return known[1]
+            for share in part.shares
+        )
 
 
 class DevicePluginService:

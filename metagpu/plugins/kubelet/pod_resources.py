@@ -150,6 +150,7 @@ class LeaseFollower:
             async for event in events:
                 if not isinstance(event, PodEnded):
                     self._triggered.set()
+                    self._settled = None  # of another snapshot: it would keep those shares
                 elif self._silent or _holds_shares(event, self._registry):
                     self._pod_ended.set()
 
