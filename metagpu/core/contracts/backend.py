@@ -7,7 +7,6 @@ backends are found through the same group. docs/development/your-own-backend.md 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Final, Generic, Protocol, Self, TypeVar, cast
 
@@ -23,12 +22,6 @@ from metagpu.core.model.snapshot import GpuState, Snapshot
 
 GROUP: Final = "metagpu.backends"
 """The entry-point group."""
-
-
-@lru_cache(maxsize=4096)
-def _footprint(slot: str) -> frozenset[str]:
-    """Return the footprint of one slot; the shares of all GPUs have the same one."""
-    return frozenset((slot,))
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -130,6 +123,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
         self.options = options
         self.injection = injection
         self.resource = ResourceName(options.resource)
+        self._footprints: dict[str, frozenset[str]] = {}  # the same ones for the shares of all GPUs
 
     @classmethod
     def configured(cls, options: Options, injection: Injection) -> Self:
@@ -168,7 +162,7 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
                 resource=self.resource,
                 backend=self.name,
                 number=number,
-                footprint=_footprint(slot),
+                footprint=self._footprints.get(slot) or self._footprint(slot),
                 memory=memory,
                 replica=replica,
                 interchangeable=True,
@@ -176,6 +170,9 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
             )
             for number, slot in enumerate(slots)
         ]
+
+    def _footprint(self, slot: str) -> frozenset[str]:
+        return self._footprints.setdefault(slot, frozenset((slot,)))
 
     async def grant(self, shares: Sequence[Share], snapshot: Snapshot) -> Grant:
         """Grant each GPU of the shares once, with the memory that the shares stand for."""

@@ -1,5 +1,6 @@
 """The configuration applied to GPUs: pools, their reasons, and offers."""
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,6 +19,9 @@ from metagpu.core.model.mig import profile_of
 from metagpu.core.model.offers import Api, RequestRule
 from metagpu.core.model.shares import ResourceName, Share
 from metagpu.core.state.facts import GpusFound, SharesClaimed
+from metagpu.core.state.registry import Registry
+from metagpu.plugins.kubelet.device_plugin import DeviceList
+from metagpu.plugins.kubelet.messages import check_list_size
 from tests.backends.mig.gpus import instance, mig_gpu
 from tests.rigs.build import BACKENDS, METAGPU, after, config, gpu, layout_of, offered, pool
 
@@ -411,3 +415,34 @@ def test_a_gpu_without_mig_keeps_its_order() -> None:
     """Equal shares need no order."""
     text = TEXT.format("dra").replace("mig, profiles: [1g.5gb, 3g.20gb, 2g.10gb]", "fraction")
     assert [share.number for share in layout_of(gpu(0), text=text).shares] == list(range(100))
+
+
+def test_thousands_of_shares_take_memory_once_and_leave_none() -> None:
+    """A reload takes little more than what is in force before and after, and then that is free."""
+    gpus, registry, lists = [gpu(0), gpu(1)], Registry(), DeviceList(METAGPU)
+    registry.apply(GpusFound(tuple(gpus), at=0))
+
+    def reload(shares: int) -> tuple[int, int]:
+        """Put so many shares of each GPU in force; return the bytes taken now and at most."""
+        tracemalloc.reset_peak()
+        wanted = config(pool(f"sharesPerGpu: {shares}"))
+        check_layout(wanted)
+        layout = build_layout(wanted, gpus, Injection())
+        check_list_size(layout, "")
+        registry.apply(layout.offer_fact)
+        lists.encode(lists.view(registry.snapshot))
+        del layout, wanted
+        return tracemalloc.get_traced_memory()
+
+    reload(5000)
+    tracemalloc.start()
+    try:
+        reload(10)
+        few, _ = reload(10)
+        many, peak = reload(5000)
+        assert peak - few < 1.3 * (many - few)
+        left, peak = reload(10)
+        assert peak - few < 1.1 * (many - few)
+        assert left - few < 0.02 * (many - few)
+    finally:
+        tracemalloc.stop()
