@@ -9,6 +9,19 @@ from typing import Any
 from metagpu.patches import load_structlog, without_system_authorities
 
 
+def return_large_buffers() -> None:
+    """Make glibc map large buffers by themselves, so that their memory returns when they end.
+
+    By itself it takes a size that was freed once from its heap. A read of a socket, 256 KiB, stays
+    there: the heap keeps more than that free at its end.
+    """
+    import ctypes
+
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 264 * 1024)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**20)  # M_TRIM_THRESHOLD
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """Load modules without garbage collection, a tenth of the daemon's start."""

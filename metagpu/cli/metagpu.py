@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metagpu.agent.paths import AgentPaths, default_pod_dir
 from metagpu.cli.arguments import parser
-from metagpu.cli.loading import configure_log, loading
+from metagpu.cli.loading import configure_log, loading, return_large_buffers
 from metagpu.cli.options import (
     cluster_of,
     driver_roots_of,
@@ -95,6 +95,7 @@ def _exit_beside_threads(args: argparse.Namespace, status: int) -> None:
 def _run(args: argparse.Namespace) -> int:
     # A service manager may start with any mask; nobody else writes into folders made here.
     os.umask(0o022)
+    return_large_buffers()
     with loading():
         import anyio
 

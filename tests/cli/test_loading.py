@@ -1,4 +1,4 @@
-"""Loading of the API server's client for a command."""
+"""Loading of the API server's client for a command, and the memory that a daemon takes."""
 
 import os
 import subprocess
@@ -29,3 +29,28 @@ print(gc.isenabled(), *(len(it.get_ca_certs()) for it in (own, later)))
 
     assert done.stdout.split()[:2] == ["True", "0"]
     assert int(done.stdout.split()[2]) >= 1
+
+
+def test_large_buffers_have_memory_of_their_own() -> None:
+    """Those that hold a large configuration return theirs; a read of a socket takes none."""
+    program = """
+import ctypes
+from metagpu.cli.loading import return_large_buffers
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+look = ctypes.CDLL(None).mallinfo2
+look.restype = Info
+return_large_buffers()
+bytes(4 << 20)  # freed at once: glibc by itself would take all smaller ones from the heap now
+before = look().e
+large = [bytes(300_000) for _ in range(10)]
+print(look().e - before >= 10 * 300_000)
+before = look().e
+read = bytes(256 << 10)
+print(look().e - before)
+"""
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["True", "0"]
