@@ -10,7 +10,7 @@ from metagpu.patches import load_structlog, without_system_authorities
 
 
 def return_large_buffers() -> None:
-    """Make glibc map large buffers by themselves, so that their memory returns when they end.
+    """Make glibc return the memory of a large buffer at the buffer's end.
 
     By itself it takes a size that was freed once from its heap. A read of a socket, 256 KiB, stays
     there: the heap keeps more than that free at its end.

@@ -49,7 +49,7 @@ async def test_reload_changes_only_what_differs(tmp_path: Path) -> None:
 
 
 async def test_nothing_of_an_earlier_configuration_stays(tmp_path: Path) -> None:
-    """What happens by the clock, and last saw thousands of shares, holds none of them."""
+    """No work by the clock, which last saw thousands of shares, holds any of them."""
 
     def offers_of(shares: int) -> int:
         offers = (each for each in gc.get_objects() if isinstance(each, Offer))

@@ -32,7 +32,7 @@ print(gc.isenabled(), *(len(it.get_ca_certs()) for it in (own, later)))
 
 
 def test_large_buffers_have_memory_of_their_own() -> None:
-    """Those that hold a large configuration return theirs; a read of a socket takes none."""
+    """The buffers of a large configuration return theirs; a read of a socket takes none."""
     program = """
 import ctypes
 from metagpu.cli.loading import return_large_buffers
