@@ -87,14 +87,20 @@ class FractionBackend(OneResourceBackend[FractionOptions], DiagnosesGpu, LimitsR
         exact = self.options.offer is OfferPolicy.EXACT
         return RequestRule.WHOLE_GPUS if refuses and exact else RequestRule.ANY
 
-    def shares(self, gpu: Gpu) -> Sequence[Share]:
-        """Return a GPU's shares; none in MIG mode, below the unit, or of unknown memory."""
+    def count_shares(self, gpu: Gpu) -> int:
+        """Count a GPU's shares: none in MIG mode, below the unit, or of unknown memory."""
         total = gpu.memory or self.options.gpu_memory
         if gpu.mig_enabled or total is None:
-            return ()  # CUDA sees MIG instances only, and there may be none
+            return 0  # CUDA sees MIG instances only, and there may be none
         unit, count = self.options.memory_unit, self.options.shares_per_gpu
-        number_of = min(total // unit, _MAX_SHARES + 1) if unit else count or DEFAULT_SHARES
-        memory = unit or total // number_of
+        return min(total // unit, _MAX_SHARES + 1) if unit else count or DEFAULT_SHARES
+
+    def shares(self, gpu: Gpu) -> Sequence[Share]:
+        """Return a GPU's shares."""
+        if not (number_of := self.count_shares(gpu)):
+            return ()
+        unit = self.options.memory_unit
+        memory = unit or (gpu.memory or self.options.gpu_memory or 0) // number_of
 
         # Two digits at least and never more than needed: an id outlives a change of count.
         slots = (f"m{number:02d}" for number in range(number_of))

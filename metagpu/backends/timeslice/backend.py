@@ -181,19 +181,16 @@ class TimesliceBackend(
             return {}
         return {Privilege.SYS_ADMIN: "the length of time-slices"}
 
+    def count_shares(self, gpu: Gpu) -> int:
+        """Return the number of replicas: none in MIG mode, where CUDA sees instances only."""
+        return 0 if gpu.mig_enabled else self.options.replicas
+
     def shares(self, gpu: Gpu) -> Sequence[Share]:
-        """Return the replicas of a GPU, each with its part of the memory.
-
-        A GPU in MIG mode has none: CUDA sees its instances only.
-        """
-        if gpu.mig_enabled:
-            return ()
-
-        replicas = self.options.replicas
+        """Return the replicas of a GPU, each with its part of the memory."""
         return self.equal_shares(
             gpu,
-            (f"t{number}" for number in range(replicas)),
-            (gpu.memory or 0) // replicas,
+            (f"t{number}" for number in range(self.count_shares(gpu))),
+            (gpu.memory or 0) // self.options.replicas,
             replica=True,
         )
 

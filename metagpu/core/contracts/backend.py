@@ -141,6 +141,10 @@ class OneResourceBackend(Backend, Generic[OptionsT]):
         """The one resource name of this pool's shares."""
         return (self.resource,)
 
+    def count_shares(self, gpu: Gpu) -> int:
+        """Count the shares of a GPU; a backend that may have thousands makes none for it."""
+        return len(self.shares(gpu))
+
     def equal_shares(
         self,
         gpu: Gpu,

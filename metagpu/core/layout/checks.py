@@ -12,7 +12,7 @@ import msgspec
 
 from metagpu.core.config.config import Config, Pool
 from metagpu.core.config.errors import ConfigReason
-from metagpu.core.contracts.backend import Backend
+from metagpu.core.contracts.backend import Backend, OneResourceBackend
 from metagpu.core.contracts.capabilities import misfit_reason
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.gpu import Gpu, GpuId
@@ -24,6 +24,8 @@ _MAX_SHARES: Final = 70_000
 """Of one resource: more than the kubelet takes in a list, whose bytes are counted later."""
 _MAX_NODE_SHARES: Final = 4 * _MAX_SHARES
 """Of all resources. A configuration must not take the memory and the time of a node."""
+_MANY: Final = 10_000
+"""Of one GPU: so many are made for GPUs that are there alone."""
 _MAX_REASONS: Final = 3
 """Reasons that are listed when no GPU is in a pool."""
 
@@ -63,6 +65,8 @@ def check_layout(config: Config) -> None:
         for place, backend in enumerate(backends):
             if checked > _MAX_NODE_SHARES:
                 return  # `build_layout` checks the pools that this node has GPUs for
+            if isinstance(backend, OneResourceBackend) and backend.count_shares(gpu) > _MANY:
+                continue  # likewise
             checked += len(shares := backend.shares(gpu))
             check_ids(config, f"pools[{number}].backends[{place}]", shares, seen)
 
@@ -79,6 +83,16 @@ def check_fit(config: Config, misfits: Iterable[PoolMisfit]) -> None:
             raise config.error(f"pools[{misfit.pool}]", problem, ConfigReason.NO_GPU)
 
 
+def check_counts(config: Config, backends_of: Iterable[tuple[Gpu, Iterable[Backend]]]) -> None:
+    """Refuse too many shares of GPUs before they are made, of backends that can count them."""
+    counts = Counter[ResourceName]()
+    for gpu, backends in backends_of:
+        for backend in backends:
+            if isinstance(backend, OneResourceBackend):
+                counts[backend.resource] += backend.count_shares(gpu)
+                _refuse_many(config, counts)
+
+
 def counted_shares(
     config: Config, gpu: Gpu, backends: Iterable[Backend], counts: Counter[ResourceName]
 ) -> Iterator[Share]:
@@ -86,18 +100,22 @@ def counted_shares(
     for backend in backends:
         shares = backend.shares(gpu)
         counts.update(share.resource for share in shares)
-        for resource, count in counts.items():
-            if count > _MAX_SHARES:
-                problem = (
-                    f"{resource} would have {count} shares or more; the kubelet takes a list of "
-                    f"less than {_MAX_SHARES}. Configure fewer shares of each GPU, or several "
-                    "resources"
-                )
-                raise config.error("", problem, ConfigReason.TOO_LARGE)
-        if counts.total() > _MAX_NODE_SHARES:
-            problem = f"the node would have more than {_MAX_NODE_SHARES} shares; configure fewer"
-            raise config.error("", problem, ConfigReason.TOO_LARGE)
+        _refuse_many(config, counts)
         yield from shares
+
+
+def _refuse_many(config: Config, counts: Counter[ResourceName]) -> None:
+    for resource, count in counts.items():
+        if count > _MAX_SHARES:
+            problem = (
+                f"{resource} would have {count} shares or more; the kubelet takes a list of "
+                f"less than {_MAX_SHARES}. Configure fewer shares of each GPU, or several "
+                "resources"
+            )
+            raise config.error("", problem, ConfigReason.TOO_LARGE)
+    if counts.total() > _MAX_NODE_SHARES:
+        problem = f"the node would have more than {_MAX_NODE_SHARES} shares; configure fewer"
+        raise config.error("", problem, ConfigReason.TOO_LARGE)
 
 
 def check_ids(config: Config, path: str, shares: Iterable[Share], seen: set[str]) -> None:

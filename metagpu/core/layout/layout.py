@@ -22,7 +22,14 @@ from metagpu.core.contracts.capabilities import (
     offer_rule,
 )
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.checks import PoolMisfit, check_ids, counted_shares, misfits, unused_pools
+from metagpu.core.layout.checks import (
+    PoolMisfit,
+    check_counts,
+    check_ids,
+    counted_shares,
+    misfits,
+    unused_pools,
+)
 from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.mig import MigInstance, is_mig, profile_of, share_suffix
@@ -155,7 +162,7 @@ def build_layout(
 
     Raises:
         ConfigError: if a share id is not legal or would be offered twice, or if the shares are more
-            than a kubelet takes; the rest of them is not made then.
+            than a kubelet takes; none of equal ones is made then.
     """
     pools = config.build_backends(config.root.injection(injection))
     pool_assignments = []
@@ -168,6 +175,7 @@ def build_layout(
     for gpu, assignment, *_ in assigned:
         instances.setdefault(assignment.pool, {})[gpu] = existing.get(gpu.id, ())
     answering = _answering_instances(pools, instances)
+    check_counts(config, ((gpu, backends) for gpu, _, backends, _ in assigned))
     for gpu, assigned_pool, pool_backends, pool_reason in assigned:
         assignment, backends = assigned_pool, pool_backends
         if assignment.pool is not None:
