@@ -61,8 +61,8 @@ CAPABILITIES: Final = (
     Capability("availability, leases, model", 5051, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
-    Capability("layout and grants", 1976, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2266, ("core/contracts/*", "core/runtime/*")),
+    Capability("layout and grants", 2002, ("core/layout/*", "core/grants/*")),
+    Capability("contracts and runtime", 2267, ("core/contracts/*", "core/runtime/*")),
     Capability("configuration and other formats", 4550, ("core/config/*", "compat/*")),
     Capability("health", 1000, ("core/health/*",)),
     Capability("enforcement and usage", 3738, ("core/usage/*",)),
@@ -73,7 +73,7 @@ CAPABILITIES: Final = (
     Capability("metrics", 1850, ("plugins/metrics/*",)),
     Capability("web", 1514, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1660, ("plugins/pod_api/*",)),
-    Capability("cli, display, reports", 7245, (
+    Capability("cli, display, reports", 7256, (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 5640, ("kubectl/*",)),
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86067, 75000),
-    Limit("test lines", 109807, 92300),
+    Limit("product lines", 86109, 75000),
+    Limit("test lines", 109928, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
