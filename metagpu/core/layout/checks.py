@@ -84,7 +84,7 @@ def check_fit(config: Config, misfits: Iterable[PoolMisfit]) -> None:
 
 
 def check_counts(config: Config, backends_of: Iterable[tuple[Gpu, Iterable[Backend]]]) -> None:
-    """Refuse too many shares of GPUs before they are made, of backends that can count them."""
+    """Refuse too many shares before they are made, of backends that can count them."""
     counts = Counter[ResourceName]()
     for gpu, backends in backends_of:
         for backend in backends:
