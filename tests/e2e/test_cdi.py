@@ -46,7 +46,7 @@ def give_by(cluster: Cluster, strategy: str) -> None:
 
     known = applied()
     cluster.daemon.configure(CONFIGURATION + f"deviceListStrategy: {strategy}\n")
-    wait_for("the configuration to be applied", lambda: applied() > known, within_s=10)
+    wait_for("the configuration to be applied", lambda: applied() > known, within_s=30)
 
 
 def assert_nodes(held: Holding) -> None:
