@@ -22,6 +22,7 @@ MOST_WAITING: Final = 256
 """Connections that wait for their turn; with one more, the source that has most loses one."""
 _AT_ONCE: Final = 64
 """Connections that are taken out of the kernel's queue in one step: so many cost 2 ms."""
+_LOOPBACK: Final = "127.0.0.0/8"
 _RESET: Final = struct.pack("ii", 1, 0)
 """SO_LINGER with which a close tells the peer at once, and leaves nothing in the kernel."""
 
@@ -128,7 +129,7 @@ class _Waiting:
             except BlockingIOError:
                 return
             connection.setblocking(False)  # noqa: FBT003 - the socket module's signature
-            self._add(connection, address[0] if isinstance(address, tuple) else "")
+            self._add(connection, _source(address))
 
     def _add(self, connection: socket.socket, source: str) -> None:
         self._sources.setdefault(source, deque()).append(connection)
@@ -157,6 +158,12 @@ class _Waiting:
         for queue in self._sources.values():
             for connection in queue:
                 _reset(connection)
+
+
+def _source(address: object) -> str:
+    """Return a client's address; what a user binds of the loopback is one."""
+    host = str(address[0]).removeprefix("::ffff:") if isinstance(address, tuple) else ""
+    return _LOOPBACK if host.startswith("127.") and host != "127.0.0.1" else host
 
 
 def _reset(connection: socket.socket) -> None:

@@ -162,7 +162,7 @@ def listening() -> Iterator[socket.socket]:
 
 async def test_no_source_keeps_another_out(listening: socket.socket) -> None:
     """A client that comes behind a crowd of one address has the second turn, not the last."""
-    with connected(listening, "127.0.0.2", 60), connected(listening, "127.0.0.3", 1):
+    with connected(listening, "127.0.0.2", 60), connected(listening, "127.0.0.1", 1):
         sources = []
         async with aclosing(accept(listening, TokenBucket(1000, 1000))) as accepted:
             async for connection, source in accepted:
@@ -171,7 +171,24 @@ async def test_no_source_keeps_another_out(listening: socket.socket) -> None:
                 if len(sources) == 3:
                     break
 
-    assert sources == ["127.0.0.2", "127.0.0.3", "127.0.0.2"]
+    assert [source == "127.0.0.1" for source in sources] == [False, True, False]
+
+
+async def test_all_addresses_of_the_loopback_have_one_turn(listening: socket.socket) -> None:
+    """A user of this machine binds any of 16 million; other programs bind none."""
+    sources: list[str] = []
+    with ExitStack() as crowd:
+        for number in range(50):
+            crowd.enter_context(connected(listening, f"127.0.1.{number}", 1))
+        crowd.enter_context(connected(listening, "127.0.0.1", 1))
+        async with aclosing(accept(listening, TokenBucket(1000, 1000))) as accepted:
+            async for connection, source in accepted:
+                connection.close()
+                sources.append(source)
+                if len(sources) == 2:
+                    break
+
+    assert sources[1] == "127.0.0.1"
 
 
 async def test_of_too_many_that_wait_the_largest_source_loses_one(
@@ -179,7 +196,7 @@ async def test_of_too_many_that_wait_the_largest_source_loses_one(
 ) -> None:
     """A crowd takes no descriptors without end, and no place of others."""
     with (
-        connected(listening, "127.0.0.3", 1) as [other],
+        connected(listening, "127.0.0.1", 1) as [other],
         connected(listening, "127.0.0.2", 30) as crowd,
     ):
         async with aclosing(
@@ -189,7 +206,7 @@ async def test_of_too_many_that_wait_the_largest_source_loses_one(
             lost = [client for client in crowd if is_reset(client)]
             first.close()
 
-        assert source == "127.0.0.3"
+        assert source == "127.0.0.1"
         assert len(lost) == len(crowd) - 9
         assert is_reset(other) is False
 
