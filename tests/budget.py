@@ -77,7 +77,7 @@ CAPABILITIES: Final = (
         "cli/*", "display/*", "core/reports/*", "plugins/control/*", "plugins/__init__.py",
     )),
     Capability("kubectl", 5640, ("kubectl/*",)),
-    Capability("webhook and translation", 3842, ("webhook/*", "translation/*")),
+    Capability("webhook and translation", 3858, ("webhook/*", "translation/*")),
     Capability("tests of other backends", 570, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86116, 75000),
-    Limit("test lines", 109948, 92300),
+    Limit("product lines", 86132, 75000),
+    Limit("test lines", 109953, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

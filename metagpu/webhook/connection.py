@@ -5,6 +5,7 @@ task runs for it. aiohttp's parser reads the requests, as it does for aiohttp's 
 """
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -27,6 +28,9 @@ _TEXT: Final = (
     b"HTTP/1.1 %d %s\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: %d\r\n%s\r\n"
 )
 _LAST: Final = b"Connection: close\r\n"
+_NAMESPACE: Final = re.compile(rb'"namespace":\s*"([^"]*)"')
+"""Of a review: an API server writes it before the pod."""
+_BEFORE_THE_POD: Final = 4096
 _DIGITS: Final = 20
 """Of a length: Python refuses to read thousands, and zeros may lead."""
 
@@ -117,8 +121,8 @@ class Reviewing(Protocol):
     reading: int
     ending: bool
 
-    def on_whole(self, connection: "ReviewConnection") -> None:
-        """Put a connection whose request is whole behind those of its source."""
+    def on_whole(self, connection: "ReviewConnection", namespace: bytes) -> None:
+        """Put a connection behind others of its source and namespace."""
 
     def on_answered(self, connection: "ReviewConnection") -> None:
         """Note that a connection is idle from now on."""
@@ -263,7 +267,8 @@ class ReviewConnection(asyncio.Protocol):
             self._end_wait()
             if self._transport is not None:
                 self._transport.pause_reading()
-            self._of.on_whole(self)
+            namespace = _NAMESPACE.search(request.body, 0, _BEFORE_THE_POD)
+            self._of.on_whole(self, namespace[1] if namespace else b"")
         elif not began:
             self._late = self._loop.call_later(self._of.timing.request, self._give_up)
         return False

@@ -14,8 +14,8 @@ import socket
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, closing, suppress
 from pathlib import Path
 from time import perf_counter
@@ -39,6 +39,8 @@ CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 _ROUNDS: Final = 8
 """Flights of a handshake, of which TLS has four at most."""
+_MOST_SPENT: Final = 1024
+"""Sources and namespaces, which clients may invent, whose times are remembered."""
 _ANSWERING: Final = 0.005
 """Seconds of answers between two turns of the loop, which reads and accepts."""
 
@@ -188,36 +190,45 @@ class _Tls(SSLProtocol):
 
 
 class _Turns:
-    """Connections whose requests are whole, source by source.
+    """Connections whose requests are whole, by source and namespace.
 
-    The source whose answers have taken the least time is next: a crowd with the most expensive pods
-    delays itself. A source that comes later has no more credit than those that wait.
+    The source whose answers have taken the least time is next, and of it such a namespace: a crowd
+    with the most expensive pods delays itself, also the pods of a tenant behind the API server. Who
+    comes later has no more credit than those that wait.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[ReviewConnection]] = {}
-        self._spent: dict[str, float] = {}
+        self._waiting: dict[tuple[str, bytes], deque[ReviewConnection]] = {}
+        self._spent: defaultdict[object, float] = defaultdict(float)
 
-    def add(self, connection: ReviewConnection) -> None:
-        """Put a connection whose request is whole behind those of its source."""
+    def add(self, connection: ReviewConnection, namespace: bytes) -> None:
+        """Put a connection behind those of its source and namespace."""
         if not self._waiting:
             self._spent.clear()
             asyncio.get_running_loop().call_soon(self._answer)
-        source = connection.source
-        if source not in self._waiting:
-            least = min(map(self._spent.__getitem__, self._waiting), default=0.0)
-            self._spent[source] = max(self._spent.get(source, 0.0), least)
-        self._waiting.setdefault(source, deque()).append(connection)
+        source, turn = connection.source, (connection.source, namespace)
+        self._join(source, {other for other, _ in self._waiting})
+        self._join(turn, {other for other in self._waiting if other[0] == source})
+        self._waiting.setdefault(turn, deque()).append(connection)
+
+    def _join(self, one: object, others: Collection[object]) -> None:
+        if one not in others:
+            least = min((self._spent[other] for other in others), default=0.0)
+            self._spent[one] = max(self._spent[one], least)
 
     def _answer(self) -> None:
         """Answer for a few milliseconds; then others of the loop have their turn."""
         began = now = perf_counter()
         while self._waiting and now <= began + _ANSWERING:
-            source = min(self._waiting, key=self._spent.__getitem__)
-            self._waiting[source].popleft().answer()
-            self._spent[source] -= now - (now := perf_counter())
-            if not self._waiting[source]:
-                del self._waiting[source]
+            turn = min(self._waiting, key=lambda one: (self._spent[one[0]], self._spent[one]))
+            self._waiting[turn].popleft().answer()
+            took = -now + (now := perf_counter())
+            if len(self._spent) > _MOST_SPENT:
+                self._spent.clear()
+            for one in (turn[0], turn):
+                self._spent[one] += took
+            if not self._waiting[turn]:
+                del self._waiting[turn]
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._answer)
 
@@ -295,9 +306,9 @@ class ReviewServer:
                     await self._close_all()
                 self.port = 0
 
-    def on_whole(self, connection: ReviewConnection) -> None:
-        """Put a connection whose request is whole behind those of its source."""
-        self._turns.add(connection)
+    def on_whole(self, connection: ReviewConnection, namespace: bytes) -> None:
+        """Put a connection behind others of its source and namespace."""
+        self._turns.add(connection, namespace)
 
     def on_answered(self, connection: ReviewConnection) -> None:
         """Put a connection behind those that are idle longer."""

@@ -544,12 +544,17 @@ async def test_connections_with_answers_keep_no_review_out(
         assert await good.status() == 200
 
 
-async def test_expensive_reviews_of_a_pod_delay_no_other(
-    folder: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("source", "namespace"), [("127.0.0.2", "team-a"), ("127.0.0.1", "b")])
+async def test_expensive_reviews_of_one_delay_no_other(
+    folder: Path,
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    namespace: str,
 ) -> None:
-    """Hundreds of reviews of one address wait behind the first of another one."""
+    """Hundreds of reviews of an address, or a namespace, wait behind the first of another one."""
     monkeypatch.setattr(webhook_server, "_ANSWERING", 0.0)
-    body = review(pod(TWO_GPUS))
+    body = review(pod(TWO_GPUS), namespace=namespace)
     answered: list[bytes] = []
     async with webhook_at_work(folder, authority) as webhook:
         translate = webhook.server.answer
@@ -559,7 +564,7 @@ async def test_expensive_reviews_of_a_pod_delay_no_other(
             return translate(asked)
 
         webhook.server.answer = answer
-        crowd = [await webhook.connect(source="127.0.0.2") for _ in range(40)]
+        crowd = [await webhook.connect(source=source) for _ in range(40)]
         good = await webhook.connect()
         for client in crowd:
             await client.send(body)
@@ -765,7 +770,7 @@ async def test_what_waits_for_its_turn_reads_little_ahead(
 ) -> None:
     """Of what a client sends before it has its answer, the rest stays in the network."""
     async with webhook_at_work(folder, authority) as webhook:
-        monkeypatch.setattr(webhook.server, "on_whole", lambda _: None)
+        monkeypatch.setattr(webhook.server, "on_whole", lambda *_: None)
         client = await webhook.connect()
         await client.send(review(pod(TWO_GPUS)))
         await becomes(lambda: webhook.server.busy == 1)
