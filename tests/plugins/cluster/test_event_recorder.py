@@ -90,6 +90,7 @@ async def test_repeated_events_become_a_count(tmp_path: Path) -> None:
         for _ in range(3):
             recorder.record(HOT)
         clock.now += QUICK.count_interval
+        server.fail(503, times=1)
         recorder.record(HOT)
         await server.until(lambda: "series" in server.events()[0])
         await anyio.wait_all_tasks_blocked()

@@ -1,6 +1,5 @@
 """Reviews of viewers' tokens by the API server."""
 
-import asyncio
 from base64 import urlsafe_b64encode
 from typing import Any, cast
 
@@ -11,31 +10,122 @@ from metagpu.plugins.cluster import token_review
 from metagpu.plugins.cluster.settings import AUDIENCE
 
 
+def token_of(**claims: object) -> str:
+    """Build a token without its last part, as JWTs are written."""
+    text = msgspec.json.encode({"aud": [AUDIENCE], "iat": 0, "exp": 3600, **claims})
+    return f"a.{urlsafe_b64encode(text).decode().rstrip('=')}"
+
+
+TOKEN = token_of()
+GOOD = f"{TOKEN}.good"
+
+
 class _ApiServer:
+    authenticated = allowed = True
+    audiences = (AUDIENCE,)
+
     async def call(self, _method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path != token_review.REVIEWS:
-            return {"status": {"allowed": True}}
-        is_good = body["spec"]["token"].endswith(".good")
+            return {"status": {"allowed": self.allowed}}
+        is_good = self.authenticated and body["spec"]["token"].endswith(".good")
         user = {"username": "viewer"}
-        return {"status": {"authenticated": is_good, "audiences": [AUDIENCE], "user": user}}
+        return {"status": {"authenticated": is_good, "audiences": self.audiences, "user": user}}
 
 
-def test_invented_tokens_keep_no_accepted_viewer_out() -> None:
-    """A viewer's token is reviewed again while others invent tokens, and so is a first one."""
-    claims = msgspec.json.encode({"aud": [AUDIENCE], "iat": 0, "exp": 3600})
-    token, now = f"a.{urlsafe_b64encode(claims).decode()}", [0.0]
-    tokens = token_review.TokenReviewer(cast("Any", None), cast("Any", None), lambda: now[0])
-    tokens._settings = cast("Any", type("Settings", (), {"node": "n"}))
-    tokens._client = cast("Any", _ApiServer())
+class _Scene:
+    """A reviewer, its API server, and its clock."""
 
-    async def main() -> None:
-        assert await tokens.check(f"{token}.good", "viewer") == ""
-        now[0] += token_review.REMEMBERED + 1
+    def __init__(self) -> None:
+        self.now, self.server, some = 0.0, _ApiServer(), cast("Any", None)
+        self.tokens = token_review.TokenReviewer(some, some, lambda: self.now)
+        self.tokens._settings = cast("Any", type("Settings", (), {"node": "n"}))
+        self.tokens._client = cast("Any", self.server)
+
+    async def check(self, token: str, source: str = "pod") -> str:
+        return await self.tokens.check(token, source)
+
+    async def invent(self, source: str = "pod") -> None:
+        """Invent tokens until those of the address are reviewed no more."""
         for number in range(20):
-            assert await tokens.check(f"{token}.{number}", "pod")
+            assert await self.check(f"{TOKEN}.{number}", source)
         with pytest.raises(ConnectionError, match="too many"):
-            await tokens.check(f"{token}.more", "pod")
-        assert await tokens.check(f"{token}.good", "viewer") == ""
-        assert await tokens.check(f"b{token}.good", "viewer") == ""
+            await self.check(f"{TOKEN}.more", source)
 
-    asyncio.run(main())
+
+async def test_invented_tokens_keep_no_accepted_viewer_out() -> None:
+    """Viewers' tokens are reviewed again while others invent tokens, and so is a first one."""
+    scene = _Scene()
+    for viewer in ("", "b"):
+        assert await scene.check(f"{viewer}{GOOD}") == ""
+    scene.now += token_review.LONGEST_LIFE - 1
+    await scene.invent()
+    for viewer in ("", "b"):
+        assert await scene.check(f"{viewer}{GOOD}") == ""
+    assert await scene.check(f"c{GOOD}", "another address") == ""
+
+
+@pytest.mark.parametrize("lost", ["authenticated", "allowed", "never allowed", "old"])
+async def test_a_token_that_lost_its_access_waits_behind_invented_ones(lost: str) -> None:
+    """A token that was refused, or is older than tokens may be, has no place of its own."""
+    scene = _Scene()
+    scene.server.allowed = lost != "never allowed"
+    assert bool(await scene.check(GOOD)) == (lost == "never allowed")
+    scene.now += token_review.LONGEST_LIFE if lost == "old" else token_review.REMEMBERED
+    if lost in ("authenticated", "allowed"):
+        setattr(scene.server, lost, False)
+        assert await scene.check(GOOD, "another address")
+        scene.now += token_review.DENIED
+    await scene.invent()
+    with pytest.raises(ConnectionError, match="too many"):
+        await scene.check(GOOD)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_an_answer_holds_for_a_while(*, allowed: bool) -> None:
+    """The API server is not asked at each request, and a changed right counts within a minute."""
+    scene = _Scene()
+    scene.server.allowed = allowed
+    answer = await scene.check(GOOD)
+    scene.server.allowed = not allowed
+    scene.now += (token_review.REMEMBERED if allowed else token_review.DENIED) - 1
+    assert await scene.check(GOOD) == answer
+    scene.now += 1
+    assert await scene.check(GOOD) != answer
+
+
+async def test_many_viewers_take_little_memory() -> None:
+    """Tokens and addresses beyond some hundreds are reviewed, and not remembered."""
+    scene = _Scene()
+    for number in range(300):
+        scene.now += 0.1
+        assert await scene.check(f"{number}{GOOD}", f"address {number}") == ""
+    tokens = scene.tokens
+    assert {len(each) for each in (tokens._known, tokens._accepted, tokens._rates)} == {256}
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        *((f"{token_of(exp=7200, more='x' * length)}.good", "") for length in range(4)),
+        (f"{token_of(exp=7201)}.good", "more than two hours"),
+        (f"{token_of(exp=None)}.good", "more than two hours"),
+        (f"{token_of(aud=['other'])}.good", f"not for {AUDIENCE}"),
+        (f"{token_of()}.{'x' * 4096}good", "is needed"),
+        ("password", "is needed"),
+        ("a.b.c", "is needed"),
+    ],
+)
+async def test_a_token_that_is_not_for_metagpu_is_refused_unasked(token: str, problem: str) -> None:
+    """The refusal says what is wrong, and costs the API server nothing."""
+    scene = _Scene()
+    if problem:
+        scene.tokens._client = None
+    answer = await scene.check(token)
+    assert (problem in answer, bool(answer)) == (True, bool(problem))
+
+
+async def test_a_token_that_the_api_server_takes_for_another_audience_is_refused() -> None:
+    """A claim is the token's own word: the API server has the last."""
+    scene = _Scene()
+    scene.server.audiences = ("other",)
+    assert "does not accept" in await scene.check(GOOD)
