@@ -169,7 +169,6 @@ class NodeConnection:
                 group.start_soon(task)
             await self._context.taken.wait()
             self._start_writers(group)
-            self.trigger()
 
     def _start_writers(self, group: TaskGroup) -> None:
         """Start what the daemon that has the node does, and no other one."""

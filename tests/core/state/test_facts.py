@@ -4,14 +4,21 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import Connection, PciPath, Topology
+from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import OfferTurn, Verdict
 from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.events import PodEnded
 from metagpu.core.state.facts import (
+    CompetingPluginFound,
+    CompetingPluginGone,
     Fact,
     GpuFaulted,
     GpuRecovered,
     GpusFound,
     LeasesObserved,
+    PodsListed,
+    RegistrationProblemFound,
+    RegistrationProblemGone,
     SharesClaimed,
     SharesOffered,
     SharesPending,
@@ -230,3 +237,37 @@ def test_a_turn_is_of_the_gpus_that_are_named() -> None:
     assert (begun.gpus[A.id].turn, begun.gpus[B.id].turn) == (turn, None)
     assert reduce(begun, TurnsChanged({A.id: turn})) == (begun, ())
     assert after(TurnsChanged({A.id: None}), since=begun).gpus[A.id].turn is None
+
+
+FOUND_PLUGIN = CompetingPluginFound(METAGPU, "a plugin")
+PROBLEM = RegistrationProblemFound(METAGPU, "refused")
+
+
+@pytest.mark.parametrize(
+    ("found", "gone", "field"),
+    [
+        (FOUND_PLUGIN, CompetingPluginGone(METAGPU), "competing_plugins"),
+        (PROBLEM, RegistrationProblemGone(METAGPU), "registration_problems"),
+    ],
+)
+def test_a_problem_of_a_resource_is_known_until_it_is_gone(
+    found: Fact, gone: Fact, field: str
+) -> None:
+    """The same problem again is no news, and neither is the end of none."""
+    known, events = reduce(NODE, found)
+    assert list(getattr(known, field)) == [METAGPU]
+    assert events == (found,)
+    assert reduce(known, found) == (known, ())
+    ended, events = reduce(known, gone)
+    assert (getattr(ended, field), events) == ({}, (gone,))
+    assert reduce(ended, gone) == (ended, ())
+
+
+def test_an_equal_list_of_pods_is_no_news_but_of_its_age() -> None:
+    """Readers of the pods are not woken by it."""
+    pods = (KnownPod("uid", "team", "alice", "Running"),)
+    known = after(PodsListed(pods, asked=3), since=NODE)
+    assert reduce(known, PodsListed(pods, asked=3))[0] is known
+    later, events = reduce(known, PodsListed(pods, asked=4))
+    assert (later.pods.asked, events) == (4, ())
+    assert reduce(known, PodsListed((), asked=5))[1][1:] == (PodEnded(pods[0]),)

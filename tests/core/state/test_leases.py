@@ -7,11 +7,21 @@ from msgspec.structs import replace
 
 from metagpu.core.availability.conflict import conflicting_shares, orphaned_leases
 from metagpu.core.availability.reasons import count_free
-from metagpu.core.model.shares import UNKNOWN_BACKEND, Lease, ResourceName, ShareId
+from metagpu.core.model.resource_claims import ClaimDevice
+from metagpu.core.model.shares import (
+    UNKNOWN_BACKEND,
+    Holder,
+    Lease,
+    ResourceClaimRef,
+    ResourceName,
+    ShareId,
+)
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.facts import (
+    GpusFound,
     KubeletStarted,
     LeasesObserved,
+    ResourceClaimsRead,
     SharesClaimed,
     SharesOffered,
     SharesPending,
@@ -32,7 +42,7 @@ from tests.core.two_gpus import (
     B,
     leases,
 )
-from tests.rigs.build import METAGPU, after, offer
+from tests.rigs.build import METAGPU, after, gpu, offer
 
 
 def test_a_lease_outlives_its_offer() -> None:
@@ -192,7 +202,8 @@ def test_a_lease_under_another_name_keeps_the_gpu() -> None:
 def test_a_share_that_the_kubelet_names_otherwise_is_of_the_other_name() -> None:
     """A GPU that a pod got under another plugin's name is not one of the pod's earlier shares."""
     share, other = A_SHARES[0].id, ResourceName("nvidia.com/gpu")
-    snapshot, _ = reduce(LEASED, LeasesObserved({share: ALICE}, at=20, resources={share: other}))
+    listed = after(LeasesObserved({share: ALICE}, at=20), since=LEASED)
+    snapshot, _ = reduce(listed, LeasesObserved({share: ALICE}, at=21, resources={share: other}))
 
     held = leases(snapshot)[share].share
     assert (held.resource, held.backend) == (other, UNKNOWN_BACKEND)
@@ -238,6 +249,8 @@ SHARE = A_SHARES[0]
 CLAIMED = after(SharesClaimed((SHARE,), at=10), since=NODE)
 WAITING = after(SharesClaimed((SHARE,), at=10, unanswered=True), since=NODE)
 RENEWED = after(SharesClaimed((A_SHARES[1],), at=25), since=CLAIMED)
+CLAIM = ResourceClaimRef("team", "claim", "uid-1")
+BESIDE_CLAIM = after(SharesClaimed((A_SHARES[1],), at=25, resource_claim=CLAIM), since=CLAIMED)
 LISTED = after(LeasesObserved({SHARE.id: ALICE}, at=20), since=CLAIMED)
 FORGOTTEN = after(KubeletStarted((0, 0, 1)), since=LISTED)
 
@@ -277,6 +290,10 @@ FORGOTTEN = after(KubeletStarted((0, 0, 1)), since=LISTED)
         ),
         pytest.param(RENEWED, {"at": 44}, True, id="claimed, and another one later"),
         pytest.param(RENEWED, {"at": 45}, False, id="claimed, and the last one is old"),
+        pytest.param(
+            RENEWED, {"holders": {A_SHARES[1].id: BOB}}, False, id="claimed, and another one listed"
+        ),
+        pytest.param(BESIDE_CLAIM, {}, False, id="claimed, and a ResourceClaim later"),
         pytest.param(WAITING, {"at": 9999, "released": {SHARE.id}}, True, id="Allocate waits"),
     ],
 )
@@ -333,3 +350,61 @@ def test_what_the_kubelet_lists_of_a_gpu_that_is_gone_is_kept_until_its_pod_ends
         assert not reduce(again, fact)[0].vanished
     unready = LeasesObserved({}, at=30, kubelet_ready=False)
     assert reduce(again, unready)[0].vanished == known.vanished
+
+
+def test_the_list_names_the_containers_of_a_claim() -> None:
+    """The first is the holder for as long as it is listed; a list without them ends nothing."""
+    claimed = after(SharesClaimed((SHARE,), at=10, resource_claim=CLAIM), since=NODE)
+
+    def look(*holders: Holder) -> LeasesObserved:
+        return LeasesObserved({}, at=20, of_claims={(CLAIM.uid, SHARE.id): holders})
+
+    both, alone = after(look(ALICE, BOB), since=claimed), after(look(BOB), look(), since=claimed)
+    assert leases(both)[SHARE.id] == replace(
+        leases(claimed)[SHARE.id], holder=ALICE, sharers=(BOB,)
+    )
+    assert leases(alone)[SHARE.id] == replace(leases(claimed)[SHARE.id], holder=BOB)
+    assert reduce(both, look(BOB, ALICE)) == (both, ())
+    assert leases(after(look(BOB), since=both)) == leases(alone)
+
+
+def test_what_a_claim_has_of_a_gpu_that_is_gone_comes_back_with_the_gpu() -> None:
+    """Its containers are named meanwhile, and what others had there is theirs until it is back."""
+    own = ClaimDevice(CLAIM.uid, gpu(2).id, "fraction", ("0", "1"))
+    beside = replace(own, gpu=A.id, slots=("7",))
+    zero, one = own.share_ids
+    read = ResourceClaimsRead({CLAIM: (own, beside)}, at=5)
+    known = after(read, since=LEASED)
+    assert set(known.vanished) == {zero, one}
+    assert {*leases(known)} == {*leases(LEASED), *beside.share_ids}
+    assert leases(known)[beside.share_ids[0]].resource_claim == CLAIM
+    assert reduce(known, replace(read, at=6)) == (known, ())
+    unprepared = SharesReleased((known.vanished[one].share,), at=7)
+    assert set(after(unprepared, since=known).vanished) == {zero}
+
+    other = ShareId(f"{gpu(2).id}::9")
+    named = LeasesObserved({other: BOB}, at=20, of_claims={(CLAIM.uid, zero): (ALICE,)})
+    returned, events = reduce(after(named, since=known), GpusFound((gpu(2),), at=30))
+    assert {i: lease.holder for i, lease in leases(returned, gpu(2)).items()} == {
+        zero: ALICE,
+        one: None,
+    }
+    assert list(returned.vanished) == [other]
+    assert events[1:] == (
+        SharesClaimed(tuple(leases(returned, gpu(2))[i].share for i in (zero, one)), at=30),
+    )
+
+
+def test_what_the_checkpoint_has_of_a_gpu_is_known_until_it_is_read_again() -> None:
+    """Its ids without those of ended pods, and the device nodes of the answers that it keeps."""
+    containers = {SHARE.id: frozenset({("uid", "main")})}
+    nodes = {frozenset({0}): frozenset({SHARE.id})}
+    allocated = dict.fromkeys((SHARE.id, A_SHARES[1].id), METAGPU)
+    ended = frozenset({A_SHARES[1].id})
+    read = LeasesObserved(
+        {}, 20, allocated=allocated, containers=containers, nodes={A.id: nodes}, ended=ended
+    )
+    known = after(read, LeasesObserved({}, 21), since=NODE)
+    assert (known.gpus[A.id].allocated, known.gpus[A.id].kubelet.nodes) == (containers, nodes)
+    later = after(LeasesObserved({}, 22, allocated={}), since=known)
+    assert (later.gpus[A.id].allocated, later.gpus[A.id].kubelet.nodes) == ({}, {})

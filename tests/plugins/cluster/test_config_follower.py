@@ -183,15 +183,20 @@ async def test_mig_managers_label_waits_for_the_instances(
         await scene.has_labels(nvidia_com__mig_config_state="success")
 
 
-async def test_first_offer_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """A silent API server delays the first offer by its timeout only."""
+@pytest.mark.parametrize("unread", ["/nodes", "/configmaps"])
+async def test_first_offer_does_not_wait_for_ever(tmp_path: Path, unread: str) -> None:
+    """A silent API server delays the first offer by its timeout only; half a choice is none."""
     server = SimApiServer()
-    server.denied.append(("GET", "/nodes"))
+    server.denied.append(("GET", unread))
 
     with capture_module_logs(config_follower) as lines:
-        async with cluster_at_work(tmp_path, Feature.CONFIG, server=server) as scene:
+        async with cluster_at_work(
+            tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
+        ) as scene:
+            await becomes(lambda: scene.cluster.report().connected or unread == "/nodes")
             with anyio.fail_after(30):
                 await scene.cluster.parts.config_follower.wait_for_choice(0.1)
+            assert not scene.choices
 
     assert lines[0]["event"] == "cluster choice timed out; going on without it"
 

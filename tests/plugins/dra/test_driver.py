@@ -583,7 +583,10 @@ async def test_pods_that_came_while_the_kubelet_had_no_driver_are_annotated(
 
 
 async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> None:
-    """Pods and claims are read until the server answers; each pod is annotated once."""
+    """Pods and claims are read until the server answers; each pod is annotated once.
+
+    An outage is one warning, and the next one is another.
+    """
     node.dra.retries._rest = 0.01
     for name in ("a", "b"):
         claim = node.allocate(f"of-{name}", node.fraction(gpu(0), 10))
@@ -597,12 +600,17 @@ async def test_pods_are_annotated_once_the_api_server_is_back(node: DraNode) -> 
         return await read(ref)
 
     node.dra.preparer._read_claim = fails_once_for_b
-    async with node.running():
-        await node.notify(registered=True)
-        await until(lambda: len(node.annotated) == 2)
-        await anyio.wait_all_tasks_blocked()
-    assert node.annotated == [f"default/{key}: metagpu.io/prepare-again" for key in "ab"]
-    assert node.unanswered == 0
+    with capture_logs() as logs:
+        async with node.running():
+            await node.notify(registered=True)
+            await until(lambda: len(node.annotated) == 2)
+            await anyio.wait_all_tasks_blocked()
+            assert node.annotated == [f"default/{key}: metagpu.io/prepare-again" for key in "ab"]
+            assert node.unanswered == 0
+            node.unanswered = 1
+            await node.notify(registered=True)
+            await until(lambda: len(node.annotated) == 4)
+    assert [line["event"] for line in logs].count("pending pods not read") == 2
 
 
 def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import Holder
-from metagpu.core.state.facts import Fact, LeasesObserved, PodsListed
+from metagpu.core.state.facts import (
+    Fact,
+    KubeletStarted,
+    LeasesObserved,
+    PodsListed,
+    SharesReleased,
+)
 from metagpu.plugins.kubelet import pod_list, pod_resources
 from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE, KUBELET_SOCKET, KubeletFiles, find_files
 from metagpu.plugins.kubelet.pb import v1
@@ -470,6 +476,39 @@ async def test_a_new_kubelet_is_believed_once_it_knows_its_pods(tmp_path: Path) 
 
 
 EMPTY = json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum": 1})
+
+
+async def test_on_a_node_whose_kubelet_has_never_run_nothing_is_held(tmp_path: Path) -> None:
+    """Shares can be granted as soon as a first kubelet asks for them."""
+    async with node(tmp_path) as live_node, following(live_node, tmp_path) as follower:
+        with anyio.fail_after(30):
+            await follower.known.wait()
+        assert not live_node.registry.snapshot.unknown_leases
+
+
+async def test_each_time_that_the_kubelet_forgets_a_pod_is_logged_once(tmp_path: Path) -> None:
+    """The pod may have ended meanwhile, and another one of its name may be forgotten."""
+    with capture_module_logs(pod_resources) as logs:
+        async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "train") as new:
+            registry, new.namespace = live_node.registry, "default"
+            held_leases = registry.snapshot.gpus[gpu(0).id].leases.values()
+            shares = [lease.share for lease in held_leases]
+            holders = {lease.share.id: lease.holder for lease in held_leases if lease.holder}
+
+            def times() -> int:
+                return [line["event"] for line in logs].count("kubelet forgot devices")
+
+            await anyio.Path(tmp_path / CHECKPOINT).unlink()
+            await new.asked()
+            skip(QUICK.readiness)
+            for identity in (1, 2):
+                registry.apply(SharesReleased(shares, at=anyio.current_time()))
+                await new.asked()
+                registry.apply(LeasesObserved(holders, anyio.current_time()))
+                registry.apply(KubeletStarted((0, 0, 1e12 + identity)))
+                await becomes(lambda count=identity: times() == count)
+                await new.asked()
+                assert times() == identity
 
 
 async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path) -> None:
