@@ -270,4 +270,6 @@ def test_an_equal_list_of_pods_is_no_news_but_of_its_age() -> None:
     assert reduce(known, PodsListed(pods, asked=3))[0] is known
     later, events = reduce(known, PodsListed(pods, asked=4))
     assert (later.pods.asked, events) == (4, ())
-    assert reduce(known, PodsListed((), asked=5))[1][1:] == (PodEnded(pods[0]),)
+    over = after(PodsListed((replace(pods[0], phase="Succeeded"),)), since=known)
+    gone = PodsListed((), asked=5)
+    assert [reduce(each, gone)[1][1:] for each in (known, over)] == [(PodEnded(pods[0]),), ()]

@@ -14,6 +14,7 @@ from metagpu.core.model.shares import (
     Lease,
     ResourceClaimRef,
     ResourceName,
+    Share,
     ShareId,
 )
 from metagpu.core.model.snapshot import Snapshot
@@ -206,7 +207,7 @@ def test_a_share_that_the_kubelet_names_otherwise_is_of_the_other_name() -> None
     snapshot, _ = reduce(listed, LeasesObserved({share: ALICE}, at=21, resources={share: other}))
 
     held = leases(snapshot)[share].share
-    assert (held.resource, held.backend) == (other, UNKNOWN_BACKEND)
+    assert held == Share(share, A.id, other, UNKNOWN_BACKEND, -1, A_SHARES[0].footprint, 0)
 
 
 def test_new_shares_of_a_gpu_wait_for_its_old_lease() -> None:

@@ -1,5 +1,6 @@
 """The client of a control daemon: a wrong answer is an error with its text."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import cast
@@ -29,7 +30,7 @@ from metagpu.core.model.resource_claims import MpsLimits
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, serving, stand_in
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip, until
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 MIG = "MIG-00000000-0000-0000-0000-000000000000"
@@ -137,9 +138,11 @@ class Host:
 
     daemons = DAEMONS
     leased = False
+    suspended = ""
 
     def suspend(self, reason: str) -> None:
-        """Note nothing."""
+        """Note the reason."""
+        self.suspended = reason
 
     def resume(self) -> None:
         """Note nothing."""
@@ -157,11 +160,16 @@ class Host:
 async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet is about to kill all clients: an error of one command delays no other."""
-    asked, ready = list[int](), anyio.Event()
+    """The kubelet is about to kill all clients: an error delays no other, and none is tried again.
+
+    Pods that end later are a new list.
+    """
+    asked, ready, looks = list[int](), anyio.Event(), 0
 
     async def stopping(_: Host) -> list[int]:
+        nonlocal looks
         await ready.wait()
+        looks += 1
         return [1, 2, 3]
 
     async def list_clients(_: MpsControl) -> dict[int, int]:
@@ -184,10 +192,61 @@ async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
             await supervisor.checked.wait()
             ready.set()
             await becomes(lambda: asked)
+            skip(timing.retry)
+            await becomes(lambda: looks > 1)
             await anyio.wait_all_tasks_blocked()
             group.cancel_scope.cancel()
 
     assert sorted(asked) == [1, 2, 3]
+
+
+async def test_what_clients_left_goes_once_nothing_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle servers are shut down and /dev/shm is emptied; what stays suspends the GPU."""
+
+    async def fail(_: HostDaemons, folder: Path) -> None:
+        raise ProgramError(f"{folder} is busy")
+
+    async with serving(tmp_path) as live_stand_in:
+        host, left = Host(), live_stand_in.folders.shm / "left"
+        supervisor = DaemonSupervisor(
+            host, live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+        )
+        assert await supervisor.end_idle_servers() == ""  # no daemon is found yet
+        await supervisor.find()
+        with live_stand_in.client():
+            await live_stand_in.servers()
+            assert await supervisor.end_idle_servers() == f"MPS clients {os.getpid()}"
+            assert not await supervisor.is_unused()
+        await until(supervisor.is_unused)
+        assert await supervisor.end_idle_servers() == ""
+        assert await live_stand_in.control.servers() == []
+
+        await anyio.Path(left).touch()
+        host.leased = True
+        await supervisor.empty_shared_memory()
+        assert await anyio.Path(left).exists()
+        host.leased = False
+        with monkeypatch.context() as patched:
+            patched.setattr(HostDaemons, "empty", fail)
+            with pytest.raises(ProgramError):
+                await supervisor.empty_shared_memory()
+        assert host.suspended.startswith("what its containers left stays: ")
+        await supervisor.empty_shared_memory()
+        assert not await anyio.Path(left).exists()
+
+
+async def test_the_daemon_of_a_device_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
+    """The process, the mounts and the folders go."""
+    async with serving(tmp_path) as live_stand_in:
+        supervisor = DaemonSupervisor(
+            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+        )
+        await supervisor.remove()
+        assert await live_stand_in.process() is None
+        assert str(tmp_path) not in await anyio.Path("/proc/self/mountinfo").read_text()
+        assert not await anyio.Path(live_stand_in.folders.home).exists()
 
 
 async def test_a_start_that_is_cut_short_leaves_no_daemon(
