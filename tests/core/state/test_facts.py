@@ -15,6 +15,7 @@ from metagpu.core.state.facts import (
     GpuFaulted,
     GpuRecovered,
     GpusFound,
+    KubeletStarted,
     LeasesObserved,
     PodsListed,
     RegistrationProblemFound,
@@ -88,16 +89,6 @@ def test_connections_are_learned_and_kept() -> None:
     assert snapshot.offers is NODE.offers
 
 
-def test_connections_read_again_are_no_event() -> None:
-    """A survey that reads the same connections, or none, changes nothing."""
-    read = TopologyRead(Topology({frozenset((A.id, B.id)): Connection(PciPath.SWITCH)}))
-    snapshot = after(read, since=NODE)
-
-    for fact in (read, TopologyRead(Topology())):
-        assert reduce(snapshot, fact) == (snapshot, ())
-        assert reduce(snapshot, fact)[0] is snapshot
-
-
 def test_a_new_description_keeps_what_is_known() -> None:
     """A GPU with a new description (another index) keeps shares, leases, verdict."""
     moved = replace(A, index=5)
@@ -142,6 +133,7 @@ def test_a_fault_touches_no_other_gpu() -> None:
 NOWHERE = gpu(9)
 
 ELSEWHERE = LeasesObserved({share(NOWHERE, 0).id: ALICE}, at=9)
+READ = TopologyRead(Topology({frozenset((A.id, B.id)): Connection(PciPath.SWITCH)}))
 STALE: list[tuple[str, Snapshot, Fact]] = [
     ("found again", NODE, FOUND),
     ("found nothing", NODE, GpusFound((), at=9)),
@@ -157,6 +149,9 @@ STALE: list[tuple[str, Snapshot, Fact]] = [
     ("granted once more at the same time", LEASED, SharesClaimed(A_SHARES[:2], at=10)),
     ("released what nobody holds", LEASED, SharesReleased(B_SHARES, at=9)),
     ("released of an unknown GPU", LEASED, SharesReleased((share(NOWHERE, 0),), at=9)),
+    ("the same connections", after(READ, since=NODE), READ),
+    ("no connections", after(READ, since=NODE), TopologyRead(Topology())),
+    ("the same kubelet", after(KubeletStarted((0, 0, 1)), since=NODE), KubeletStarted((0, 0, 1))),
     ("observed what is known", TOLD, LeasesObserved({}, at=9)),
     ("observed an unknown GPU again", after(ELSEWHERE, since=TOLD), ELSEWHERE),
     ("observed a grant too early", after(NOTHING, since=LEASED), LeasesObserved({}, at=29.9)),

@@ -331,11 +331,6 @@ def test_the_checkpoint_begins_leases_while_the_list_says_nothing() -> None:
     assert leases(after(late, since=NODE)) == {}
 
 
-def test_the_same_kubelet_starts_once() -> None:
-    """A second registration with a kubelet leaves leases as they are."""
-    assert reduce(FORGOTTEN, KubeletStarted((0, 0, 1))) == (FORGOTTEN, ())
-
-
 def test_what_the_kubelet_lists_of_a_gpu_that_is_gone_is_kept_until_its_pod_ends() -> None:
     """Ids of a GPU that the node lacks have a holder, no lease, and end with the list."""
     gone = ShareId("GPU-gone::0")

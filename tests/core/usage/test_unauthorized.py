@@ -26,6 +26,7 @@ from tests.nvml.rig import opened
 from tests.rigs.build import after, gpu, layout_of
 from tests.rigs.host import running
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 ALICE, MALLORY = Holder("team", "alice", "main"), Holder("team", "mallory", "main")
 
@@ -90,17 +91,13 @@ async def watched(
 async def wait_checks(ground: Ground, times: int = 5) -> None:
     """Wait until the watch has checked this many times from now on."""
     wanted = ground.looks + times
-    with anyio.fail_after(30):
-        while ground.looks < wanted:  # noqa: ASYNC110 - a look has no event of its own
-            await anyio.sleep(0.005)
+    await becomes(lambda: ground.looks >= wanted)
 
 
 async def wait_rounds(ground: Ground, times: int = 5) -> None:
     """Wait until the watch went round this many times from now on, also without a check."""
     wanted = ground.rounds + times
-    with anyio.fail_after(30):
-        while ground.rounds < wanted:  # noqa: ASYNC110 - as above
-            await anyio.sleep(0.005)
+    await becomes(lambda: ground.rounds >= wanted)
 
 
 async def test_unauthorized_use_is_reported_once(tmp_path: Path) -> None:
@@ -141,9 +138,7 @@ async def test_no_process_is_unauthorized_before_the_kubelet_has_reported(tmp_pa
             assert not entries
 
             ground.registry.apply(ground.leases)
-            with anyio.fail_after(30):
-                while not entries:  # noqa: ASYNC110 - as above
-                    await anyio.sleep(0.005)
+            await becomes(lambda: entries)
             await wait_checks(ground)
 
     assert [entry["container"] for entry in entries] == [container_of(MALLORY).id[:12]]
@@ -155,9 +150,7 @@ async def test_a_returning_process_is_reported_again(tmp_path: Path) -> None:
         async with watched(tmp_path) as ground, running() as process:
             for times in (1, 2):
                 ground.put(process, MALLORY)
-                with anyio.fail_after(30):
-                    while len(entries) < times:  # noqa: ASYNC110 - as above
-                        await anyio.sleep(0.005)
+                await becomes(lambda n=times: len(entries) >= n)
                 ground.node.end_process(ground.node.gpu(0), process.pid)
                 await wait_checks(ground)
 
@@ -169,9 +162,7 @@ async def test_a_failed_gpu_repeats_no_report(tmp_path: Path) -> None:
     with capture_module_logs(unauthorized_module) as entries:
         async with watched(tmp_path) as ground, running() as process:
             ground.put(process, MALLORY)
-            with anyio.fail_after(30):
-                while not entries:  # noqa: ASYNC110 - as above
-                    await anyio.sleep(0.005)
+            await becomes(lambda: entries)
             ground.node.lose_gpu(ground.node.gpu(0))
             await wait_checks(ground)
             ground.node.reset_gpu(ground.node.gpu(0))

@@ -23,6 +23,7 @@ from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, QUICK, SIDE_BY_SIDE, Scene, cluster_at_work
 from tests.rigs.build import gpu
+from tests.rigs.waiting import becomes
 
 
 async def test_labels_are_written_and_follow_what_is_on_offer(tmp_path: Path) -> None:
@@ -195,9 +196,7 @@ def written(server: SimApiServer) -> list[str]:
 
 async def reports(scene: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
-    with anyio.fail_after(30):
-        while not seen(scene.cluster.report()):  # noqa: ASYNC110 - a report has no event
-            await anyio.sleep(0.005)
+    await becomes(lambda: seen(scene.cluster.report()))
     return scene.cluster.report()
 
 

@@ -32,7 +32,7 @@ from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
 from tests.rigs.build import METAGPU, after
-from tests.rigs.waiting import skip
+from tests.rigs.waiting import becomes, skip
 
 KEY = "gpu-mem-limit.cnvrg.io/metagpu"
 
@@ -455,9 +455,7 @@ def test_a_plugin_competes_for_names_with_its_prefix() -> None:
 
 async def reports(scene: Scene, seen: Callable[[ClusterReport], object]) -> ClusterReport:
     """Wait until the cluster plugin reports so; return the report."""
-    with anyio.fail_after(30):
-        while not seen(scene.cluster.report()):  # noqa: ASYNC110 - a report has no event
-            await anyio.sleep(0.005)
+    await becomes(lambda: seen(scene.cluster.report()))
     return scene.cluster.report()
 
 

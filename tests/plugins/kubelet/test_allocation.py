@@ -271,9 +271,7 @@ async def test_a_pending_allocation_is_answered_before_the_list_ends(
         await asked.wait()
         [socket] = live_node.sockets()
         live_node.registry.apply(SharesOffered((), ()))
-        with anyio.fail_after(30):
-            while socket.exists():  # noqa: ASYNC110 - a file has no event
-                await anyio.sleep(0.01)
+        await becomes(lambda: not socket.exists())
         go_on.set()
 
 
