@@ -182,8 +182,8 @@ async def test_gpus_that_change_all_the_time_share_two_writes_a_second(tmp_path:
                 odd, even = GpuUncordoned(uuid, 1), GpuCordoned(uuid, "x", 1)
                 scene.registry.apply(odd if number % 2 else even)
             await anyio.sleep(0.001)
-        for index in (0, 1):
-            await becomes(lambda n=index: taints(scene.server, n) == {"metagpu.io/cordoned"})
+        cordoned = {"metagpu.io/cordoned"}
+        await becomes(lambda: all(taints(scene.server, n) == cordoned for n in (0, 1)))
         assert len(writes(scene.server)) - before <= _most(scene.server, began) < 200
 
 

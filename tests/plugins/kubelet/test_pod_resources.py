@@ -492,7 +492,7 @@ async def test_each_time_that_the_kubelet_forgets_a_pod_is_logged_once(tmp_path:
         async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "train") as new:
             registry, new.namespace = live_node.registry, "default"
             held_leases = registry.snapshot.gpus[gpu(0).id].leases.values()
-            shares = [lease.share for lease in held_leases]
+            shares = tuple(lease.share for lease in held_leases)
             holders = {lease.share.id: lease.holder for lease in held_leases if lease.holder}
 
             def times() -> int:
@@ -505,8 +505,8 @@ async def test_each_time_that_the_kubelet_forgets_a_pod_is_logged_once(tmp_path:
                 registry.apply(SharesReleased(shares, at=anyio.current_time()))
                 await new.asked()
                 registry.apply(LeasesObserved(holders, anyio.current_time()))
-                registry.apply(KubeletStarted((0, 0, 1e12 + identity)))
-                await becomes(lambda count=identity: times() == count)
+                registry.apply(KubeletStarted((0, 0, (1 << 60) + identity)))
+                await becomes(lambda: times() == identity)  # noqa: B023 - awaited here
                 await new.asked()
                 assert times() == identity
 
