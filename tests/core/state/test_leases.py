@@ -365,7 +365,7 @@ def test_the_list_names_the_containers_of_a_claim() -> None:
 
 
 def test_what_a_claim_has_of_a_gpu_that_is_gone_comes_back_with_the_gpu() -> None:
-    """Its containers are named meanwhile, and what others had there is theirs until it is back."""
+    """Containers of the claim are named meanwhile; what others had there stays theirs."""
     own = ClaimDevice(CLAIM.uid, gpu(2).id, "fraction", ("0", "1"))
     beside = replace(own, gpu=A.id, slots=("7",))
     zero, one = own.share_ids
@@ -392,7 +392,7 @@ def test_what_a_claim_has_of_a_gpu_that_is_gone_comes_back_with_the_gpu() -> Non
 
 
 def test_what_the_checkpoint_has_of_a_gpu_is_known_until_it_is_read_again() -> None:
-    """Its ids without those of ended pods, and the device nodes of the answers that it keeps."""
+    """The ids are without those of ended pods, the device nodes those of the answers it keeps."""
     containers = {SHARE.id: frozenset({("uid", "main")})}
     nodes = {frozenset({0}): frozenset({SHARE.id})}
     allocated = dict.fromkeys((SHARE.id, A_SHARES[1].id), METAGPU)
