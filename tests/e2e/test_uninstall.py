@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from metagpu.core.grants import cdi
 from tests.e2e.cluster import RESOURCE, Cluster, idle_pod
 from tests.e2e.instances import PREFIX, mig_pod
 from tests.e2e.rig import host_folders
@@ -108,6 +109,8 @@ def test_one_command_leaves_the_node_as_it_was(
         *("sockets", "labels", "conditions", "CDI files", "pod folder")
     }
 
+    specification = host_folders.CDI_DIR / cdi.FILE_NAME
+    assert cdi.HOOK_NAME in specification.read_text()
     planned = uninstall(release, "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "cnvrg/held, cnvrg/training" in planned.stdout
@@ -117,6 +120,7 @@ def test_one_command_leaves_the_node_as_it_was(
     assert "used by pod cnvrg/held and 1 others" in " ".join(done.stdout.split())
     assert release.daemons() == {}
     assert len(instances()) == 1  # that of no pod is gone
+    assert cdi.HOOK_NAME not in specification.read_text()
     cluster.crash("training")  # CDI gives a container that starts again what it had
     wait_for(
         "the container to start again",
