@@ -112,7 +112,9 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
 def _may_be_dropped(node: ast.stmt) -> bool:
     """Return whether a statement acts: a call, an `await`, a `raise` of what was caught."""
     match node:
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name("log")))):
+        case ast.Expr(
+            ast.Call(ast.Attribute(ast.Name("log") | ast.Attribute(ast.Name("self"), "_log")))
+        ):
             return False
         case ast.Expr(ast.Call() | ast.Await()) | ast.Raise(None):
             return True

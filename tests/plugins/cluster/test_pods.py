@@ -27,6 +27,7 @@ from metagpu.plugins.cluster.pods import (
     describe_competing_pod,
     find_competing_pods,
     known_pod,
+    requests_by_container,
 )
 from metagpu.plugins.cluster.settings import Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -553,3 +554,25 @@ async def test_without_the_feature_no_plugin_is_reported(tmp_path: Path) -> None
 
         assert scene.cluster.report().competing_plugins == []
         assert server.events() == []
+
+
+def test_the_claims_of_a_container_are_named_by_their_objects() -> None:
+    """A claim made for the pod is in its status, as is the one of extended resources."""
+    requests = ({"name": "own", "request": "one"}, {"name": "made"}, {"name": "unmade"})
+    names = [{"name": "own", "resourceClaimName": "a"}, {"name": "made"}, {"name": "unmade"}]
+    spec = {
+        "resourceClaims": names,
+        "initContainers": [{"name": "init", "resources": {"claims": [*requests]}}],
+        "containers": [{"name": "main", "resources": {"claims": [{"name": "made"}]}}],
+    }
+    made = {"resourceClaimStatuses": [{"name": "made", "resourceClaimName": "b"}]}
+    mapped = {"containerName": "main", "requestName": "r"}
+    extended = {
+        "extendedResourceClaimStatus": {"resourceClaimName": "c", "requestMappings": [mapped]}
+    }
+    named = {"init": {("a", "one"), ("b", "")}, "main": {("b", "")}}
+    both = {**named, "main": {("b", ""), ("c", "r")}}
+    assert requests_by_container({"spec": spec, "status": made}) == named
+    assert requests_by_container({"spec": spec, "status": {**made, **extended}}) == both
+    assert requests_by_container({"spec": {}, "status": extended}) == {"main": {("c", "r")}}
+    assert requests_by_container({"spec": {}}) == {}

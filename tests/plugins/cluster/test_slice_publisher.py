@@ -435,21 +435,25 @@ async def test_a_pool_of_another_api_takes_its_slices_back(tmp_path: Path) -> No
 
 
 async def test_an_uninstallation_deletes_the_slices(tmp_path: Path) -> None:
-    """The slices of this node that metagpu wrote are left over; those of other drivers stay."""
+    """What metagpu wrote of this node is left over; slices and taints of others stay."""
     server = SimApiServer()
+    others_taint = {"key": "example.com/gpu", "effect": "NoSchedule"}
+    our_taint = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
+    server.add_node(NODE, taints=[our_taint, others_taint])
     async with publishing(tmp_path, server=server):
         others = {"driver": "nic.example.com", "nodeName": NODE, "pool": {"name": NODE}}
         server.resource_slices.put("nic", {"metadata": {"name": "nic"}, "spec": others})
     settings = ClusterSettings(NODE)
     async with client_of(server, tmp_path) as client:
         found = await find_at_api_server(client, settings, (), ())
-        left = [
-            published_slice for published_slice in found if published_slice.kind == "ResourceSlice"
-        ]
-        assert [other.where for other in left] == [name for name in names(server) if name != "nic"]
-        for leftover in left:
+        left = [leftover.where for leftover in found if leftover.kind == "ResourceSlice"]
+        assert left == [name for name in names(server) if name != "nic"]
+        assert f"Node {NODE}: metagpu.io/starting" in [leftover.where for leftover in found]
+        for leftover in found:
             await leftover.remove()
+        assert await find_at_api_server(client, settings, (), ()) == []
     assert names(server) == ["nic"]
+    assert server.node(NODE)["spec"]["taints"] == [others_taint]
 
 
 async def test_an_api_server_without_the_features_gets_whole_gpus(tmp_path: Path) -> None:
