@@ -435,7 +435,7 @@ async def test_a_pool_of_another_api_takes_its_slices_back(tmp_path: Path) -> No
 
 
 async def test_an_uninstallation_deletes_the_slices(tmp_path: Path) -> None:
-    """What metagpu wrote of this node is left over; slices and taints of others stay."""
+    """An uninstallation removes slices and taints of metagpu; those of others stay."""
     server = SimApiServer()
     others_taint = {"key": "example.com/gpu", "effect": "NoSchedule"}
     our_taint = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
