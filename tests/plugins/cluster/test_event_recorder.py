@@ -1,6 +1,6 @@
 """Events: each event written once, repeated ones counted, within a rate limit."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -185,17 +185,13 @@ async def test_what_a_connection_left_is_written_by_the_next(tmp_path: Path) -> 
         recorder = EventRecorder("metagpu-x", replace(QUICK, backoff_first=1e9), Clock(), Clock())
         server.fail(503, times=1)
         recorder.record(HOT)
-        with anyio.CancelScope() as first:
-            group.start_soon(_cancel_at, first, lambda: bool(recorder.problem))
-            await recorder.run(client)
+        async with anyio.create_task_group() as first:
+            first.start_soon(recorder.run, client)
+            await becomes(lambda: recorder.problem)
+            first.cancel_scope.cancel()
         group.start_soon(recorder.run, client)
         await server.until(server.events)
         group.cancel_scope.cancel()
-
-
-async def _cancel_at(scope: anyio.CancelScope, is_so: Callable[[], bool]) -> None:
-    await becomes(is_so)
-    scope.cancel()
 
 
 async def test_refused_event_does_not_hold_up_the_next(tmp_path: Path) -> None:
