@@ -114,9 +114,9 @@ async def stand_in(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[StandIn]:
+async def serving(folder: Path, gpu: str = "GPU-0") -> AsyncIterator[StandIn]:
     """Run a control daemon that answers."""
-    async with stand_in(folder) as live_stand_in:
+    async with stand_in(folder, gpu) as live_stand_in:
         await DAEMONS.start(live_stand_in.daemon)
         await live_stand_in.answers()
         yield live_stand_in

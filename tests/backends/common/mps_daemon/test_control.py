@@ -3,10 +3,11 @@
 import os
 from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import pytest
+from anyio import to_thread
 from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.control import (
@@ -20,14 +21,17 @@ from metagpu.backends.common.mps_daemon.control import (
     max_clients_of,
 )
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
-from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor
-from metagpu.core.contracts.driver import GpuProcess
+from metagpu.backends.common.mps_daemon.supervisor import DaemonSupervisor, find_control_daemons
+from metagpu.core.contracts.driver import ComputeMode, GpuProcess
+from metagpu.core.contracts.leftovers import AbandonedNode
 from metagpu.core.contracts.programs import DaemonProcess, Daemons, DaemonSpec
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.grant import Grant, Mount
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.resource_claims import MpsLimits
+from metagpu.core.model.shares import Holder
 from metagpu.host.daemons import HostDaemons
+from tests.core.two_gpus import ALICE, LEASED, TOLD
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, serving, stand_in
 from tests.rigs.waiting import becomes, skip, until
@@ -347,3 +351,38 @@ def test_a_number_of_a_pool_has_bounds(value: int | None, is_refused: int) -> No
 def test_a_claim_limits_what_it_names(limits: MpsLimits, envs: dict[str, str]) -> None:
     """Limits that the parameters of a claim leave out are not set."""
     assert limit_clients(Grant(), limits) == Grant(envs=envs)
+
+
+@pytest.mark.parametrize(
+    ("client", "leased", "holders", "stays"),
+    [
+        (True, False, (), "it has clients"),
+        (False, True, (ALICE,), "used by pod team/alice"),
+        (False, True, None, "the kubelet does not say"),
+        (False, False, None, "the kubelet does not say"),
+        (False, False, (ALICE,), ""),
+    ],
+)
+async def test_a_daemon_that_nobody_uses_is_left_over(
+    tmp_path: Path, holders: tuple[Holder, ...] | None, stays: str, *, client: bool, leased: bool
+) -> None:
+    """An uninstallation removes daemon and folders, and restores the compute mode of the GPU."""
+    modes = list[tuple[str, ComputeMode]]()
+
+    class Driver:
+        async def set_compute_mode(self, gpu: str, mode: ComputeMode) -> None:
+            modes.append((gpu, mode))
+
+    snapshot, driver = LEASED if leased else TOLD, cast("Any", Driver())
+    node = AbandonedNode(tmp_path, DAEMONS, driver, snapshot, (), holders)
+    async with serving(tmp_path, GPU) as live_stand_in:
+        await to_thread.run_sync(live_stand_in.folders.save_compute_mode, "PROHIBITED")
+        with live_stand_in.client() if client else nullcontext():
+            if client:
+                await live_stand_in.servers()
+            [found] = await find_control_daemons(node)
+        assert found.stays.startswith(stays) if stays else not found.stays
+        if not stays:
+            await found.remove()
+            assert modes == [(GPU, ComputeMode.PROHIBITED)]
+            assert await find_control_daemons(node) == []
