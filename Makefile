@@ -125,8 +125,8 @@ docs: $(VENV)/.docs ## build these pages as a site, into dist/site
 cost: $(VENV)/.test ## count what each call and an idle daemon do, and fail where it is 5 % more than in bench/cost.json (WRITE=1 writes that file anew)
 	$(BIN)/python -m bench.cost $(if $(WRITE),--write,--check)
 
-bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/ (BEFORE=PATH: beside another commit's tree)
-	$(BIN)/python -m bench $(if $(BEFORE),--before $(BEFORE))
+bench: $(VENV)/.test ## measure, print side by side with the targets, write bench/results/ (BEFORE=PATH: beside another commit's tree; PIECE=N: see that some of it works)
+	$(BIN)/python -m bench $(if $(BEFORE),--before $(BEFORE)) $(if $(PIECE),--piece $(PIECE))
 
 # Resolved for every Python that metagpu supports, and for every machine; what a lock has stays,
 # unless it must change. LOCKS=--upgrade takes the newest of everything.

@@ -13,11 +13,15 @@ from bench.plan import Plan
 from bench.table import table, verdict
 
 RESULTS: Final = Path(__file__).parent / "results"
+_PIECES: Final = 10
 
 
 def main() -> int:
     """Run the bench; a missed target is reported and is no failure."""
     args = _arguments()
+    chosen = args.only or MEASUREMENTS
+    if args.piece is not None:
+        args.quick, chosen = True, [*MEASUREMENTS][args.piece % _PIECES :: _PIECES]
     plan = Plan(quick=args.quick, before=args.before)
     out = _out(args)
     compared = args.compare or _newest(out)
@@ -29,7 +33,7 @@ def main() -> int:
     figures = [
         figure
         for name, measure in MEASUREMENTS.items()
-        if name in (args.only or MEASUREMENTS)
+        if name in chosen
         for figure in measure(plan)
     ]
     report = Report(machine=described, figures=figures, quick=args.quick)
@@ -61,6 +65,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run: few calls, numbers without meaning"
+    )
+    parser.add_argument(
+        "--piece",
+        type=int,
+        metavar="N",
+        help=f"a smoke run of some groups: of all in {_PIECES} runs with successive numbers",
     )
     parser.add_argument(
         "--before",

@@ -128,7 +128,7 @@ def _allocate(server: SimApiServer, number: int) -> v1.Claim:
     result = {
         "request": "gpu",
         "driver": _DRIVER,
-        "pool": f"{_NODE}/{gpu}",
+        "pool": _NODE,
         "device": f"{gpu}-fraction",
         "consumedCapacity": {"shares": "3"},
     }

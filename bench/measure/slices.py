@@ -18,11 +18,14 @@ from bench.figures import Figure, Samples
 from bench.plan import Plan
 from metagpu.plugins.kubelet.pb import pluginregistration
 from metagpu.sim.apiserver.server import SimApiServer
+from metagpu.sim.machine.spec import build_node
 
 _NODE: Final = "bench"
 _DRIVER: Final = "gpu.metagpu.io"
 _GPUS: Final = 16
 _SIMULATED: Final = f"a100-40gb:{_GPUS}"
+_UUIDS: Final = [gpu.id.lower() for gpu in build_node(_SIMULATED).gpus]
+"""With these the names of their devices begin."""
 _CONFIG: Final = """\
 version: metagpu/v1
 pools:
@@ -122,28 +125,33 @@ def _specs(server: SimApiServer) -> list[Mapping[str, Any]]:
     return [document["spec"] for key, document in server.store.objects.items() if key[0] == _SLICES]
 
 
+def _devices(server: SimApiServer) -> list[Mapping[str, Any]]:
+    return [device for spec in _specs(server) for device in spec.get("devices") or ()]
+
+
 def _are_published(server: SimApiServer) -> bool:
-    """Return whether the pools of all GPUs are complete."""
+    """Return whether the node's pools are complete, with devices of all GPUs."""
     pools: dict[str, list[int]] = {}
     for spec in _specs(server):
         pools.setdefault(spec["pool"]["name"], []).append(spec["pool"]["resourceSliceCount"])
-    return len(pools) == _GPUS and all(len(pool) == pool[0] for pool in pools.values())
+    names = [device["name"] for device in _devices(server)]
+    return all(len(pool) == pool[0] for pool in pools.values()) and all(
+        any(name.startswith(gpu) for name in names) for gpu in _UUIDS
+    )
 
 
 def _is_cordoned(server: SimApiServer, gpu: str) -> bool:
     return any(
         taint["key"] == "metagpu.io/cordoned"
-        for spec in _specs(server)
-        if spec["pool"]["name"].endswith(gpu)
-        for device in spec.get("devices") or ()
+        for device in _devices(server)
+        if device["name"].startswith(gpu)
         for taint in device.get("taints") or ()
     )
 
 
 async def _change(server: SimApiServer, subject: Daemon, number: int) -> float:
     """Cordon a GPU, or end its cordon; return the seconds until its slice shows it."""
-    gpus = sorted({spec["pool"]["name"].rpartition("/")[2] for spec in _specs(server)})
-    gpu, cordon = gpus[number // 2 % len(gpus)], number % 2 == 0
+    gpu, cordon = _UUIDS[number // 2 % len(_UUIDS)], number % 2 == 0
     began = time.perf_counter()
     await to_thread.run_sync(_set_cordon, subject, f"GPU-{gpu.removeprefix('gpu-')}", cordon)
     await server.until(lambda: _is_cordoned(server, gpu) == cordon, within=_TIMEOUT)

@@ -72,7 +72,11 @@ def test_requests_about_a_neighbour_are_refused(neighbours: Cluster) -> None:
     for arguments in (("get", "pods", "bob"), ("get", "processes", "--pod=bob"), ("kill", "1")):
         with pytest.raises(RigError, match="exit code 2"):
             neighbours.execute("alice", "mgctl", *arguments)
-    assert neighbours.execute("alice", "ls", "/run/metagpu").split() == ["mgctl", "mgctl.sock"]
+    assert neighbours.execute("alice", "ls", "/run/metagpu").split() == [
+        "metagpu-hook",
+        "mgctl",
+        "mgctl.sock",
+    ]
     with pytest.raises(RigError, match=r"Read-only file system|Permission denied"):
         neighbours.execute("bob", "touch", "/run/metagpu/x")
 
