@@ -53,7 +53,11 @@ class Authority:
         self._config = folder / "openssl.cnf"
         self._config.write_text("[req]\ndistinguished_name = dn\n[dn]\n")
         self._make(
-            "/CN=authority", self._key, self.certificate, "basicConstraints=critical,CA:TRUE"
+            "/CN=authority",
+            self._key,
+            self.certificate,
+            "basicConstraints=critical,CA:TRUE",
+            "keyUsage=critical,keyCertSign",
         )
 
     def issue(self, folder: Path, *, name: str = f"DNS:{NAME}", days: int = 7) -> None:

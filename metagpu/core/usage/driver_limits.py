@@ -138,7 +138,7 @@ class DriverLimits:
         """Set the limits of a container that has no process yet; return their number.
 
         Where a GPU may need one, the wait is for the shares of the container to be known: the
-        kubelet has all of them by now, and is asked.
+        kubelet has all of them by now, and is asked. Those that are known count where it is silent.
 
         Raises:
             HostError: the name of the container is not certain, or its cgroup is not visible.
@@ -152,7 +152,8 @@ class DriverLimits:
         if not target.holder.container:
             raise HostError(f"the name of container {target.container.id[:12]} is not certain")
         with anyio.move_on_after(self._timing.start_deadline):
-            await read_leases()
+            with anyio.move_on_after(self._timing.start_deadline / 2):
+                await read_leases()
             async for is_known in self._registry.watch(
                 lambda now: any(_held_shares(now, gpu, target) for gpu in now.gpus)
             ):

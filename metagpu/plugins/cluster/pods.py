@@ -91,6 +91,9 @@ LIST_PERIOD: Final = 2.0
 class PodInformer(Informer):
     """Reports the Pods of a node, of all namespaces, to the registry."""
 
+    spread = 1.0  # of one node; who waits for a share, or for the end of a grace, waits for this
+    lists_when_lost = True  # an update alone does not say how long ago a Pod was deleted
+
     def __init__(self, client: "KubeClient", node: str, registry: Registry) -> None:
         super().__init__(client, PODS, f"spec.nodeName={node}", f"{PODS} on {node}")
         self._registry = registry

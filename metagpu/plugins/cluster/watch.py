@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import anyio
 import msgspec
@@ -44,7 +44,12 @@ class Informer(ABC):
         problem: the error that keeps the informer from receiving events, empty without one.
         asked: the event loop's time at which the last complete list was requested.
         asking: the same of the newest one, answered or not.
+        spread: over how many seconds at most lost watches begin again.
+        lists_when_lost: whether a list follows a lost watch, since times in it matter.
     """
+
+    spread: ClassVar[float] = math.inf
+    lists_when_lost: ClassVar[bool] = False
 
     def __init__(self, client: "KubeClient", path: str, selector: str, about: str) -> None:
         self.path = path
@@ -60,7 +65,7 @@ class Informer(ABC):
     async def run(self) -> None:
         """Follow the objects until cancelled; on errors the last known state stays."""
         backoff = backoff_of(self._client.timing)
-        spread = self._client.timing.spread
+        spread = min(self._client.timing.spread, self.spread)
 
         while True:
             began = math.inf
@@ -73,6 +78,7 @@ class Informer(ABC):
                         if anyio.current_time() < began + lasts - 1:
                             # An API server that restarts ends the watches of all nodes.
                             await anyio.sleep(random_between(0, spread))
+                            self._list_is_due |= self.lists_when_lost
                     backoff.reset()
             except ClusterError as error:
                 if error.status != GONE:

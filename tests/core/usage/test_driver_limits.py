@@ -358,6 +358,19 @@ async def test_a_container_that_starts_has_the_limit_of_its_own_pods_shares(tmp_
         assert cgroup in live_ground.node.gpu(1).memory_limits
 
 
+async def test_a_container_that_starts_has_the_limit_that_is_known_where_the_kubelet_is_silent(
+    tmp_path: Path,
+) -> None:
+    """A restart of a container waits for half of its deadline, and does not fail."""
+    timing = replace(QUICK, start_deadline=1.0)
+    async with ground(tmp_path, timing=timing) as live_ground:
+        live_ground.hold(ALICE, 25)
+        cgroup = await to_thread.run_sync(live_ground.machine.start, ALICE)
+        target = ContainerCgroup(container_of(ALICE), ALICE, str(cgroup))
+        limiting = live_ground.limits.limit_starting
+        assert await limiting(target, lambda _: live_ground.terms, anyio.sleep_forever) == 1
+
+
 @pytest.mark.parametrize("by", ["checkpoint", "claim"])
 async def test_the_limit_of_an_init_container_is_kept(tmp_path: Path, by: str) -> None:
     """An init container is in no list; its limit follows the settings until its cgroup is gone."""

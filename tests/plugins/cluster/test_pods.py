@@ -300,6 +300,21 @@ async def test_a_pod_that_was_deleted_before_the_start_has_the_rest_of_its_grace
         await knows(registry, lambda pods: pods.stopping == {"a"})
 
 
+async def test_a_pod_that_was_deleted_while_nobody_watched_has_the_rest_of_its_grace(
+    tmp_path: Path,
+) -> None:
+    """A restarting API server ends watches: its clients end before the kubelet kills them."""
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, uid="a")
+
+    async with followed(server, tmp_path) as registry:
+        await server.until(lambda: any(each.target == f"{PODS}?watch" for each in server.requests))
+        server.end_watches()
+        delete(server, 60, ago=59)
+        await knows(registry, lambda pods: pods.stopping == {"a"})
+    assert PodInformer.spread <= 1
+
+
 async def test_a_nodes_clock_shortens_no_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
