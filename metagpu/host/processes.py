@@ -34,12 +34,12 @@ _OF_STATUS: Final = ("Name:", "Uid:", "NSpid:")
 """The used ones of the sixty lines of /proc/PID/status."""
 
 # Fields of /proc/PID/stat behind the command's name, which may have any bytes (proc_pid_stat(5)).
-_STATE, _FLAGS, _UTIME, _STIME, _STARTED, _RESIDENT = 0, 6, 11, 12, 19, 21
+_STATE, _FLAGS, _UTIME, _STIME, _THREADS, _STARTED, _RESIDENT = 0, 6, 11, 12, 17, 19, 21
 _ZOMBIE: Final = b"Z"
 _EXITING: Final = 0x4
 """PF_EXITING of Linux' sched.h, among the flags of a thread."""
-_ATTEMPTS: Final = 32
-"""Looks at the threads of a process whose first one has ended."""
+_RETRY_TIME: Final = 0.05
+"""Seconds after which the threads of a process without its first one are not listed again."""
 
 
 def read_identity(proc: Path, pid: int, cgroups: Path = DEFAULT_ROOT) -> ProcessIdentity | None:
@@ -112,34 +112,43 @@ def _read(folder: int, name: str, limit: int = _FILE_LIMIT) -> bytes:
         os.close(file)
 
 
-def _stat(folder: int) -> list[bytes]:
-    return _read(folder, "stat").rpartition(b")")[2].split()
+def _stat(folder: int, name: str = "stat") -> list[bytes]:
+    return _read(folder, name).rpartition(b")")[2].split()
+
+
+def _ends(tasks: int, thread: str) -> bool:
+    return bool(int(_stat(tasks, f"{thread}/stat")[_FLAGS]) & _EXITING)
 
 
 def _cgroup(folder: int, stat: list[bytes]) -> str:
     """Read the cgroups of a process, or of a thread where the first one has ended.
 
-    The kernel shows what ends in the root of each hierarchy of cgroup v1. Threads may end as fast
-    as they are found: a text counts if its thread lives after it was read.
+    The kernel shows what ends in the root of each hierarchy of cgroup v1, and in its place in v2.
+    Threads may end as fast as they are found: a text counts if its thread lives after it was read.
 
     Raises:
         OSError: the process has threads, and none lived long enough.
     """
-    if stat[_STATE] != _ZOMBIE:
-        return _read(folder, "cgroup").decode(errors="replace")
+    own = _read(folder, "cgroup").decode(errors="replace")
+    if stat[_STATE] != _ZOMBIE or (own.startswith("0::") and own.count("\n") == 1):
+        return own
+    deadline = time.monotonic() + _RETRY_TIME
     tasks = os.open("task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
     try:
-        for _ in range(_ATTEMPTS):
-            threads = os.listdir(tasks)  # noqa: PTH208 - of a descriptor
-            for thread in threads:
+        while True:
+            for thread in os.listdir(tasks):  # noqa: PTH208 - of a descriptor
                 with suppress(OSError):
-                    text = _read(tasks, f"{thread}/cgroup")
-                    now = _read(tasks, f"{thread}/stat").rpartition(b")")[2].split()
-                    if len(threads) == 1 or not int(now[_FLAGS]) & _EXITING:
-                        return text.decode(errors="replace")
+                    if not _ends(tasks, thread):
+                        text = _read(tasks, f"{thread}/cgroup")
+                        if not _ends(tasks, thread):
+                            return text.decode(errors="replace")
+            now = _stat(folder)
+            if now[_STATE] == _ZOMBIE and int(now[_THREADS]) == 1:
+                return own
+            if time.monotonic() > deadline:
+                raise ProcessLookupError(errno.ESRCH, "no thread lived long enough to be read")
     finally:
         os.close(tasks)
-    raise ProcessLookupError(errno.ESRCH, "no thread lived long enough to be read")
 
 
 def _status(folder: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -138,6 +139,38 @@ def test_threads_that_end_as_they_are_found_leave_no_container() -> None:
             assert set(known) == {container}
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("place", "threads", "expected"),
+    [
+        ("0::{0}", 3, (container_of(ALICE),)),  # cgroup v2 keeps the place of what ends
+        ("1:name=systemd:/\n0::{0}", 3, ()),
+        ("1:name=systemd:/\n0::/", 2, ()),  # the listing has one of two threads
+        ("1:name=systemd:/\n0::/", 1, (None,)),  # all of it has ended
+    ],
+)
+def test_ended_threads_are_read_for_a_short_time(
+    tmp_path: Path, place: str, threads: int, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that has ended has its cgroup of v2; for v1, threads are tried for 50 ms."""
+    container = container_of(ALICE)
+    folder = tmp_path / "7"
+    cgroup = place.format(f"/kubepods/pod{container.pod_uid}/{container.id}") + "\n"
+    for file in (folder, *(folder / "task" / str(7 + n) for n in range(max(1, threads - 1)))):
+        file.mkdir(parents=True)
+        (file / "cgroup").write_text(cgroup)
+        (file / "stat").write_text(f"7 (a) Z 1 7 7 0 -1 {0x4} {'0 ' * 10}{threads} 0 99 0 0\n")
+    monkeypatch.setattr("time.monotonic", count(step=0.02).__next__)
+    passes, listdir = count(), os.listdir
+
+    def listed(path: int) -> list[str]:
+        assert next(passes) < 4
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    identity = read_identity(tmp_path, 7)
+    assert (() if identity is None else (identity.container,)) == expected
 
 
 async def test_without_the_hosts_pids_every_peer_is_unknown(tmp_path: Path, own: Peer) -> None:
