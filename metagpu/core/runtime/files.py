@@ -49,14 +49,14 @@ def is_noexec(folder: Path, proc: Path = Path("/proc")) -> bool:
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         return True
     try:
-        lines = (proc / "1/mountinfo").read_text().splitlines()
+        lines = (proc / "1/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return False  # without the host's processes it would be a container's too
-    mounts = [line.split(" ")[4:6] for line in lines]
+    mounts = [line.split(b" ")[4:6] for line in lines if line]
     # The last of equal points is on top. Octal codes stand for spaces (proc_pid_mountinfo(5)).
-    points = {point.encode().decode("unicode_escape"): flags for point, flags in mounts}
-    here = max((point for point in points if folder.is_relative_to(point)), key=len, default="")
-    return "noexec" in points.get(here, "").split(",")
+    points = {point.decode("unicode_escape").encode("latin-1"): flags for point, flags in mounts}
+    around = [point for point in points if folder.is_relative_to(os.fsdecode(point))]
+    return b"noexec" in points.get(max(around, key=len, default=b""), b"").split(b",")
 
 
 def _create(path: Path) -> int:

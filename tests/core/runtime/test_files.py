@@ -50,6 +50,21 @@ def test_the_hosts_mounts_tell_whether_programs_start(
     assert is_noexec(folder, tmp_path) is expected
 
 
+@pytest.mark.parametrize("name", [b"\xe4", "ä".encode(), b"\v\f", "\x85\u2028".encode(), b"\\ #"])
+def test_a_mount_point_may_have_any_bytes(tmp_path: Path, name: bytes) -> None:
+    """A point is what the kernel names, in no encoding, whatever other points are called."""
+    folder = tmp_path / os.fsdecode(name) / "pod"
+    folder.mkdir(parents=True)
+    (tmp_path / "1").mkdir()
+    point = os.fsencode(folder.parent)
+    for octal in b"\\ \t\n#":  # as the kernel does, the backslash first
+        point = point.replace(bytes([octal]), b"\\%03o" % octal)
+    lines = b"1 0 8:1 / / rw - ext4 a rw\n2 1 8:2 / %b noexec - ext4 a rw\n" % point
+    (tmp_path / "1" / "mountinfo").write_bytes(lines)
+    assert is_noexec(folder, tmp_path)
+    assert not is_noexec(tmp_path, tmp_path)
+
+
 def test_unreadable_mounts_leave_the_folders_own(tmp_path: Path) -> None:
     """Without the host's processes, only the mount here is known."""
     assert not is_noexec(tmp_path, tmp_path)
