@@ -4,7 +4,7 @@ Each part that leaves something knows how to find and to remove it (`Leftover`).
 order: what uses a thing goes before the thing.
 """
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,17 @@ _POD_FILES: Final = (
     *(POD_SOCKET_NAME, _NEW_SOCKET, CLIENT_NAME, f".{CLIENT_NAME}.new"),
     *(cdi.HOOK_NAME, f".{cdi.HOOK_NAME}.new"),
 )
+
+
+def _find_start_hook(file: Path) -> Iterator[Leftover]:
+    """Find the hook that no daemon answers any more; a damaged specification keeps it."""
+    try:
+        if cdi.HOOK_NAME in (text := file.read_text()):
+            remove = partial(replace_text, file, cdi.without_start_hook(text))
+            yield on_host.leftover("start hook", file, remove)
+    except Exception as error:  # noqa: BLE001 - a damaged file may have any shape
+        reason = f"the specification cannot be read: {describe_error(error)}"
+        yield on_host.leftover("start hook", file, file.unlink, reason)
 
 
 class Report:
@@ -181,10 +192,8 @@ class Uninstall:
         found += on_host.find_dead_socket(root / "plugins" / driver / "dra.sock")
         if cdi_dir is not None:
             own = cdi_dir / cdi.FILE_NAME, cdi_dir / cdi.MONITOR_FILE
-            if node.used_by and own[0].exists() and cdi.HOOK_NAME in (text := own[0].read_text()):
-                # No daemon answers it any more.
-                remove = partial(replace_text, own[0], cdi.without_start_hook(text))
-                found.append(on_host.leftover("start hook", own[0], remove))
+            if node.used_by and not self.force and own[0].exists():
+                found += _find_start_hook(own[0])
             for file in (*own, *cdi_dir.glob(cdi.CLAIM_FILES)):
                 found += on_host.find_file("CDI specification", file, node.used_by)
         if pod_dir is not None:

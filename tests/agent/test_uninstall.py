@@ -43,7 +43,7 @@ from tests.rigs.waiting import becomes
 NODE = "gpu-1"
 TAINT = {"key": "metagpu.io/starting", "effect": "NoSchedule"}
 OTHER = {"key": "other", "effect": "NoSchedule"}
-_OTHER_HOOK = {"hookName": "createContainer", "path": "/n", "args": ["nvidia-cdi-hook", "chmod"]}
+_OTHER_HOOK = {"hookName": "createContainer", "path": "/n"}
 WITH_HOOKS = cdi.build_spec(
     {"GPU-1": [DeviceNode("/dev/nvidia0", "/dev/nvidia0")]},
     (),
@@ -149,7 +149,7 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
         found = await uninstall(tmp_path, node, pods_deadline=LONG)
         assert found["start hook"] == "removed"
         kept = json.loads(await anyio.Path(specification).read_text())["containerEdits"]["hooks"]
-        assert [hook["args"][0] for hook in kept] == ["nvidia-cdi-hook"]
+        assert kept == [_OTHER_HOOK]
         assert "start hook" not in await uninstall(tmp_path, node, pods_deadline=LONG)
         assert found["CDI specification"] == "stays used by pod default/held; --force removes it"
         unread = found.get("gpus", "").startswith("stays the GPUs cannot be read")
@@ -159,8 +159,9 @@ async def test_what_pods_use_stays_without_their_gpu(tmp_path: Path, lost: str) 
         assert (await uninstall(tmp_path, node, pods_deadline=LONG))[
             "CDI specification"
         ] == "removed"
-    await anyio.Path(specification).touch()
+    await anyio.Path(specification).write_text(WITH_HOOKS[:-9])
     found = await uninstall(tmp_path, node)
+    assert found["start hook"].startswith("stays the specification cannot be read: ")
     assert found["CDI specification"].startswith("stays the kubelet does not say")
     assert (await uninstall(tmp_path, node, force=True))["CDI specification"] == "removed"
 

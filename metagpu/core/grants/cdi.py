@@ -209,7 +209,8 @@ def without_start_hook(text: str) -> str:
     """Return the JSON text of a specification of ours without our hook."""
     spec = json.loads(text)
     edits = spec["containerEdits"]
-    edits["hooks"] = [hook for hook in edits["hooks"] if hook["args"][:1] != [HOOK_NAME]]
+    hooks = edits.get("hooks") or []
+    edits["hooks"] = [hook for hook in hooks if (hook.get("args") or [])[:1] != [HOOK_NAME]]
     return json.dumps(spec, indent=2) + "\n"
 
 
