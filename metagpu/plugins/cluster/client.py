@@ -223,7 +223,6 @@ class KubeClient:
                 body=body,
                 headers={"Content-Type": content, **(headers or {})},
             ) as response:
-                self.date = _date(response.headers.get("Date", ""))
                 raw = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -288,6 +287,7 @@ class KubeClient:
 
                 if is_last or response.status != _UNAUTHORIZED:
                     async with response:
+                        self.date = _date(response.headers.get("Date", ""))
                         yield response
                     return
                 # Kubernetes renews a service account's token every hour, in the same file.

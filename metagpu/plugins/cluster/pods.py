@@ -91,8 +91,7 @@ LIST_PERIOD: Final = 2.0
 class PodInformer(Informer):
     """Reports the Pods of a node, of all namespaces, to the registry."""
 
-    spread = 1.0  # of one node; who waits for a share, or for the end of a grace, waits for this
-    lists_when_lost = True  # an update alone does not say how long ago a Pod was deleted
+    spread = 5.0  # what waits for a Pod, as the end of its grace, may wait for this
 
     def __init__(self, client: "KubeClient", node: str, registry: Registry) -> None:
         super().__init__(client, PODS, f"spec.nodeName={node}", f"{PODS} on {node}")
@@ -126,13 +125,10 @@ class PodInformer(Informer):
                     self.list_again()
 
     def on_list(self, items: Sequence[KubeObject]) -> None:
-        """Take in the complete list of Pods: they may have been deleted some time ago.
-
-        Their times are by the API server's clock, which may differ from this node's.
-        """
-        self._pods, now = {}, self._client.date or time()
+        """Take in the complete list of Pods."""
+        self._pods = {}
         for item in items:
-            self._take_in(item, now)
+            self._take_in(item)
         self._publish()
 
     def on_update(self, item: KubeObject) -> None:
@@ -145,10 +141,11 @@ class PodInformer(Informer):
         self._pods.pop(known_pod(item).uid, None)
         self._publish()
 
-    def _take_in(self, item: KubeObject, now: float = 0) -> bool:
+    def _take_in(self, item: KubeObject) -> bool:
         """Note a Pod, and a new or shorter grace period; return whether it has changed.
 
-        Without `now`, in seconds since the epoch, the deletion has just happened.
+        A Pod that was deleted before the API server's last answer, a list or the begin of a watch,
+        has less than its grace left. Times are by its clock, which may differ from this node's.
         """
         pod, metadata = known_pod(item), item["metadata"]
         grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
@@ -156,7 +153,7 @@ class PodInformer(Informer):
         deleted = "deletionTimestamp" in metadata and (known is None or grace < known.grace)
         if deleted:
             end = datetime.fromisoformat(metadata["deletionTimestamp"]).timestamp()
-            left = max(0.0, min(grace, end - now))
+            left = max(0.0, min(grace, end - (self._client.date or time())))
             self._deleted[pod.uid] = DeletedPod(anyio.current_time(), left)
             self._changed.set()
         if self._pods.get(pod.uid) == pod:

@@ -45,11 +45,9 @@ class Informer(ABC):
         asked: the event loop's time at which the last complete list was requested.
         asking: the same of the newest one, answered or not.
         spread: over how many seconds at most lost watches begin again.
-        lists_when_lost: whether a list follows a lost watch, since times in it matter.
     """
 
     spread: ClassVar[float] = math.inf
-    lists_when_lost: ClassVar[bool] = False
 
     def __init__(self, client: "KubeClient", path: str, selector: str, about: str) -> None:
         self.path = path
@@ -78,7 +76,6 @@ class Informer(ABC):
                         if anyio.current_time() < began + lasts - 1:
                             # An API server that restarts ends the watches of all nodes.
                             await anyio.sleep(random_between(0, spread))
-                            self._list_is_due |= self.lists_when_lost
                     backoff.reset()
             except ClusterError as error:
                 if error.status != GONE:
