@@ -67,7 +67,7 @@ CASES: Final[Mapping[str, tuple[str, float | None]]] = {
     "rest": ("at rest", None),
     "pods": (f"{PODS_A_SECOND} pods/s", None),
     "reload": ("reload of all", 3000.0),
-    "restart": ("API server restarts", 2000.0),
+    "restart": ("API server restarts", 2500.0),
     "return": ("API server is back after 5 min", 2000.0),
 }
 """The cases by their names in the figures, with the most requests of a second: of 5000 nodes that

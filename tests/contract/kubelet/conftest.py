@@ -27,8 +27,12 @@ async def kubelet(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     """Yield a kubelet; a simulated one is new, the real one has no pod of these tests."""
     if request.param == "real":
         real = RealKubelet(request.getfixturevalue("real_node"))
+        before = {*real.directory.rglob("*.sock")}
         yield real
         await real.clear()
+        for left in {*real.directory.rglob("*.sock")} - before:
+            if not left.name.startswith("metagpu"):  # a daemon of other tests may run
+                left.unlink()
         return
     cluster, ended = SingleNodeCluster(build_node("t4:1"), tmp_path), asyncio.Event()
 
