@@ -1,6 +1,7 @@
 """Fixtures for all tests: blocking calls fail a test, and random numbers repeat."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -125,9 +126,10 @@ def blockbuster() -> Iterator[BlockBuster]:
 def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo a command's logging settings after its test, whose stderr is closed then.
 
-    A logger that caches its settings at its first use would keep them for all tests that follow.
-    Tracebacks are plain, as the daemon's: structlog's own draw all variables, for up to three
-    seconds of processor time.
+    Logs go where pytest shows them beside a failure, and not to stdout, where a daemon of the test
+    would write amid what a command prints. A logger that caches its settings at its first use would
+    keep them for all tests that follow. Tracebacks are plain, as the daemon's: structlog's own draw
+    all variables, for up to three seconds of processor time.
     """
     configure = structlog.configure
 
@@ -138,7 +140,9 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plain = structlog.dev.ConsoleRenderer(
         colors=False, exception_formatter=structlog.dev.plain_traceback
     )
-    uncached(processors=[*processors, plain])
+    shown = logging.getLogger("metagpu")
+    shown.setLevel(logging.DEBUG)
+    uncached(processors=[*processors, plain], logger_factory=lambda *_: shown)
     monkeypatch.setattr(structlog, "configure", uncached)
     yield
     structlog.reset_defaults()

@@ -65,7 +65,7 @@ class Cluster:
         """Run a command for programs, and read its output."""
         status, out, err = await self.run(*arguments, "-o", "json")
         assert (status, err) == (0, ""), err
-        return json.loads(out[out.index("{\n") :])  # the daemon of the test logs before it
+        return json.loads(out)
 
     async def report(self, request: web.Request) -> Any:  # noqa: ANN401 - any JSON
         """Return what the node's daemon answers to a request."""
@@ -225,13 +225,13 @@ async def test_why_names_a_device_that_is_gone(
         loss = LostDevices("default", "alice", "main", "", ("GPU-gone",))
         live_cluster.scene.node.agent.usage_service._lost.found = frozenset({loss})
         status, out, _ = await live_cluster.run("why", "alice", "-o", "json")
-        answer = json.loads(out[out.index("{\n") :])
+        answer = json.loads(out)
         assert (status, answer["reason"], answer["fix"]) == (1, "device_lost", loss.fix)
         assert "holds GPU-gone, gone or another's after" in answer["sentence"]
 
         live_cluster.add_pod("large", 18)
         status, out, _ = await live_cluster.run("why", "large", "-o", "json")
-        answer = json.loads(out[out.index("{\n") :])
+        answer = json.loads(out)
         assert answer["notes"] == [
             f"{NODE} counts what default/alice (main) requests, whose device is gone: {loss.fix}"
         ]
@@ -375,7 +375,7 @@ async def test_gpu_nodes_without_a_daemon_are_found(
             content = {"metadata": {"labels": labels}, "status": {"capacity": capacity}}
             server.store.put(("nodes", "", name), content)
         status, out, _ = await live_cluster.run("doctor", "-o", "json")
-        found = {row["node"]: row["checks"] for row in json.loads(out[out.index("[\n") :])}
+        found = {row["node"]: row["checks"] for row in json.loads(out)}
         assert (status, set(found)) == (0, {NODE, "counted", "found-by-nfd", "labelled"})
         [check] = found["counted"]
         assert (check["result"], f"counts 20 of {METAGPU}" in check["finding"]) == ("warning", True)

@@ -351,8 +351,7 @@ async def test_nodes_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixtur
         status, out, err = await live_cluster.run("translate", "-f", str(written(tmp_path, asked)))
 
         assert (status, err) == (0, "")
-        text = out[out.index("apiVersion:") :]  # the daemon of the test logs before it
-        assert containers(yaml.safe_load(text))[0]["resources"]["limits"] == {METAGPU: "20"}
+        assert containers(yaml.safe_load(out))[0]["resources"]["limits"] == {METAGPU: "20"}
         assert "gpu-pod1" not in json.dumps(live_cluster.scene.server.store.dump())
 
 
