@@ -58,7 +58,7 @@ CAPABILITIES: Final = (
     Capability("device plugin", 4094, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5667, ("plugins/cluster/*",)),
     Capability("agent", 3847, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 5051, (
+    Capability("availability, leases, model", 5058, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 2003, ("core/layout/*", "core/grants/*")),
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86160, 75000),
-    Limit("test lines", 110411, 92300),
+    Limit("product lines", 86162, 75000),
+    Limit("test lines", 110458, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import pynvml
 import pytest
 from anyio import to_thread
 from grpclib.const import Status
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.facts import LeasesObserved
+from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
 from metagpu.plugins.kubelet import pod_resources
 from metagpu.plugins.kubelet.checkpoint import AllocatedIds, read_allocated_ids
@@ -23,7 +25,9 @@ from metagpu.plugins.kubelet.timing import TIMING
 from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
+from metagpu.sim.kubelet.pods import SimContainer
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
+from tests.rigs.nvml_library import NvmlLibrary
 from tests.rigs.waiting import becomes, skip
 
 NODE = "gpu-1"
@@ -177,6 +181,49 @@ async def test_the_kubelets_list_alone_says_what_is_held(
             await kubelet.wait_for(is_right)
 
     assert 2 not in offered
+
+
+@pytest.mark.parametrize("container", ["main", "init"])
+async def test_a_gpu_that_is_found_late_is_offered_once_the_kubelet_said_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    """A GPU that could not be read at the start has leases before it has an offer.
+
+    PodResources hangs when the GPU is found, and never lists init containers.
+    """
+    kubelet = SimKubelet(tmp_path / "device-plugins", pod_resources=tmp_path / "pod-resources.sock")
+    late, library = Lateness(monkeypatch, kubelet, tmp_path), NvmlLibrary(tmp_path / "nvml")
+    uses = SimContainer(container, {METAGPU: 10})
+    train = SimPod("train", containers=(uses,))
+    if container == "init":
+        train = SimPod("train", containers=(SimContainer("main", {}),), init_containers=(uses,))
+
+    async with kubelet.running():
+        driver = NvmlDriver(library.load())
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet, driver=driver) as scene:
+            await scene.until(20, 20)
+            await scene.until(2, 2, WHOLE)
+            await kubelet.admit(SimPod.single("other", {METAGPU: 10}))
+            await kubelet.admit(train)
+            await kubelet.start_container(train, container)
+        library.fail("nvmlDeviceGetUUID", 1, pynvml.NVML_ERROR_GPU_IS_LOST)
+        driver, offered = NvmlDriver(library.load()), set[int]()
+        async with agent_at_work(tmp_path, config=MIXED, kubelet=kubelet, driver=driver) as scene:
+            await scene.until(10, 10)
+            await scene.until(1, 0, WHOLE)
+            late.hang()
+            library.work()
+
+            def is_right() -> bool:
+                offered.add(kubelet.allocatable()[WHOLE])
+                return kubelet.capacity()[WHOLE] == 2
+
+            await kubelet.wait_for(is_right)
+            await late.wait_asked(1)
+            late.answer()
+            await scene.wait_snapshot(lambda now: all(gpu.leases for gpu in now.gpus.values()))
+
+    assert offered == {0}
 
 
 async def test_where_no_kubelet_has_been_everything_is_offered(tmp_path: Path) -> None:

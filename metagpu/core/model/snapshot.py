@@ -214,7 +214,7 @@ class Snapshot(msgspec.Struct, frozen=True, dict=True):
         unreadable_gpus: the GPUs that NVML counts and nobody has read yet, by index.
         competing_plugins: the resources that another device plugin serves, and which plugin.
         registration_problems: why the kubelet does not have these resources as metagpu lists them.
-        unknown_leases: as of each GPU.
+        unknown_leases: as of each GPU; `None` where nobody asks a kubelet.
         pods: the pods of this node, where the API server lists them.
         kubelet: the identity of the present kubelet's socket, `None` before the first one.
         readmitted: namespace and name of the pods that were about to end when this kubelet started.
@@ -232,7 +232,7 @@ class Snapshot(msgspec.Struct, frozen=True, dict=True):
     versions: Versions = msgspec.field(default_factory=Versions)
     competing_plugins: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
     registration_problems: Mapping[ResourceName, str] = msgspec.field(default_factory=dict)
-    unknown_leases: str = ""
+    unknown_leases: str | None = None
     pods: PodIndex = msgspec.field(default_factory=PodIndex)
     kubelet: tuple[int, int, int] | None = None
     readmitted: frozenset[tuple[str, str]] = frozenset()

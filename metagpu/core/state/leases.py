@@ -65,7 +65,8 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
         if (lease := asked.get(share_id)) is None or _is_news(lease, holder, fact)
         if gpu_of(share_id) in snapshot.gpus and (lease or share_id not in known)
     ]
-    fresh = allocated.keys() - known.keys() - fact.holders.keys() if fact.begins else ()
+    late = {gpu for gpu, state in snapshot.gpus.items() if state.kubelet.unknown_leases}
+    fresh = allocated.keys() - known.keys() - fact.holders.keys() if fact.begins or late else ()
     begun = [
         Lease(
             _held_share(snapshot, i, None, allocated[i]),
@@ -74,7 +75,7 @@ def apply_observed(snapshot: Snapshot, fact: LeasesObserved) -> tuple[Snapshot, 
             from_checkpoint=True,
         )
         for i in fresh
-        if gpu_of(i) in snapshot.gpus
+        if gpu_of(i) in (snapshot.gpus if fact.begins else late)
     ]
 
     if fact.kubelet_ready:

@@ -8,6 +8,7 @@ events.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -60,6 +61,8 @@ from metagpu.core.state.leases import (
     with_leases,
     with_returned,
 )
+
+UNASKED: Final = "it has just been found, and the kubelet has not been asked since"
 
 
 def reduce(snapshot: Snapshot, fact: Fact) -> tuple[Snapshot, tuple[Event, ...]]:
@@ -126,7 +129,9 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
         known = states.get(gpu.id)
         if known is None:
             verdict = Verdict(healthy=True, since=fact.at)
-            states[gpu.id] = GpuState(gpu, verdict, kubelet=KubeletWord(snapshot.unknown_leases))
+            # Found later than others, it has to wait for the kubelet's next word.
+            unknown = "" if snapshot.unknown_leases is None else snapshot.unknown_leases or UNASKED
+            states[gpu.id] = GpuState(gpu, verdict, kubelet=KubeletWord(unknown))
         elif known.gpu != gpu:
             states[gpu.id] = replace(known, gpu=gpu)
 
@@ -140,12 +145,13 @@ def _gpus_found(snapshot: Snapshot, fact: GpusFound) -> tuple[Snapshot, tuple[Fa
 
 
 def _earlier_leases(snapshot: Snapshot, fact: EarlierLeases) -> tuple[Snapshot, tuple[Fact, ...]]:
-    if fact.unknown == snapshot.unknown_leases:
-        return snapshot, ()
     states = [
         replace(gpu, kubelet=replace(gpu.kubelet, unknown_leases=fact.unknown))
         for gpu in snapshot.gpus.values()
+        if gpu.kubelet.unknown_leases != fact.unknown
     ]
+    if fact.unknown == snapshot.unknown_leases and not states:
+        return snapshot, ()
     return with_states(replace(snapshot, unknown_leases=fact.unknown), states), (fact,)
 
 

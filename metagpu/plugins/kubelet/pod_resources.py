@@ -25,6 +25,7 @@ from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.events import CheckpointRequested, PodEnded, PodListRequested
 from metagpu.core.state.facts import (
     EarlierLeases,
+    GpusFound,
     KubeletStarted,
     LeasesObserved,
     SharesClaimed,
@@ -128,7 +129,7 @@ class LeaseFollower:
         self._failures = LogOnce()
         self.known = anyio.Event()
         self._triggered = anyio.Event()
-        self._pod_ended = anyio.Event()
+        self._urgent = anyio.Event()
         self._looking = anyio.Lock()
         self._looked_at = float("-inf")
         """When the last look began that the kubelet answered."""
@@ -139,27 +140,28 @@ class LeaseFollower:
         Until the first good look, nothing is granted: pods may hold it.
 
         The kubelet is asked at once; soon after every grant, change of the offer or start of a
-        kubelet; at once at the end of a pod that holds shares (where the API server reports pods);
-        and periodically, more often while shares are unavailable, or while it is not known who
-        holds what. One that lists no pods is asked ever more rarely, and when its files change.
+        kubelet; at once at the end of a pod that holds shares (where the API server reports pods),
+        and for a GPU that is found; and periodically, more often while shares are unavailable, or
+        while it is not known who holds what. One that lists no pods is asked ever more rarely, and
+        when its files change.
         """
-        kinds = SharesClaimed, SharesOffered, KubeletStarted, PodEnded
+        kinds = SharesClaimed, SharesOffered, KubeletStarted, PodEnded, GpusFound
         delay = 0.0
 
         async def receive() -> None:
             async for event in events:
-                if not isinstance(event, PodEnded):
+                if not isinstance(event, PodEnded | GpusFound):
                     self._triggered.set()
                     self._settled = None  # of another snapshot: it would keep those shares
-                elif self._silent or _holds_shares(event, self._registry):
-                    self._pod_ended.set()
+                elif isinstance(event, GpusFound) or self._silent or self._holds_shares(event):
+                    self._urgent.set()
 
         with self._registry.events.subscribe(*kinds) as events:
             async with anyio.create_task_group() as group:
                 group.start_soon(receive)
 
                 while True:
-                    self._triggered, self._pod_ended = anyio.Event(), anyio.Event()
+                    self._triggered, self._urgent = anyio.Event(), anyio.Event()
                     async with self._looking:
                         await self.look()
                     delay = await self._wait(self._next_delay(delay))
@@ -202,11 +204,21 @@ class LeaseFollower:
             group.start_soon(wait_triggered)
             if self._rests():
                 group.start_soon(wait_changed)
-            await self._pod_ended.wait()
+            await self._urgent.wait()
             delay = 0.0
             await anyio.sleep(self._timing.after_end)
             group.cancel_scope.cancel()
         return delay
+
+    def _holds_shares(self, event: PodEnded) -> bool:
+        """Return whether an ended pod holds shares; most never did."""
+        pod = event.pod
+        return any(
+            lease.holder is not None
+            and (lease.holder.namespace, lease.holder.pod) == (pod.namespace, pod.name)
+            for state in self._registry.snapshot.gpus.values()
+            for lease in state.leases.values()
+        )
 
     async def look(self) -> None:
         """Ask the kubelet once, read its checkpoint, and apply what they say.
@@ -418,17 +430,6 @@ def _has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
     """Return whether a pod that has ended holds shares: its lease ends soon."""
     return any(
         lease.holder is not None and pods.has_ended(lease.holder, lease.since)
-        for lease in state.leases.values()
-    )
-
-
-def _holds_shares(event: PodEnded, registry: Registry) -> bool:
-    """Return whether an ended pod holds shares; most never did."""
-    pod = event.pod
-    return any(
-        lease.holder is not None
-        and (lease.holder.namespace, lease.holder.pod) == (pod.namespace, pod.name)
-        for state in registry.snapshot.gpus.values()
         for lease in state.leases.values()
     )
 
