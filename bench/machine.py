@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +40,11 @@ def resident(pid: int) -> float:
     return int(found[1]) / 1024
 
 
+def resident_of_tree(pid: int) -> float:
+    """Return the resident memory of a process and of its children, in MB of 1024 kB."""
+    return resident(pid) + sum(map(resident, _children(pid)))
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of all threads of a process, in seconds.
 
@@ -51,10 +57,16 @@ def cpu_seconds(pid: int) -> float:
 def cpu_seconds_of_tree(pid: int) -> float:
     """Return the CPU time of a process and of its children that run, in seconds."""
     spent = cpu_seconds(pid)
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a child that has ended meanwhile
-            spent += sum(cpu_seconds(int(child)) for child in file.read_text().split())
+    for child in _children(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            spent += cpu_seconds(child)
     return spent
+
+
+def _children(pid: int) -> Iterator[int]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            yield from map(int, file.read_text().split())
 
 
 def _cpu() -> str:

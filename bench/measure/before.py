@@ -24,6 +24,7 @@ from bench.pod_resources import PodResources
 
 RATIO: Final = 1.05
 NAMES: Final = ("Allocate, 1 id", "Allocate, 50 ids", "Preferred, 4 of 800")
+LEASED: Final = "CPU of a second at rest, 16000 shares leased"
 SETTLE: Final = 3.0
 """Seconds of rest before memory or CPU is read."""
 SLICE: Final = 5.0
@@ -143,7 +144,12 @@ def _of_xids(plan: Plan, daemons: Sequence[Daemon], plugins: Sequence[Client]) -
 
 def _resting(plan: Plan, trees: Sequence[Path]) -> list[Figure]:
     """Measure 16 GPUs with 1000 shares each, all of them leased."""
-    plan.report("before: at rest")
+    return _figures(LEASED, "ms", leased_at_rest(plan, trees))
+
+
+def leased_at_rest(plan: Plan, trees: Sequence[Path]) -> Sequence[Samples]:
+    """Return the CPU time of a second at rest of each tree's daemon with 16000 shares leased."""
+    plan.report("at rest, 16000 shares leased")
     sides = [Samples() for _ in trees]
     with ExitStack() as stack:
         folder = stack.enter_context(daemon.folder())
@@ -163,7 +169,7 @@ def _resting(plan: Plan, trees: Sequence[Path]) -> list[Figure]:
             took = time.monotonic() - began
             for each, earlier, samples in zip(daemons, spent, sides, strict=True):
                 samples.seconds.append((machine.cpu_seconds(each.pid) - earlier) / took)
-    return _figures("CPU of a second at rest, 16000 shares leased", "ms", sides)
+    return sides
 
 
 def _works(plan: Plan, trees: Sequence[Path]) -> list[Figure]:

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench import client, daemon
+from bench import client, daemon, machine
 from bench.client import Client
 from bench.figures import Figure, Samples
 from bench.plan import Plan
@@ -94,19 +94,27 @@ def _measure(
         plugin = stack.enter_context(client.connected(subject.socket))
         asked = build(client.ids_in(plugin.first_list()))
         answers = [question.method(plugin)(question.requests[0]) for question in asked]
-        sockets = stack.enter_context(null_plugin(answers))
+        baseline, sockets = stack.enter_context(null_plugin(answers))
 
         for question, socket in zip(asked, sockets, strict=True):
             plan.report(f"calls: {question.name}")
             with client.connected(socket) as null:
-                ours, nulls = alternating(
-                    question.method(plugin),
-                    question.method(null),
+                sides = question.method(plugin), question.method(null)
+                ours, nulls = alternating(*sides, question.requests, plan.count(3000, 100))
+                spent = _cpu_of_calls(
+                    dict(zip((subject.pid, baseline), sides, strict=True)),
                     question.requests,
-                    plan.count(3000, 100),
+                    plan.count(1000, 50),
                 )
             figures += [
                 ours.ratio(f"{question.name}: to a null plugin's", nulls, target=question.target),
+                Figure(
+                    name=f"{question.name}: CPU to a null plugin's",
+                    unit="x",
+                    measured=spent[subject.pid].p50 / spent[baseline].p50,
+                    target=None,
+                    calls=plan.count(1000, 50),
+                ),
                 ours.figure(f"{question.name}: metagpu", unit="us"),
                 nulls.figure(f"{question.name}: null plugin", unit="us"),
             ]
@@ -131,9 +139,24 @@ def alternating(
     return sides[0][2], sides[1][2]
 
 
+def _cpu_of_calls(
+    sides: Mapping[int, Call], requests: Iterable[bytes], count: int
+) -> Mapping[int, Samples]:
+    """Return the CPU time of a call for each server, by pid; they take turns."""
+    endless = {pid: itertools.cycle(requests) for pid in sides}
+    spent = {pid: Samples() for pid in sides}
+    for _ in range(count // BATCH):
+        for pid, call in sides.items():
+            before = machine.cpu_seconds(pid)
+            for request in itertools.islice(endless[pid], BATCH):
+                call(request)
+            spent[pid].seconds.append((machine.cpu_seconds(pid) - before) / BATCH)
+    return spent
+
+
 @contextmanager
-def null_plugin(answers: Sequence[bytes]) -> Iterator[list[Path]]:
-    """Run the null plugin; yield a socket per answer."""
+def null_plugin(answers: Sequence[bytes]) -> Iterator[tuple[int, list[Path]]]:
+    """Run the null plugin; yield its pid, and a socket per answer."""
     with tempfile.TemporaryDirectory(prefix="metagpu-bench-null-") as made:
         files = [Path(made) / f"{number}.answer" for number in range(len(answers))]
         for file, answer in zip(files, answers, strict=True):
@@ -147,7 +170,7 @@ def null_plugin(answers: Sequence[bytes]) -> Iterator[list[Path]]:
                 assert process.poll() is None, "the null plugin ended"
                 assert time.monotonic() < deadline, "the null plugin does not serve"
                 time.sleep(0.01)
-            yield sockets
+            yield process.pid, sockets
         finally:
             process.kill()
             process.wait()

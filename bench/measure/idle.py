@@ -8,14 +8,22 @@ from anyio import to_thread
 
 from bench import daemon, kubelets, machine
 from bench.figures import Figure
+from bench.measure.before import LEASED, leased_at_rest
 from bench.plan import Plan
 
 SETTLE: Final = 3.0
 
 
 def idle(plan: Plan) -> list[Figure]:
-    """Measure the CPU time while a kubelet is connected and no pod comes."""
-    return [anyio.run(_idle, plan)]
+    """Measure the CPU time while a kubelet is connected and no pod comes.
+
+    With `--before`, the group of that name measures leased shares beside the other commit's.
+    """
+    figures = [anyio.run(_idle, plan)]
+    if plan.before is None:
+        [leased] = leased_at_rest(plan, (daemon.HERE,))
+        figures.append(leased.figure(LEASED, target=3))
+    return figures
 
 
 async def _idle(plan: Plan) -> Figure:
