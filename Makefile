@@ -59,10 +59,11 @@ mgctl: $(PROGRAMS) ## build the mgctl of containers, for x86-64 and arm64
 reproducible: $(PROGRAMS) ## build the mgctl of containers again, from nothing, and compare the bytes
 	$(BIN)/python mgctl/build.py --verify
 
-reasons: $(VENV)/.test ## write the tables of docs/events.md, docs/pools.md and docs/status.md, after a change of Events, warnings, reasons or reports
+reasons: $(VENV)/.test ## write the tables of docs/events.md, docs/pools.md, docs/status.md and docs/performance.md, after a change of Events, warnings, reasons, reports or results
 	$(BIN)/python docs/reasons.py
 	$(BIN)/python docs/availability.py
 	$(BIN)/python docs/status_schema.py
+	$(BIN)/python docs/performance.py
 
 man: $(VENV)/.build ## write the manual pages of all programs, into dist/man
 	$(BIN)/python docs/manpages.py
@@ -94,6 +95,7 @@ lint: $(VENV)/.test ## ruff, mypy, import contracts, generated code and tables, 
 	$(BIN)/python docs/reasons.py --check
 	$(BIN)/python docs/availability.py --check
 	$(BIN)/python docs/status_schema.py --check
+	$(BIN)/python docs/performance.py --check
 	$(BIN)/python -m tests.language
 	$(BIN)/python -m tests.budget --check
 

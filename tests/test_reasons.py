@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from docs import availability, reasons, status_schema
+from bench.figures import Report
+from docs import availability, performance, reasons, status_schema
 from metagpu.core.config.errors import ConfigReason
 from metagpu.kubectl.obstacles import Obstacle
 from metagpu.plugins.cluster.event_recorder import EventReason
@@ -145,3 +147,42 @@ def test_the_page_of_the_status_is_what_the_schema_says(
     assert status_schema.main(["--check"]) == 1
     assert status_schema.main([]) == 0
     assert "- `usedMiB` (number): memory in use, in MiB; " in page.read_text()
+
+
+def test_the_page_of_costs_is_what_the_newest_results_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables and plots are the newest file's; a figure that it lacks is a dash, and is named."""
+    assert performance.main(["--check"]) == 0, capsys.readouterr().err
+    report = Report.read(performance.newest())
+    kept = [figure for figure in report.figures if "excess" not in figure.name]
+    for name, figures in (("2026-11-21d.json", report.figures), ("2026-11-21.json", kept)):
+        replace(report, figures=figures).write(tmp_path / name)
+    page = tmp_path / "performance.md"
+    page.write_text(performance.PAGE.read_text())
+    for name, path in (("PAGE", page), ("IMAGES", tmp_path), ("RESULTS", tmp_path)):
+        monkeypatch.setattr(performance, name, path)
+    assert performance.main(["--check"]) == 1
+    assert "performance-waits.svg" in capsys.readouterr().err
+    assert performance.main([]) == 0
+    assert "lacks: excess" not in capsys.readouterr().err
+    assert performance.main(["--check"]) == 0
+    assert "| memory excess to the end | -" not in page.read_text()
+
+    (tmp_path / "2026-11-21d.json").unlink()
+    assert performance.main(["--check"]) == 1
+    assert performance.main([]) == 0
+    assert "2026-11-21.json lacks: excess to the end of a process" in capsys.readouterr().err
+    assert "| memory excess to the end | - |  | With" in page.read_text()
+
+
+def test_a_missed_goal_needs_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check refuses a goal that is missed without a sentence, and no goal that is met."""
+    [figure, *_] = Report.read(performance.newest()).figures
+    for most in (figure.measured, figure.measured / 2):
+        goal = performance.Goal("planted", (figure.name,), most, figure.unit)
+        monkeypatch.setattr(performance, "GOALS", [goal])
+        assert performance.main(["--check"]) == 1  # the page has other goals
+        assert ("planted" in capsys.readouterr().err) is (most < figure.measured)
