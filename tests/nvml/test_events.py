@@ -28,6 +28,7 @@ from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from tests.nvml.rig import DEADLINE, altered_library, inside, opened, skip_deadlines
+from tests.rigs.waiting import becomes
 
 BRIEF = NvmlTiming(wait=0.05, event_retry=0.0)
 """Waits in which nothing happens take a moment, and what failed is tried again at once."""
@@ -571,6 +572,7 @@ async def test_a_set_is_not_freed_under_a_registration_that_hangs() -> None:
         assert not set(hanging) & set(freed)
 
         released.set()
+        await becomes(lambda: not nvml.has_threads)
         await nvml.condition((await nvml.survey()).gpus[0].id)
         await nvml.renew_events()
         assert set(hanging) <= set(freed)

@@ -59,16 +59,17 @@ class StandIn:
     async def quit(self) -> None:
         """Send `quit`, as a container's root can, until the daemon ends.
 
-        A command is lost while the daemon answers another program, such as metagpu's.
+        A command is lost while the daemon answers another program, such as metagpu's. One that was
+        taken has its answer before the process ends: another one would reach the next daemon.
         """
         process = await self.process()
-
-        async def has_ended() -> bool:
-            with suppress(ProgramError):
-                await self.control.quit()
-            return await self.process() != process
-
-        await until(has_ended, 30)
+        assert process is not None
+        with anyio.fail_after(30):
+            while True:
+                with suppress(ProgramError):
+                    await self.control.quit()
+                with anyio.move_on_after(1):
+                    return await self.daemons.wait_ended(process)
 
     async def servers(self) -> Sequence[int]:
         """Return the servers, once there is one: a command beside metagpu's may be lost."""

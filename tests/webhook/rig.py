@@ -41,7 +41,7 @@ A100: Final = NodeOffer(
 )
 """A node of two GPUs with 100 shares of 409 MiB each."""
 LOOPBACK: Final = ListenAddress("127.0.0.1", 0)
-QUICK: Final = WebhookTiming(drain=0.0)
+QUICK: Final = WebhookTiming(handshake=60, request=60.0, drain=0.0)
 
 
 class Authority:

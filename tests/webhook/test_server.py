@@ -385,10 +385,10 @@ async def test_requests_that_come_together_are_answered_in_order(
         client = await webhook.connect()
         await client.write(b"GET /else HTTP/1.1\r\nHost: a\r\n\r\n" + 2 * whole + whole[:-1])
         assert [await client.status() for _ in range(3)] == [404, 200, 200]
-        assert webhook.server.busy == 1
+        await becomes(lambda: webhook.server.busy == 1)
         await client.send_more(whole[-1:])
         assert await client.status() == 200
-        assert webhook.server.busy == 0
+        await becomes(lambda: webhook.server.busy == 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /mut", b"whole"])
@@ -477,7 +477,7 @@ async def test_bytes_that_came_are_limited(folder: Path, authority: Authority) -
         await client.send_more(large[-1:])
         assert await client.status() == 200
         assert (await webhook.post(large))[0] == 200
-        assert webhook.server.reading == 0
+        await becomes(lambda: webhook.server.reading == 0)
 
 
 async def test_a_crowd_keeps_no_other_out(folder: Path, authority: Authority) -> None:

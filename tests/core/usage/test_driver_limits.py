@@ -44,9 +44,10 @@ from metagpu.sim.machine.gpu import SimError, SimProcess
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import find_model
 from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import out
 from tests.rigs.build import layout_of, pool
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 NEW: Final = "615.71.09"
 ALICE, BOB = Holder("default", "alice", "main"), Holder("default", "bob", "main")
@@ -362,19 +363,25 @@ async def test_a_container_that_starts_has_the_limit_that_is_known_where_the_kub
     tmp_path: Path,
 ) -> None:
     """A restart of a container waits for half of its deadline, and does not fail."""
-    timing = replace(QUICK, start_deadline=1.0)
+    timing = replace(QUICK, start_deadline=60.0)
     async with ground(tmp_path, timing=timing) as live_ground:
+
+        async def silent() -> None:
+            await becomes(lambda: not out(live_ground.nvml))  # whose deadline would pass too
+            skip(timing.start_deadline / 2)
+            await anyio.sleep_forever()
+
         live_ground.hold(ALICE, 25)
         cgroup = await to_thread.run_sync(live_ground.machine.start, ALICE)
         target = ContainerCgroup(container_of(ALICE), ALICE, str(cgroup))
         limiting = live_ground.limits.limit_starting
-        assert await limiting(target, lambda _: live_ground.terms, anyio.sleep_forever) == 1
+        assert await limiting(target, lambda _: live_ground.terms, silent) == 1
 
 
 @pytest.mark.parametrize("by", ["checkpoint", "claim"])
 async def test_the_limit_of_an_init_container_is_kept(tmp_path: Path, by: str) -> None:
     """An init container is in no list; its limit follows the settings until its cgroup is gone."""
-    timing = replace(QUICK, cgroup_period=0.02, start_deadline=1.0)
+    timing = replace(QUICK, cgroup_period=0.02)
     async with ground(tmp_path, timing=timing) as live_ground:
         container, registry = container_of(ALICE), live_ground.registry
         shares = registry.snapshot.gpus[live_ground.gpus[0]].shares[-25:]

@@ -12,7 +12,7 @@ import pytest
 
 from metagpu.sim.machine import mps_control
 
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-import pynvml
 import pytest
 from anyio import to_thread
 from msgspec.structs import replace
@@ -167,23 +166,6 @@ async def test_a_hanging_daemon_is_replaced(
         await scene.ready()
         first = await scene.process()
         await to_thread.run_sync(disturb, first, scene.at().folders.pipes)
-        await scene.another(first)
-        await scene.ready()
-
-
-async def test_a_hanging_daemon_that_may_have_clients_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While NVML lists no processes either, it is suspended; it is replaced once it has none."""
-    monkeypatch.setattr(MpsBackend, "timing", replace(TIMING, deadline=0.5))
-    async with mps(tmp_path) as scene:
-        await scene.ready()
-        first = await scene.process()
-        scene.care.node.gpus[0].failure = pynvml.NVML_ERROR_UNKNOWN
-        os.kill(first.pid, signal.SIGSTOP)
-        await scene.suspended("failed 4 probes")
-        assert await scene.at().process() == first
-        scene.care.node.gpus[0].failure = None
         await scene.another(first)
         await scene.ready()
 

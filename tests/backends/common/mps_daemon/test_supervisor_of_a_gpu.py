@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import anyio
+import pynvml
 import pytest
 from anyio import to_thread
 from msgspec.structs import replace
@@ -198,6 +199,24 @@ async def test_a_process_on_the_gpu_keeps_a_hanging_daemon(tmp_path: Path) -> No
         assert await scene.process() == process
         scene.at().steer("")
         await scene.ready()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_hanging_daemon_that_may_have_clients_is_left_alone(tmp_path: Path) -> None:
+    """While NVML lists no processes either, it is suspended; it is replaced once it has none."""
+    async with mps(tmp_path) as scene:
+        await scene.ready()
+        first = await scene.process()
+        scene.care.node.gpus[0].failure = pynvml.NVML_ERROR_UNKNOWN
+        scene.at().steer("hang")
+        await scene.suspended("failed 4 probes")
+        assert await scene.at().process() == first
+
+        scene.care.node.gpus[0].failure = None
+        await scene.suspended("it is unused, and metagpu restarts it")
+        scene.at().steer("")
+        await scene.ready()
+        assert await scene.process() != first
 
 
 async def test_a_fault_of_a_client_is_reported(tmp_path: Path) -> None:
