@@ -22,6 +22,7 @@ from metagpu.plugins.cluster.gpu_labels import LabelSettings
 from metagpu.plugins.cluster.settings import ClusterSettings, ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.rigs.build import STRATEGIES, gpu, layout_of
+from tests.rigs.waiting import becomes
 
 NODE: Final = "gpu-1"
 CONFIG_MAP: Final = ("kube-system", "metagpu")
@@ -82,6 +83,15 @@ class Scene:
             lambda: all(self.server.labels(NODE).get(n) == v for n, v in names.items())
         )
 
+    async def reads_node(self) -> None:
+        """Wait until the plugin has read the Node as the API server has it now."""
+
+        def has_read() -> bool:
+            known, node = self.connection.node.object, self.server.node(NODE)
+            return known is not None and known["metadata"] == node["metadata"]
+
+        await becomes(has_read)
+
 
 @asynccontextmanager
 async def cluster_at_work(
@@ -91,7 +101,7 @@ async def cluster_at_work(
     config_map: tuple[str, str] | None = None,
     remove_labels: bool = False,
     drain_on_driver_upgrade: bool = False,
-    timing: ClusterTiming = ClusterTiming(spread=0.0),  # noqa: B008 - it is frozen
+    timing: ClusterTiming = ClusterTiming(spread=0.0, shutdown_timeout=30.0),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin with some features until the block ends, on a Node of one label."""
     server = server or SimApiServer()

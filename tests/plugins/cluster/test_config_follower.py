@@ -61,17 +61,27 @@ async def test_a_changed_config_map_is_followed_after_a_random_time(
     ) as scene:
         scene.offer()
         await scene.has_labels(nvidia_com__gpu_count="2")
-        await anyio.sleep(0.3)
-        asked = len(server.requests)
+        await becomes(lambda: scene.choices)
+        await scene.reads_node()
+        asked = -1
+        while asked < (asked := len(server.requests)):  # noqa: ASYNC110 - until no label is asked for
+            await anyio.sleep(0.5)
+
+        async def reads(text: str) -> None:
+            held = scene.connection.config_map
+            assert held
+            await becomes(lambda: (held.object or {})["data"]["a"] == text)
+            await anyio.sleep(0.3)
+
         server.configure(*CONFIG_MAP, {"a": "A2", "b": "B"})
-        await anyio.sleep(0.3)
+        await reads("A2")
         assert len(scene.choices) == 1
         assert len(server.requests) == asked
         server.label(NODE, {"metagpu.io/config": "b"})
         await becomes(lambda: len(scene.choices) == 2)
 
         server.configure(*CONFIG_MAP, {"a": "A3", "b": "B"})
-        await anyio.sleep(0.3)
+        await reads("A3")
         assert len(scene.choices) == 2
         skip(timing.spread)
         await becomes(lambda: len(scene.choices) == 3)

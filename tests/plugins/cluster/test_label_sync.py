@@ -77,6 +77,7 @@ async def test_labels_that_are_true_are_not_written_again(tmp_path: Path) -> Non
         scene.offer()
         await scene.has_labels(nvidia_com__gpu_count="2")
         await scene.server.until(lambda: scene.server.node(NODE)["status"].get("conditions"))
+        await scene.reads_node()  # what is true is known
         before = [each for each in scene.server.requests if each.method == "PATCH"]
         scene.server.label(NODE, {"team": "vision"})
         scene.registry.apply(GpuFaulted(gpu(0).id, "XID 79", at=5))
@@ -405,6 +406,7 @@ async def test_nfd_that_goes_leaves_the_labels(tmp_path: Path) -> None:
         scene.offer()
         await scene.has_labels(nvidia_com__gpu_count="2")
         await reports(scene, carries)
+        await scene.reads_node()  # NFD's labels are known as NFD's
         server.nfd = None
         scene.offer(count=3)
         await server.until(lambda: COUNT in owned(server))

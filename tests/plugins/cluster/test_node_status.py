@@ -361,6 +361,7 @@ async def test_amounts_that_the_kubelet_lowered_are_not_raised(tmp_path: Path) -
     async with cluster_at_work(tmp_path, *features, server=server, timing=timing) as scene:
         scene.offer()
         await server.until(lambda: server.node(NODE)["status"]["allocatable"] == {METAGPU: "20"})
+        await scene.reads_node()  # else the number is raised once more
         server.report(NODE, {METAGPU: 20}, {METAGPU: 5})
         scene.offer(count=3)
         await scene.has_labels(nvidia_com__gpu_count="3")

@@ -19,10 +19,12 @@ from metagpu.core.state.facts import CompetingPluginFound, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.pods import (
+    EARLY,
     LIST_PERIOD,
     PODS,
     SOON,
     STOPPING,
+    DeletedPod,
     PodInformer,
     describe_competing_pod,
     find_competing_pods,
@@ -268,11 +270,20 @@ async def test_a_deleted_pod_may_end_soon_or_when_its_grace_is_over(tmp_path: Pa
         skip(SOON)
         await knows(registry, lambda pods: not pods.terminating)
         skip(60 - SOON - STOPPING)
-        await knows(registry, lambda pods: pods.stopping == {"a"} and not pods.terminating)
+        await knows(registry, lambda pods: pods.stopping == {"a"})
         skip(STOPPING)
         await knows(registry, lambda pods: bool(pods.terminating))
         skip(STOPPING)
         await knows(registry, lambda pods: bool(pods.terminating) and not pods.stopping)
+
+
+def test_a_deleted_pod_is_stopping_before_it_ends() -> None:
+    """By a clock that stands still, which no machine delays."""
+    pod = DeletedPod(seen=100, grace=60)
+    times = (100, 100 + SOON, 160 - STOPPING, 160 - EARLY, 160 + STOPPING)
+    assert [(pod.is_ending(at), pod.is_stopping(at)) for at in times] == [
+        *((True, False), (False, False), (False, True), (True, True), (True, False)),
+    ]
 
 
 async def test_a_shorter_grace_period_replaces_the_first(tmp_path: Path) -> None:

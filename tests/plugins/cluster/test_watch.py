@@ -1,7 +1,7 @@
 """A watched object: no change is missed, whatever happens to lists and watches."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +18,7 @@ from metagpu.plugins.cluster.watch import WatchedObject
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import skip
+from tests.rigs.waiting import becomes, skip
 
 NODES = "/api/v1/nodes"
 
@@ -192,11 +192,6 @@ async def test_watches_that_break_at_once_are_delayed(
     assert delays[4] >= 4 * delays[0]
 
 
-def high(_: float, most: float) -> float:
-    """Return the longest of the delays that chance may give."""
-    return most
-
-
 async def test_nodes_that_start_together_renew_their_watches_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,8 +221,18 @@ async def test_nodes_that_start_together_renew_their_watches_apart(
 @asynccontextmanager
 async def patient_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[SimApiServer, Reader]]:
-    """Run a reader with its first watch; a lost one begins again after ten minutes."""
+) -> AsyncIterator[tuple[SimApiServer, Reader, Callable[[], bool]]]:
+    """Run a reader with its first watch; a lost one begins again after ten minutes.
+
+    The third of the tuple says whether the reader waits for that.
+    """
+    longest: list[float] = []
+
+    def high(_: float, most: float) -> float:
+        """Return the longest of the delays that chance may give."""
+        longest.append(most)
+        return most
+
     monkeypatch.setattr(watch, "random_between", high)
     server, timing = SimApiServer(), ClusterTiming(spread=600.0)
     server.add_node(NODE, {"it": "1"})
@@ -235,7 +240,7 @@ async def patient_reader(
         reader = Reader(client)
         group.start_soon(reader.watched.run)
         await server.until(lambda: watches(server) == 1)
-        yield server, reader
+        yield server, reader, lambda: 600.0 in longest
         group.cancel_scope.cancel()
 
 
@@ -244,14 +249,15 @@ async def test_a_lost_watch_is_followed_by_the_next_after_a_random_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, broken: bool
 ) -> None:
     """An API server that restarts ends the watches of all nodes: they do not return together."""
-    async with patient_reader(tmp_path, monkeypatch) as (server, reader):
+    async with patient_reader(tmp_path, monkeypatch) as (server, reader, waits):
         skip(watch.STABLE)
         server.label(NODE, {"it": "2"})
         if broken:
             server.store.compact()
         else:
             server.end_watches()
-        await anyio.sleep(0.5)
+        await becomes(waits)
+        await anyio.sleep(0.1)
         assert (lists(server), watches(server)) == (1, 1)
 
         skip(600)
@@ -264,8 +270,8 @@ async def test_a_list_that_is_requested_waits_for_no_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list shows which pods have ended, and does not wait until the next watch is due."""
-    async with patient_reader(tmp_path, monkeypatch) as (server, reader):
+    async with patient_reader(tmp_path, monkeypatch) as (server, reader, waits):
         server.end_watches()
-        await anyio.sleep(0.1)
+        await becomes(waits)
         reader.watched.list_again()
         await server.until(lambda: lists(server) == 2)
