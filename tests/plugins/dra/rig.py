@@ -14,6 +14,7 @@ from uuid import UUID
 
 import anyio
 import anyio.lowlevel
+from grpclib.exceptions import StreamTerminatedError
 
 from metagpu.core.config.config import parse
 from metagpu.core.contracts.backend import installed_backends
@@ -92,14 +93,14 @@ class KubeletCalls:
 
     async def get_info(self) -> pluginregistration.PluginInfo:
         """Ask the driver who it is, as the kubelet does."""
-        answer = await call_raw(self.registration, f"{_REGISTRATION}GetInfo", b"", 5)
+        answer = await call_raw(self.registration, f"{_REGISTRATION}GetInfo", b"", 30)
         return pluginregistration.PluginInfo.parse(answer)
 
     async def notify(self, *, registered: bool, error: str = "") -> None:
         """Report the outcome of the registration, as the kubelet does."""
         said = pluginregistration.RegistrationStatus(plugin_registered=registered, error=error)
         await call_raw(
-            self.registration, f"{_REGISTRATION}NotifyRegistrationStatus", bytes(said), 5
+            self.registration, f"{_REGISTRATION}NotifyRegistrationStatus", bytes(said), 30
         )
 
     async def prepare(self, *refs: ResourceClaimRef) -> dict[str, v1.NodePrepareResourceResponse]:
@@ -125,7 +126,7 @@ class KubeletCalls:
             while True:
                 try:
                     await self.get_info()
-                except OSError:
+                except (OSError, StreamTerminatedError):
                     await anyio.sleep(0.01)
                 else:
                     return

@@ -55,17 +55,24 @@ async def test_kubelet_dies_in_a_registration_and_the_resource_is_removed(
 
 async def test_cancelled_caller_ends_its_call() -> None:
     """A cancelled caller returns when its call has ended, and its scope is left as always."""
-    ended = False
+    begun, ended = anyio.Event(), False
 
     async def wait() -> None:
         nonlocal ended
+        begun.set()
         try:
             await asyncio.sleep(1000)
         finally:
             ended = True
 
-    with anyio.move_on_after(0.01) as scope:
-        await call_alone(wait())
+    async def cancel() -> None:
+        await begun.wait()
+        scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            group.start_soon(cancel)
+            await call_alone(wait())
     assert (scope.cancelled_caught, ended) == (True, True)
 
 

@@ -89,6 +89,17 @@ async def start(live_node: Node, follower: LeaseFollower | None = None) -> SimPo
     return train
 
 
+async def rest(follower: LeaseFollower) -> None:
+    """Wait until the kubelet has been asked for all that has happened so far."""
+    looked = None
+    while looked != follower._looked_at:
+        looked = follower._looked_at
+        await anyio.sleep(0.05)  # longer than it settles
+        await anyio.wait_all_tasks_blocked()
+        async with follower._looking:  # until the kubelet has answered
+            pass
+
+
 async def test_every_share_has_its_holder(tmp_path: Path) -> None:
     """Each held share has namespace, pod and container of its holder."""
     two = SimPod(
@@ -198,7 +209,7 @@ async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.M
     async with (
         node(tmp_path) as live_node,
         live_node.kubelet.running(),
-        following(live_node, tmp_path, SLOW),
+        following(live_node, tmp_path, SLOW) as follower,
     ):
         train = await start(live_node)
         known = KnownPod("t", "default", "train", "Running")
@@ -210,17 +221,11 @@ async def test_a_pods_end_wakes_the_reader(tmp_path: Path, monkeypatch: pytest.M
             looks.append(fact)
             return apply(fact)
 
-        async def query_count() -> int:
-            await anyio.sleep(0.05)
-            await anyio.wait_all_tasks_blocked()
-            return len(looks)
-
+        await rest(follower)  # the pod's own grant may trigger one more query
         monkeypatch.setattr(live_node.registry, "apply", look)
-        before = -1
-        while before < (before := await query_count()):
-            pass  # the pod's own grant may trigger one more query
         apply(PodsListed((known,)))
-        assert await query_count() == before
+        await rest(follower)
+        assert looks == []
 
         await live_node.kubelet.delete(train)
         apply(PodsListed((replace(known, phase="Succeeded"),)))
@@ -313,7 +318,7 @@ async def test_containers_that_start_share_a_look(
         following(live_node, tmp_path, SLOW) as follower,
     ):
         await start(live_node, follower)
-        await anyio.wait_all_tasks_blocked()
+        await rest(follower)
         monkeypatch.setattr(pod_resources, "read_leases", read)
         async with anyio.create_task_group() as group:
             for _ in range(40):
@@ -331,7 +336,8 @@ async def test_absent_kubelet_changes_nothing(
         async with live_node.kubelet.running():
             await start(live_node, follower)
 
-        apply = live_node.registry.apply
+        async with follower._looking:  # an answer may be under way
+            apply = live_node.registry.apply
 
         def look(fact: Fact) -> bool:
             looks.append(fact)
@@ -401,6 +407,7 @@ class Answering:
     namespace: str = "n"
     answers: int = 0
     fails: Exception | None = None
+    follower: LeaseFollower | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -435,6 +442,12 @@ class Answering:
             while self.answers < until:
                 await anyio.lowlevel.checkpoint()
 
+    async def skip(self, seconds: float) -> None:
+        """Turn the clock between two looks: a query under way would miss its deadline."""
+        assert self.follower
+        async with self.follower._looking:
+            skip(seconds)
+
 
 @asynccontextmanager
 async def restarted(
@@ -447,7 +460,7 @@ async def restarted(
     async with following(live_node, tmp_path, timing) as follower:
         async with live_node.kubelet.running():
             await start(live_node, follower)
-        new = Answering(tmp_path / "pod-resources.sock", pods)
+        new = Answering(tmp_path / "pod-resources.sock", pods, follower=follower)
         async with new.running():
             yield new
 
@@ -471,7 +484,7 @@ async def test_a_new_kubelet_is_believed_once_it_knows_its_pods(tmp_path: Path) 
     async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "web-7f9c") as new:
         await new.asked()
         await held(live_node, 3)
-        skip(QUICK.readiness)
+        await new.skip(QUICK.readiness)
         await held(live_node, 0)
 
 
@@ -500,7 +513,7 @@ async def test_each_time_that_the_kubelet_forgets_a_pod_is_logged_once(tmp_path:
 
             await anyio.Path(tmp_path / CHECKPOINT).unlink()
             await new.asked()
-            skip(QUICK.readiness)
+            await new.skip(QUICK.readiness)
             for identity in (1, 2):
                 registry.apply(SharesReleased(shares, at=anyio.current_time()))
                 await new.asked()
@@ -516,7 +529,7 @@ async def test_a_checkpoint_without_a_pod_does_not_end_its_leases(tmp_path: Path
     async with node(tmp_path) as live_node, restarted(live_node, tmp_path, "etcd-node-1") as new:
         await anyio.Path(tmp_path / CHECKPOINT).write_text(EMPTY)
         await new.asked()
-        skip(1000)
+        await new.skip(1000)
         await new.asked()
         await held(live_node, 3)
 
@@ -550,11 +563,11 @@ async def test_without_a_checkpoint_only_unbroken_answers_count(tmp_path: Path) 
         await new.asked()
         new.fails = GRPCError(Status.UNAVAILABLE, "not now")
         await new.asked()
-        skip(1000)
+        await new.skip(1000)
         new.fails = None
         await new.asked()
         await held(live_node, 3)
-        skip(QUICK.readiness)
+        await new.skip(QUICK.readiness)
         await held(live_node, 0)
 
 

@@ -10,6 +10,7 @@ from metagpu.backends.fraction.backend import FractionBackend
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName
 from metagpu.core.state.events import AllocationRefused
 from metagpu.core.state.facts import SharesClaimed, SharesReleased
+from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import AdmissionError
 from tests.plugins.kubelet.rig import (
     CONFIG,
@@ -78,7 +79,8 @@ async def test_the_three_refusals_of_the_kubelet(tmp_path: Path) -> None:
 
 async def test_unknown_share_is_refused_after_a_list(tmp_path: Path) -> None:
     """An unknown id is refused with a text, after the list is sent (case 40)."""
-    async with node(tmp_path) as live_node, live_node.kubelet.running():
+    timing = KubeletTiming(flush_deadline=3600.0)
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
         await live_node.until(20, 20)
 
         async with endpoint_of(live_node) as stub:
@@ -108,7 +110,7 @@ async def test_broken_share_is_refused_with_the_reason(tmp_path: Path) -> None:
         assert isinstance(event, AllocationRefused)
         assert (event.cause, event.reason) == ("GpuUnhealthy", refused.value.message)
         assert refused.value.status is Status.FAILED_PRECONDITION
-        assert live_node.counts() == (20, 10)
+        await live_node.until(20, 10)
 
 
 async def test_refused_pod_gets_the_free_shares_of_each_gpu(tmp_path: Path) -> None:

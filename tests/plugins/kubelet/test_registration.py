@@ -80,8 +80,9 @@ async def test_registers_and_lists_once(tmp_path: Path) -> None:
 async def test_refusal_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kubelet that refuses our version is asked once, and not again (case 2)."""
     monkeypatch.setattr(messages, "VERSION", "v1alpha")
+    timing = KubeletTiming(refusal_delay=60.0, longest_delay=60.0)
 
-    async with node(tmp_path) as live_node, live_node.kubelet.running():
+    async with node(tmp_path, timing=timing) as live_node, live_node.kubelet.running():
         await live_node.kubelet.wait_for(lambda: bool(live_node.kubelet.refusals))
         await anyio.wait_all_tasks_blocked()
 
@@ -196,9 +197,13 @@ async def test_many_resources_register_together(
 
     config = f"version: metagpu/v1\npools:\n{pools}"
 
-    async with node(tmp_path, *gpus, config=config) as live_node, live_node.kubelet.running():
+    patient = KubeletTiming(register_deadline=1e6, list_deadline=1e6)
+    async with (
+        node(tmp_path, *gpus, config=config, timing=patient) as live_node,
+        live_node.kubelet.running(),
+    ):
         await live_node.kubelet.wait_for(
-            lambda: sum(live_node.kubelet.allocatable().values()) == 200,
+            lambda: sum(live_node.kubelet.allocatable().values()) == 200, within=120
         )
 
         assert set(live_node.kubelet.registrations.values()) == {1}
@@ -384,7 +389,7 @@ async def test_resource_of_dra_is_not_registered(tmp_path: Path) -> None:
         await live_node.until(20, 20)
         live_node.offer(CONFIG + "    api: dra\n")
         await live_node.until(0, 0)
-        assert live_node.sockets() == []
+        await becomes(lambda: live_node.sockets() == [])
 
         live_node.offer()
         await live_node.until(20, 20)
