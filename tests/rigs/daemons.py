@@ -77,7 +77,8 @@ class StandIn:
 
         async def is_there() -> bool:
             nonlocal found
-            found = await self.control.servers()
+            with suppress(ProgramError):
+                found = await self.control.servers()
             return bool(found)
 
         await until(is_there, 30)

@@ -111,7 +111,7 @@ class Daemon:
         """Read its log until it ends."""
         assert self.process.stderr is not None
         async for line in self.process.stderr:
-            self.log += line.decode()
+            self.log += line.decode(errors="replace")  # a part may end within a letter
             self.seen.set()
             self.seen = anyio.Event()
 
