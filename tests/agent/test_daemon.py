@@ -117,6 +117,17 @@ async def daemon(
                 process.kill()
 
 
+@asynccontextmanager
+async def next_daemon(folder: Path) -> AsyncIterator[Process]:
+    """Run another daemon in the folder of one that has ended, while the block lasts."""
+    async with await anyio.open_process(command_line(folder)) as process:
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()  # or a failed test waits for its end
+
+
 def command_line(
     folder: Path, program: Sequence[str] = METAGPU_ITSELF, *, simulate: bool = True
 ) -> list[str]:
@@ -330,13 +341,14 @@ async def test_killed_daemon_starts_again(tmp_path: Path) -> None:
         left = sockets()
         assert left
 
-        async with await anyio.open_process(command_line(tmp_path)) as again:
+        async with next_daemon(tmp_path) as again:
             await live_daemon.until(20)
             with anyio.fail_after(30):
                 while {*left} & {*sockets()}:  # noqa: ASYNC110 - no event
                     await anyio.sleep(0.01)
             assert sockets()
             again.terminate()
+            assert await again.wait() == 0
 
 
 async def test_hanging_nvml_does_not_keep_it_alive(tmp_path: Path) -> None:
@@ -438,7 +450,7 @@ async def test_mgctl_in_containers_outlives_the_daemon(tmp_path: Path) -> None:
         await live_daemon.process.wait()
         assert "Connection refused" in await mgctl_error()
 
-        async with await anyio.open_process(command_line(tmp_path)) as again:
+        async with next_daemon(tmp_path) as again:
             await live_daemon.until(20)
             await answered()
             again.terminate()

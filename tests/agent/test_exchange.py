@@ -32,6 +32,7 @@ from tests.rigs.cdi import host
 from tests.rigs.exchange import (
     CONFIG,
     FRACTION,
+    SLICED,
     WHOLE,
     Daemon,
     Exchanges,
@@ -215,11 +216,13 @@ async def test_a_wrong_configuration_takes_nothing_over(
     ):
         await new.logged("daemon not ready", problem)
         assert "last good" not in new.log
-        assert await probe(address, "readyz") == 503
+        await until_probe(address, "readyz", 503)
         assert await probe(address, "healthz") == 200
-        standby = read_standby(tmp_path)
-        assert standby is not None
-        assert problem in standby.problems[0]
+        await until(
+            lambda: (
+                (standby := read_standby(tmp_path)) is not None and problem in standby.problems[0]
+            )
+        )
         status = await to_thread.run_sync(send_request, tmp_path, {"command": "status"})
         assert problem in status["standby"]["problems"][0]
         assert live_exchanges.failed == []
@@ -258,7 +261,7 @@ async def test_a_wrong_configuration_alone_on_a_node_is_reported(tmp_path: Path)
         assert "fracton" in status["configuration"]["error"]
         assert status["configuration"]["effect"] == "nothing is offered until it is corrected"
         assert "last good" not in alone.log
-        assert await probe(address, "readyz") == 503
+        await until_probe(address, "readyz", 503)
 
         good = tmp_path / "good.yaml"
         good.write_text(CONFIG)
@@ -290,13 +293,17 @@ grant = device_plugin.DevicePluginService._grant
 
 async def slow(self, *arguments):
     answer = await grant(self, *arguments)
+    open({mark!r} + ".asked", "x").close()
     while not os.path.exists({mark!r}):
         await anyio.sleep(0.01)
     return answer
 
 device_plugin.DevicePluginService._grant = slow
 """
-"""Python that has a daemon answer an Allocate late, as for a MIG instance: once a file is there."""
+"""Python that has a daemon answer an Allocate late, as for a MIG instance: once a file is there.
+
+Another one is there once the daemon has got the call.
+"""
 
 
 async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
@@ -308,7 +315,7 @@ async def test_a_call_of_the_last_moment_is_answered_by_the_daemon_that_got_it(
         async with live_exchanges.daemon() as new, anyio.create_task_group() as group:
             await live_exchanges.until_ready()
             group.start_soon(live_exchanges.kubelet.admit, SimPod.single("slow", {FRACTION: 2}))
-            await anyio.wait_all_tasks_blocked()
+            await until((tmp_path / "answer.asked").exists)
             old.signal(TERM)
             await old.logged("stopping")
             assert old.alive
@@ -328,7 +335,7 @@ async def test_a_daemon_killed_during_a_slow_call_leaves_no_gap(tmp_path: Path) 
     ):
         await live_exchanges.until_ready()
         group.start_soon(admit_or_fail, live_exchanges, "slow")
-        await anyio.wait_all_tasks_blocked()
+        await until((tmp_path / "never.asked").exists)
         old.signal(TERM)
         await old.logged("stopping")
         old.signal(KILL)
@@ -346,7 +353,7 @@ async def test_a_daemon_stopped_at_its_end_is_waited_for(tmp_path: Path) -> None
     ):
         await live_exchanges.until_ready()
         group.start_soon(admit_or_fail, live_exchanges, "slow")
-        await anyio.wait_all_tasks_blocked()
+        await until((tmp_path / "never.asked").exists)
         old.signal(TERM)
         await old.logged("stopping")
         old.signal(STOP)
@@ -430,7 +437,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         anyio.create_task_group() as group,
     ):
         group.start_soon(admit_or_fail, live_exchanges, "slow")
-        await anyio.wait_all_tasks_blocked()
+        await until((tmp_path / "answer.asked").exists)
         old.signal(TERM)
         await old.logged("stopping")
         old.signal(signal.SIGINT)
@@ -458,9 +465,8 @@ async def test_faults_and_cordons_survive(tmp_path: Path) -> None:
             {"command": "sim", "change": {"do": "xid", "gpu": "1", "code": 79}},
         ):
             await to_thread.run_sync(send_request, tmp_path, request)
-        await live_exchanges.kubelet.wait_for(
-            lambda: live_exchanges.kubelet.allocatable().get(FRACTION) == 0
-        )
+        shown = live_exchanges.kubelet.allocatable  # the XID comes by an event of its own
+        await live_exchanges.kubelet.wait_for(lambda: shown()[FRACTION] == shown()[SLICED] == 0)
         before = await states()
         assert await old.end() == 0
         await new.logged("node taken", "resource registered")
@@ -718,7 +724,7 @@ async def test_a_daemon_without_a_driver_takes_nothing_over(tmp_path: Path) -> N
         live_exchanges.daemon(BLIND, "--metrics", address) as new,
     ):
         await new.logged("daemon not ready", "the driver")
-        assert await probe(address, "healthz") == 200
+        await until_probe(address, "healthz", 200)
         assert await probe(address, "readyz") == 503
         assert live_exchanges.failed == []
         assert await assert_served(live_exchanges, old, new) is old

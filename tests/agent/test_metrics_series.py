@@ -236,7 +236,10 @@ async def test_a_lost_gpu_has_no_sensors(tmp_path: Path, code: int) -> None:
     async with agent_at_work(tmp_path, metrics=ANY) as scene:
         await scene.until(20, 20)
         scene.node.gpu(0).failure = code
-        page = await page_when(
-            scene, lambda page: not page.values("metagpu_gpu_temperature_celsius", gpu="0")
+        degrees = "metagpu_gpu_temperature_celsius"
+        await page_when(
+            scene,
+            lambda page: (
+                page.values(degrees, gpu="1") == [32] and not page.values(degrees, gpu="0")
+            ),
         )
-        assert page.values("metagpu_gpu_temperature_celsius", gpu="1") == [32]

@@ -207,11 +207,12 @@ async def test_a_label_that_is_not_read_yet_is_not_absent(
         settings = replace(cluster.settings(), choice_timeout=0.05)
 
     async with agent_at_work(tmp_path, node, source=source, cluster_settings=settings) as agent:
+        wanted = "which layout the label nvidia.com/mig.config chooses"
+        await becomes(lambda: (agent.agent.config_loader.error or "").endswith(wanted))
         await agent.wait_snapshot(lambda now: bool(now.gpus))
         await anyio.sleep(0.5)
         assert not agent.agent.registry.snapshot.offers
-        error = (await configuration(agent))["error"]
-        assert error.endswith("which layout the label nvidia.com/mig.config chooses")
+        assert (await configuration(agent))["error"] == agent.agent.config_loader.error
         async with cluster.server.running():
             await agent.until(2, 2, mig("3g.40gb"))
             await cluster.answers("success")

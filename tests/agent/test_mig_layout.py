@@ -4,7 +4,9 @@ from pathlib import Path
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
+from metagpu.backends.mig.backend import MigBackend
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.machine import foreign_instances as foreign
 from metagpu.sim.machine.gpu import SimProcess
@@ -170,8 +172,12 @@ async def test_a_change_of_an_idle_gpu_is_made_by_difference(tmp_path: Path) -> 
         await until_placed(scene)
 
 
-async def test_foreign_instances_are_the_reason(tmp_path: Path) -> None:
+async def test_foreign_instances_are_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An instance that an operator creates by hand is not touched, and the reason names it."""
+    # Idle for so long, it would be removed: on a busy machine before its process starts.
+    monkeypatch.setattr(MigBackend, "timing", replace(MigBackend.timing, grace=3.0))
     async with mig_at_work(tmp_path, layout="{3g.20gb: 1}") as scene:
         await scene.until(1, 1, THREE)
         [place] = placements(scene.node)

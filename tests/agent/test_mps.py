@@ -23,7 +23,7 @@ from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
-from tests.agent.test_daemon import Daemon, command_line, daemon
+from tests.agent.test_daemon import Daemon, daemon, next_daemon
 from tests.rigs.agent import Scene, agent_at_work
 from tests.rigs.daemons import DAEMONS, StandIn
 from tests.rigs.waiting import until
@@ -149,7 +149,7 @@ async def test_control_daemons_of_a_killed_daemon_are_adopted(tmp_path: Path) ->
                     lambda: live_daemon.kubelet.allocatable().get(MPS) == 0
                 )
 
-                async with await anyio.open_process(command_line(tmp_path)) as again:
+                async with next_daemon(tmp_path) as again:
                     await live_daemon.kubelet.wait_for(
                         lambda: live_daemon.kubelet.allocatable().get(MPS) == 200
                     )

@@ -129,11 +129,17 @@ async def test_a_client_ends_before_the_kubelet_kills_it(
                 assert await clients["alice"].wait() == 0
             assert anyio.current_time() - began > 0.9
             [mps_server] = await stand_in.servers()
-            assert await stand_in.control.clients(mps_server) == [clients["bob"].pid]
 
-    assert [line["pid"] for line in logs if line["event"] == "mps client ended"] == [
-        clients["alice"].pid
-    ]
+            async def bob_stays() -> bool:  # a command beside metagpu's may be lost
+                return await stand_in.control.clients(mps_server) == [clients["bob"].pid]
+
+            await until(bob_stays, LIMIT)
+
+            async def is_logged() -> bool:  # once the agent has read the answer
+                ended = [line["pid"] for line in logs if line["event"] == "mps client ended"]
+                return ended == [clients["alice"].pid]
+
+            await until(is_logged, LIMIT)
 
 
 async def test_a_client_that_cannot_be_ended_is_named(tmp_path: Path) -> None:

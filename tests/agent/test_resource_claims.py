@@ -18,6 +18,7 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import Holder, ResourceClaimRef
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.core.usage.timing import UsageTiming
+from metagpu.host.daemons import HostDaemons
 from metagpu.host.linux import LinuxHost
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.dra import preparer
@@ -181,7 +182,7 @@ async def test_a_claim_is_prepared_by_the_whole_agent(tmp_path: Path, *, reload:
             await anyio.Path(scene.config_file).write_text(CLAIMS)
             await agent.reload()
             await claim_scene.wait_registration()
-        assert not scene.kubelet.allocatable().get("cnvrg.io/metagpu")
+        await scene.kubelet.wait_for(lambda: not scene.kubelet.allocatable().get(METAGPU))
         claim = claim_scene.allocate("fraction", shares=5)
         names = await claim_scene.prepared(claim)
         assert claim_scene.nodes(names) == ["nvidiactl", "nvidia-uvm", "nvidia0"]
@@ -338,8 +339,16 @@ async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> No
         await until(lambda: len(written()) > 0)
 
 
-async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None:
+async def test_a_gpu_that_is_being_cleaned_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler gives a GPU away as soon as its last claim is unprepared."""
+    asked, emptied = anyio.Event(), HostDaemons.empty
+
+    async def empty(daemons: HostDaemons, folder: Path) -> None:
+        await asked.wait()
+        await emptied(daemons, folder)
+
     async with at_work(tmp_path, MANY) as scene:
         await scene.scene.wait_snapshot(lambda now: not any(s.suspended for s in now.gpus.values()))
         part = scene.allocate("mps", shares=30)
@@ -351,9 +360,13 @@ async def test_a_gpu_that_is_being_cleaned_is_waited_for(tmp_path: Path) -> None
         whole, slices = scene.allocate(gpu), scene.allocate(f"{gpu}-timeslice", slices=2)
         refused = (await scene.prepare(whole))[whole.uid].error
         assert "is in use by mps" in refused
+        monkeypatch.setattr(HostDaemons, "empty", empty)
         await scene.unprepare(part)
         assert scene.scene.state(0).cleanup.since
-        await scene.prepared(whole)
+        async with anyio.create_task_group() as group:
+            group.start_soon(scene.prepared, whole)
+            await anyio.wait_all_tasks_blocked()
+            asked.set()
         await scene.unprepare(whole)
         await scene.prepared(slices)
         assert len(scene.scene.state(0).leases) == 2

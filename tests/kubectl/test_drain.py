@@ -154,9 +154,7 @@ async def test_a_terminal_is_asked_and_an_interrupt_leaves_the_cordon(
         assert (status, "default/bob (not evicted: User" in err) == (1, True)
         live_cluster.scene.server.denied.clear()
         live_cluster.scene.server.failing.append(("POST", EVICTED))
-        status, _, err = await live_cluster.run(
-            "drain-gpu", f"{NODE}/0", "--yes", "--timeout", "0.3s"
-        )
+        status, _, err = await live_cluster.run("drain-gpu", f"{NODE}/0", "--yes")
         assert (status, "bob (not evicted: a test made" in err) == (1, True)
 
 
