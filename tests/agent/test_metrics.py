@@ -347,10 +347,15 @@ async def test_without_nvml(tmp_path: Path) -> None:
     async with agent_at_work(tmp_path, drivers=False, metrics=ANY) as scene:
         page = await page_when(scene, lambda page: page.value("metagpu_nvml_up") == 0)
         assert page.values("metagpu_gpu_healthy") == []
-        await scene.agent.preparation.look()
+        preparation = scene.agent.preparation
+
+        async def has_looked() -> bool:  # at NVML, which is not read at first
+            await preparation.look()
+            return preparation.problems[0].startswith("the driver: the NVIDIA driver is not loaded")
+
+        await until(has_looked)
         status, _, body = await asked(await port_of(scene), "/readyz")
-        assert (status, body.splitlines()) == (503, list(scene.agent.preparation.problems))
-        assert body.startswith("the driver: the NVIDIA driver is not loaded")
+        assert (status, body.splitlines()) == (503, list(preparation.problems))
 
 
 async def test_the_api_server_has_metrics(tmp_path: Path) -> None:

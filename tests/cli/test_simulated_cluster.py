@@ -102,6 +102,11 @@ class Node:
             for name, document in self.json("node show")["resources"].items()
         }
 
+    def serves(self) -> bool:
+        """Return whether the Node has resources, and shares of each."""
+        shown = self.allocatable().values()
+        return bool(shown) and all(shown)
+
 
 @contextmanager
 def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
@@ -115,7 +120,7 @@ def daemon(run_dir: Path, *arguments: str) -> Iterator[Node]:
     try:
         show = f"metagpu sim --run-dir {run_dir} node show"
         until(lambda: command(show)[0] == 0 or process.poll() is not None)
-        until(lambda: node.allocatable() or "dra driver registered" in node.log.read_text())
+        until(lambda: node.serves() or "dra driver registered" in node.log.read_text())
         yield node
     finally:
         process.terminate()
@@ -205,6 +210,7 @@ def test_a_whole_cluster_in_another_terminal(tmp_path: Path) -> None:
     config.write_text(TWO_POOLS)
     arguments = ("--config", str(config), "--config-map", "kube-system/metagpu")
     with daemon(tmp_path, "--simulate", "driver=535.104.05,a100-40gb:2", *arguments) as node:
+        until(lambda: node.allocatable() == {"nvidia.com/gpu": 1, "nvidia.com/gpu.shared": 4})
         assert node.sim("pod add a nvidia.com/gpu=1 --annotation k=v").endswith(
             "a is Running: nvidia.com/gpu=1 on GPU 0"
         )
@@ -505,7 +511,7 @@ def test_the_manifests_of_nvidias_driver_run(tmp_path: Path) -> None:
         assert again.startswith("unchanged namespace/parts, resourceclaimtemplate/slices, dep")
         for name in ("gpu-each", "pods-share", "mig-parts", "strategies"):
             assert node.sim(f"delete -f {MANIFESTS / name}.yaml").startswith("deleted ")
-        assert (node.pods(), claims(node)) == ({}, {})
+        until(lambda: (node.pods(), claims(node)) == ({}, {}))
         assert node.sim(f"apply -f {MANIFESTS / 'in-limits.yaml'}").startswith("created ")
         until(lambda: phases_in(node, "limits") == {"Running": 2})
         held = claims(node)
@@ -554,8 +560,10 @@ def test_a_manifest_is_taken_as_a_whole(tmp_path: Path) -> None:
 
 
 def held_gpus(node: Node) -> list[int]:
-    """Return the GPU of each container that holds shares, as `kubectl metagpu` shows it."""
-    return [row["gpu"] for row in json.loads(node.kubectl("get pods -o json"))["items"]]
+    """Return the GPU of each container that holds shares, none while the daemon is silent."""
+    get = f"kubectl metagpu get pods -o json --kubeconfig {node.run_dir}/cluster/kubeconfig"
+    status, out, _ = command(get)
+    return [] if status else [row["gpu"] for row in json.loads(out)["items"]]
 
 
 def test_kubectl_metagpu_knows_the_simulated_cluster(tmp_path: Path) -> None:
@@ -585,7 +593,8 @@ def test_kubectl_metagpu_knows_the_simulated_cluster(tmp_path: Path) -> None:
         assert "gives new shares again" in node.kubectl("uncordon sim/0")
 
     with daemon(tmp_path, "--simulate", "a100-40gb:2") as node:  # on another port
-        assert "healthy" in node.kubectl("get nodes")
+        get = f"kubectl metagpu get nodes --kubeconfig {node.run_dir}/cluster/kubeconfig"
+        until(lambda: "healthy" in command(get)[1], 1)
 
 
 THREE_POLICIES = """\
@@ -625,14 +634,17 @@ def test_a_pod_over_its_share(tmp_path: Path) -> None:
         usage = json.loads(command(f"mgctl get pods --run-dir {tmp_path} -o json")[1])
         used = {each["pod"]: each["gpus"][0]["usedMiB"] for each in usage["containers"]}
         assert used == {"report": 15360, "warn": 15360, "kill": 5120}
-        until(lambda: "GPUProcessSignaled" in node.sim("event list"))
-        reasons = {(each["object"], each["reason"]) for each in node.json("event list")}
-        assert reasons >= {
+
+        def reasons() -> set[tuple[str, str]]:
+            return {(each["object"], each["reason"]) for each in node.json("event list")}
+
+        expected = {
             ("Pod/default/warn", "GPUMemoryExceeded"),
             ("Pod/default/kill", "GPUMemoryExceeded"),
             ("Pod/default/kill", "GPUProcessSignaled"),
         }
-        assert ("Pod/default/report", "GPUMemoryExceeded") not in reasons
+        until(lambda: reasons() >= expected)
+        assert ("Pod/default/report", "GPUMemoryExceeded") not in reasons()
         counters = command(f"kubectl metagpu get pods --kubeconfig {tmp_path}/cluster/kubeconfig")
         assert "15360/10240 MiB" in counters[1]
 
