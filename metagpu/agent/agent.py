@@ -132,6 +132,8 @@ class Agent:
             timing=timing,
             main_tasks=MainTasks(timing.main_tasks),
         )
+        if settings is not None and Feature.PODS in settings.features:
+            self.registry.await_pods()
         self.health = build_health(context)
         self.fault_note_file = FaultNoteFile(paths.run_dir, self.registry, self.health)
         self.backend_runner = BackendRunner(

@@ -9,9 +9,11 @@ from typing import Any, Final
 import pytest
 
 from metagpu.agent.agent import Agent
-from metagpu.core.model.gpu import MIB
+from metagpu.core.model.gpu import MIB, GpuId
 from metagpu.core.model.shares import Holder
 from metagpu.core.reports.reading import ReportPart, plain_report
+from metagpu.core.usage.accounting import GpuUsage
+from metagpu.core.usage.collector import UsageCollector
 from metagpu.core.usage.timing import UsageTiming
 from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.sim.apiserver.server import SimApiServer
@@ -96,6 +98,47 @@ async def test_a_pod_has_the_limit_of_its_annotation_until_its_end(tmp_path: Pat
     assert (exceeded["reason"], ended["reason"]) == ("GPUMemoryExceeded", "GPUProcessSignaled")
     assert ended["regarding"]["name"] == "alice"
     assert "its share is 10240 MiB, its limit 21194 MiB" in ended["note"]
+
+
+async def test_a_pod_whose_annotations_are_unknown_ends_for_none_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that starts while the API server is away ends nothing that a pod may be allowed.
+
+    Its pool allows annotations. The pod has its limit once the server has answered.
+    """
+    server, machine = SimApiServer(), SimHost(tmp_path)
+    server.add_node(NODE)
+    server.add_pod("team", "alice", NODE, WISH, uid=UID, owner=("Job", "train"))
+    async with server.running():
+        settings = joined(server, tmp_path)
+    checks, collect = list[GpuId](), UsageCollector.collect_gpu
+
+    async def collect_gpu(collector: UsageCollector, gpu: GpuId) -> GpuUsage:
+        checks.append(gpu)
+        return await collect(collector, gpu)
+
+    monkeypatch.setattr(UsageCollector, "collect_gpu", collect_gpu)
+    async with (
+        agent_at_work(
+            tmp_path, "a100-40gb:1", STRICT, cluster_settings=settings, host=machine.host
+        ) as scene,
+        running() as greedy,
+    ):
+        await scene.until(100, 100)
+        await scene.kubelet.admit(POD)
+        await scene.wait_holders()
+        machine.add_container_process(greedy.pid, ALICE)
+        gpu = scene.node.gpu(0)
+        scene.node.start_process(gpu, SimProcess(greedy.pid, 45 * PERCENT))
+        begun = len(checks)
+        await becomes(lambda: len(checks) > begun + 10)
+        assert greedy.returncode is None
+
+        async with server.running():
+            await scene.wait_snapshot(lambda now: UID in now.pods.by_uid)
+            scene.node.start_process(gpu, SimProcess(greedy.pid, 60 * PERCENT))
+            assert await greedy.wait() == -signal.SIGTERM
 
 
 async def test_a_borrower_gives_back_what_its_neighbour_needs(tmp_path: Path) -> None:

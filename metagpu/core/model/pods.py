@@ -101,7 +101,8 @@ class PodIndex(msgspec.Struct, frozen=True):
         stopping: the uids of the pods whose containers the kubelet is about to kill.
         requested: the shares that all pods request which have not ended.
         arriving: those that pods request which are bound to the node and not admitted yet.
-        listed: whether the API server has answered.
+        awaited: whether an API server reports pods, also before its first answer.
+        listed: whether it has answered.
         asked: the event loop's time at which the last complete list was requested.
         preferring: whether any of the pods names the GPUs that it prefers.
     """
@@ -112,6 +113,7 @@ class PodIndex(msgspec.Struct, frozen=True):
     stopping: frozenset[str] = frozenset()
     requested: Mapping[str, int] = msgspec.field(default_factory=dict)
     arriving: Mapping[str, int] = msgspec.field(default_factory=dict)
+    awaited: bool = False
     listed: bool = False
     asked: float = float("-inf")
     preferring: bool = False
@@ -128,6 +130,7 @@ class PodIndex(msgspec.Struct, frozen=True):
             frozenset(pod.uid for pod in known if pod.stopping),
             _sum_requests(pod for pod in known if not pod.ended),
             _sum_requests(pod for pod in known if pod.arriving),
+            awaited=True,
             listed=True,
             asked=asked,
             preferring=any(pod.gpu_annotations for pod in known),

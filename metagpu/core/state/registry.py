@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import anyio
+from msgspec.structs import replace
 
+from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.snapshot import Snapshot
 from metagpu.core.state.events import Event
 from metagpu.core.state.facts import Fact
@@ -109,6 +111,10 @@ class Registry:
         self.events = EventBus[Event]()
         self._watchers: list[_Watcher[Any]] = []
         self._replaced = anyio.Event()
+
+    def await_pods(self) -> None:
+        """Note at the start that an API server will report the pods."""
+        self.snapshot = replace(self.snapshot, pods=PodIndex(awaited=True))
 
     def apply(self, fact: Fact) -> bool:
         """Apply a fact; return whether it changed the snapshot. No change wakes no reader."""

@@ -74,6 +74,9 @@ def effective_limit(
     pod = snapshot.pods.find(usage.holder, usage.pod_uid)
     rejected = []
 
+    if pod is None and snapshot.pods.awaited and settings.allow_annotations and settings.is_active:
+        # The API server has not reported it yet: its annotations may allow more.
+        settings = replace(settings, policy=EnforcementPolicy.REPORT, burst=None)
     if pod is not None and POLICY in pod.memory_annotations:
         try:
             settings = _with_policy(settings, pod.memory_annotations[POLICY])
