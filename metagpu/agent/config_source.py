@@ -332,8 +332,8 @@ def _without(documents: Sequence[Document], error: ConfigError) -> list[Document
 
 def _is_above(error: ConfigError, other: ConfigError) -> bool:
     """Return whether an error is about a value that another error is inside of."""
-    inside = (error.path, f"{error.path}.", f"{error.path}[")
-    return error.file == other.file and (not error.path or other.path.startswith(inside))
+    inside = f"{error.path}.", f"{error.path}["
+    return error.file == other.file and (not error.path or f"{other.path}.".startswith(inside))
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:

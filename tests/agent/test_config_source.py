@@ -139,6 +139,40 @@ def test_a_file_of_ours_is_read_as_it_is(tmp_path: Path) -> None:
     assert offers(loaded) == {"cnvrg.io/metagpu": 12}
 
 
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("pools: [{name: a, backends: [{backend: nope}]}]", ["pools[0].backends[0].backend"]),
+        (
+            "pools: [{name: a, backends: [{backend: mps, replicas: x}]}, {name: 3}]\nother: 1",
+            ["pools[0].backends[0].replicas", "pools[1].name", "other"],
+        ),
+        ("pools: [{name: a, backends: [{backend: whole}]}]\ndrab: 1\ndra: 3", ["drab", "dra"]),
+        ("pools: 3", ["pools"]),
+        ("version: v0", [""]),
+    ],
+)
+def test_all_errors_are_found_but_those_that_follow_from_others(
+    tmp_path: Path, text: str, paths: list[str]
+) -> None:
+    """A value that is wrong is missing afterwards, which is no error; a longer name is another."""
+    file = tmp_path / "metagpu.yaml"
+    file.write_text(text if "version" in text else f"version: metagpu/v1\n{text}\n")
+    errors = ConfigSource((file,)).check(BACKENDS).errors
+
+    assert sorted(error.path for error in errors) == sorted(paths)
+
+
+def test_each_file_has_its_own_errors(tmp_path: Path) -> None:
+    """The same mistake in two files is two errors."""
+    files = tmp_path / "plugin.yaml", tmp_path / "mig.yaml"
+    files[0].write_text("version: v9\nflags: {migStrategy: none}\n")
+    files[1].write_text("version: v9\nmig-configs: {a: [{devices: all, mig-enabled: false}]}\n")
+    errors = ConfigSource(files).check(BACKENDS).errors
+
+    assert {(error.file, error.path) for error in errors} == {(str(f), "version") for f in files}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A missing file is an error that names the file."""
     cluster_choice = refusal(ConfigSource((tmp_path / "none.yaml",)))

@@ -1,7 +1,8 @@
 """Plant small faults, one at a time, and report which of them the tests of their folder catch.
 
 The tests of the module's own folder run in a copy of the tree until the first failure, those that
-bear its name first. A survivor is the same program in other words, or a test is missing.
+bear its name first, then those that import it. A survivor is the same program in other words, or a
+test is missing.
 """
 
 import ast
@@ -122,14 +123,17 @@ def _may_be_dropped(node: ast.stmt) -> bool:
 
 
 def tests_of(file: str) -> list[str]:
-    """Return the tests of a module's folder, those that bear its name first."""
+    """Return the tests of a module's folder: by its name first, then those that import it."""
     module = Path(file).relative_to("metagpu")
     folder = ROOT / "tests" / module.parent
     while not (every := sorted(folder.rglob("test_*.py"))):
         folder = folder.parent
-    own = [one for one in every if one.stem.startswith(f"test_{module.stem}")]
-    every = [] if folder.name == "agent" else every  # minutes of whole daemons, of all modules
-    return [str(one.relative_to(ROOT)) for one in dict.fromkeys((*own, *every))]
+    name = ".".join(("metagpu", *module.with_suffix("").parts))
+    named = [one for one in every if one.stem.startswith(f"test_{module.stem}")]
+    users = [one for one in every if f"{name} import" in one.read_text(encoding="utf-8")]
+    if folder.name == "agent" and (named or users):
+        every = []  # minutes of whole daemons, of all modules
+    return [str(one.relative_to(ROOT)) for one in dict.fromkeys((*named, *users, *every))]
 
 
 class Copy:
@@ -184,7 +188,7 @@ def main() -> int:
             tests = tests_of(fault.file)
             if (place := " ".join(sorted(tests))) not in limits:
                 began = time.monotonic()
-                if failed := copy.failure(tests, 600):
+                if failed := copy.failure(tests, 1800):
                     sys.exit(f"{fault.file}: its tests fail without a fault: {failed}")
                 limits[place] = 30 + 3 * (time.monotonic() - began)
             before = copy.plant(fault.file, fault.text)

@@ -279,7 +279,6 @@ class SlicePublisher:
                 answer = await self._put(slice_object(name, due[name], generation, node))
                 self._written[name] = anyio.current_time()
                 self._published[name] = _Published(due[name], answer)
-                self._edited.pop(name, None)
                 dropped += dropped_fields(due[name], answer["spec"])
         finally:
             self._set_dropped(tuple(dict.fromkeys(dropped)))

@@ -103,6 +103,7 @@ def test_the_largest_gpu_decides_what_one_gpu_is() -> None:
     small = [candidate(index, 4, whole=4) for index in range(3)]
 
     assert placed(8, *small, largest=10) is None
+    assert placed(8, *small, largest=8) is None
     assert placed(8, *small, largest=4) == {0: 4, 1: 4}
 
 
@@ -176,6 +177,7 @@ def test_larger_requests_take_whole_gpus_and_one_part(
         ([4, 4, 10], [4, 4, 9], 17, {0: 4, 1: 4, 2: 9}),
         ([6, 6, 10, 10], [6, 6, 2, 10], 14, {0: 4, 3: 10}),
         ([5, 5, 5, 13], [5, 5, 5, 13], 15, {0: 2, 3: 13}),
+        ([10, 4, 4, 4, 2], [10, 4, 4, 4, 2], 12, {0: 10, 4: 2}),
     ],
 )
 def test_gpus_of_different_sizes(

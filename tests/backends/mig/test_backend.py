@@ -16,6 +16,7 @@ from metagpu.core.contracts.capabilities import Provisions
 from metagpu.core.grants.grant import DeviceNode
 from metagpu.core.grants.injection import DeviceListStrategy, Injection
 from metagpu.core.model.gpu import Gpu
+from metagpu.core.model.mig import slot_of
 from metagpu.core.model.request_errors import SharesOverlap
 from metagpu.core.model.shares import (
     HardwareDevice,
@@ -32,7 +33,7 @@ from metagpu.core.state.facts import (
     ProvisioningReported,
     SharesClaimed,
 )
-from tests.backends.mig.gpus import mig_gpu
+from tests.backends.mig.gpus import instance, mig_gpu
 from tests.rigs.build import BACKENDS, after, gpu, layout_of, offer, refusal
 
 A, B = mig_gpu(0), mig_gpu(1)
@@ -130,6 +131,17 @@ def test_a_gpu_without_its_profiles_has_a_reason() -> None:
         ),
         "all GPUs, but no shares: it does not support MIG, or NVML does not list its profiles",
     ]
+
+
+def test_existing_instances_are_offered_once_they_are_finished() -> None:
+    """A container can have one compute instance: none, two, or an unknown profile is no offer."""
+    halves = [instance(A, "2g.10gb@2", computes=0), instance(A, "2g.10gb@4", computes=2)]
+    unknown = replace(instance(A, "1g.5gb@1"), profile=99)
+    found = {A: [instance(A, "2g.10gb@0"), *halves, unknown]}
+    pool = MigBackend(MigOptions("mig", existing=True), Injection())
+    _, offering = pool.with_existing(A, found)
+
+    assert [slot_of(share.id) for share in offering.shares(A)] == ["2g.10gb@0"]
 
 
 def test_a_size_is_the_own_profile_of_each_gpu() -> None:

@@ -79,6 +79,8 @@ def test_units_come_from_one_instance() -> None:
     assert named(backend().prefer(free(snapshot), (), 6, snapshot)) == {f"{A.id[-1]}:3g.20gb@4"}
     assert named(backend().prefer(free(snapshot), (), 7, snapshot)) == {f"{A.id[-1]}:3g.20gb@0"}
     assert named(spread.prefer(free(snapshot), (), 1, snapshot)) == {f"{A.id[-1]}:3g.20gb@0"}
+    last = free(snapshot)[-1:]
+    assert backend().prefer(last, (), 1, snapshot) == last
 
 
 def test_the_order_of_the_request_does_not_matter() -> None:

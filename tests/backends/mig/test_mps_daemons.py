@@ -19,6 +19,7 @@ from metagpu.core.model.snapshot import KubeletWord
 from metagpu.host.daemons import HostDaemons
 from tests.rigs.build import gpu
 from tests.rigs.daemons import DAEMONS, stand_in
+from tests.rigs.waiting import until
 
 if TYPE_CHECKING:
     from metagpu.core.contracts.backend import GpuContext
@@ -115,4 +116,23 @@ async def test_a_leftover_of_an_instance_that_is_removed_ends(
                 found.set()
             assert await live_stand_in.process() is None
             assert not daemons._daemons
+        group.cancel_scope.cancel()
+
+
+async def test_servers_end_on_the_instances_that_are_named(tmp_path: Path) -> None:
+    """An idle server is a process on its instance; those of other instances go on."""
+    async with stand_in(tmp_path, DEVICE.uuid) as live_stand_in, anyio.create_task_group() as group:
+        daemons = of_gpu(tmp_path, group)
+        daemons.follow([DEVICE], [DEVICE])
+        await live_stand_in.answers()
+        with live_stand_in.client():
+            await live_stand_in.servers()
+        daemons.end_idle_servers(["2g.10gb@0"])
+        assert not daemons._daemons[DEVICE.uuid].querying
+
+        async def have_ended() -> bool:
+            daemons.end_idle_servers([DEVICE.slot])
+            return not await live_stand_in.control.servers()
+
+        await until(have_ended, 30)
         group.cancel_scope.cancel()

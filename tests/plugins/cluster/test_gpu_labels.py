@@ -191,27 +191,26 @@ def test_no_labels_before_the_first_offer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"),
+    ("name", "capabilities"),
     [
-        (None, "undefined"),
-        ((2, 1), "undefined"),
-        ((6, 1), "pascal"),
-        ((7, 2), "volta"),
-        ((7, 5), "turing"),
-        ((8, 6), "ampere"),
-        ((8, 9), "ada-lovelace"),
-        ((9, 0), "hopper"),
-        ((10, 3), "blackwell"),
-        ((11, 0), "undefined"),
-        ((12, 0), "blackwell"),
-        ((13, 0), "rubin"),
+        ("undefined", [None, (2, 1), (11, 0), (11, 9), (14, 0)]),
+        ("kepler", [(3, 0), (3, 7)]),
+        ("maxwell", [(5, 0), (5, 3)]),
+        ("pascal", [(6, 0), (6, 2)]),
+        ("volta", [(7, 0), (7, 4)]),
+        ("turing", [(7, 5)]),
+        ("ampere", [(8, 0), (8, 8)]),
+        ("ada-lovelace", [(8, 9)]),
+        ("hopper", [(9, 0)]),
+        ("blackwell", [(10, 0), (10, 3), (12, 0), (12, 1)]),
+        ("rubin", [(13, 0)]),
     ],
 )
 def test_family_follows_from_the_compute_capability(
-    capability: tuple[int, int] | None, name: str
+    name: str, capabilities: list[tuple[int, int] | None]
 ) -> None:
-    """Families are those of GPU Feature Discovery."""
-    assert family(capability) == name
+    """Families are those of GPU Feature Discovery, from the first capability to the last."""
+    assert [family(each) for each in capabilities] == [name] * len(capabilities)
 
 
 def test_product_is_sanitised_as_by_gpu_feature_discovery() -> None:

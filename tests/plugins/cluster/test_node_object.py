@@ -28,6 +28,7 @@ from metagpu.plugins.cluster.node_object import (
     conflicting_labels,
     healthy_shares_of,
     is_labelled_by_gfd,
+    labels_differ,
     nfd_labels,
     owned_labels,
     remaining_taints,
@@ -100,6 +101,18 @@ def test_labels_of_others_are_those_that_say_something_else() -> None:
     wanted = {"a": "2", "b": "2", "c": "2", "d": "1", "e": "1"}
 
     assert conflicting_labels(document, wanted, {"c"}) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "differ"),
+    [({"a": "1"}, False), ({"a": "2"}, True), ({"a": "1", "b": "1"}, True), ({}, True)],
+)
+def test_labels_are_written_only_if_they_differ(wanted: dict[str, str], *, differ: bool) -> None:
+    """A value, a missing label and one too many are differences; labels of others are none."""
+    entries = [managed("metagpu", "a")]
+    metadata = {"labels": {"a": "1", "c": "1"}, "managedFields": entries}
+    assert labels_differ({"metadata": metadata}, wanted) is differ
+    assert labels_differ({"metadata": {"managedFields": entries}}, {"a": "1"})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """This node's Pods in the registry."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -61,6 +62,27 @@ async def knows(registry: Registry, seen: Callable[[PodIndex], bool]) -> None:
 def phases(pods: PodIndex) -> dict[str, str]:
     """Return the phase of each pod."""
     return {str(pod): pod.phase for pod in pods.by_uid.values()}
+
+
+@pytest.mark.parametrize(
+    ("grace", "changes"),
+    [
+        (60, [(3, False, False), (58, False, True), (59.5, True, True), (62, True, False)]),
+        (4, [(2, True, True), (3, False, True), (3.5, True, True), (6, True, False)]),
+        (3, [(1.5, True, True), (2.5, True, True), (3, True, True), (5, True, False)]),
+        (0, [(2, True, False), (3, True, False)]),
+    ],
+)
+def test_each_change_of_a_deleted_pod_has_its_time(
+    grace: float, changes: list[tuple[float, bool, bool]]
+) -> None:
+    """A pod may end soon and after its grace, and is stopping around the end of its grace."""
+    pod, now, seen = DeletedPod(100, grace), 100.0, []
+    for _ in changes:
+        now = pod.next_change(now)
+        seen.append((now - 100, pod.is_ending(now), pod.is_stopping(now)))
+    assert seen == changes
+    assert pod.next_change(now) == math.inf
 
 
 async def test_pods_of_this_node_are_known_and_no_others(tmp_path: Path) -> None:

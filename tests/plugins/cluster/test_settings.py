@@ -79,6 +79,7 @@ def test_config_map_has_a_namespace_and_a_name(text: str) -> None:
         f"--config-map: {text!r} names no ConfigMap; write NAMESPACE/NAME, as in "
         "kube-system/metagpu"
     )
+    assert parse_config_map("kube-system/metagpu") == ("kube-system", "metagpu")
 
 
 def made(

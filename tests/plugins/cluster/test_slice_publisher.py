@@ -439,7 +439,8 @@ async def test_a_new_daemon_writes_nothing_twice(tmp_path: Path) -> None:
         second.driver = "gpu.example.com"
         second.registry.events.publish(LayoutApplied())
         await server.until(
-            lambda: ["gpu.example.com" in name for name in names(server)] == [True] * 5
+            lambda: ["gpu.example.com" in name for name in names(server)] == [True] * 5,
+            within=20,  # of 30 s at rest
         )
 
 

@@ -7,23 +7,27 @@ from typing import Any
 from uuid import UUID
 
 import anyio
+import pytest
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.grants.cdi import MONITOR_KIND
 from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import HardwareDevice, ProvisionedState, ResourceClaimRef
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendResumed,
+    Fact,
     GpusFound,
     ProvisioningReported,
+    UnreadableGpusFound,
 )
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.claim_status import ClaimStatuses, ClaimStatusTiming
+from metagpu.plugins.dra.claim_status import ClaimStatuses, ClaimStatusTiming, device_statuses
 from metagpu.plugins.dra.prepared_claim import PreparedDevice
 from metagpu.plugins.dra.preparer import ClaimStates
 from tests.backends.mig.gpus import mig_gpu
 from tests.plugins.dra.rig import DRIVER, DraNode
-from tests.rigs.build import gpu
+from tests.rigs.build import after, gpu
 from tests.rigs.waiting import becomes, skip
 
 MIG = """
@@ -99,6 +103,31 @@ class Server:
             group.start_soon(self.statuses.run)
             yield
             group.cancel_scope.cancel()
+
+
+OTHERS = GpusFound((gpu(1),), at=0)
+HOLDS = ClaimDevice("u", gpu(0).id, "fraction", ("m00",)).qualified_name
+LOOKS = f"{MONITOR_KIND}={gpu(0).id}"
+
+
+@pytest.mark.parametrize("name", [HOLDS, LOOKS])
+@pytest.mark.parametrize(
+    ("facts", "reasons"),
+    [
+        ((), []),
+        ((GpusFound((gpu(0),), at=0),), ["Prepared"]),
+        ((OTHERS, UnreadableGpusFound({0: "it hangs"}, at=0)), []),
+        ((OTHERS,), ["GPUGone"]),
+    ],
+    ids=["no GPU is read yet", "it is there", "another cannot be read", "it is gone"],
+)
+def test_a_gpu_is_gone_once_all_gpus_are_read(
+    facts: tuple[Fact, ...], reasons: list[str], name: str
+) -> None:
+    """Before that its claim has no state; a device of no GPU of ours has none either."""
+    found = [PreparedDevice(("gpu",), "pool", text, (text,)) for text in (name, "other/a=b")]
+    for devices in (found[:1], found):
+        assert [each.reason for each in device_statuses(devices, after(*facts))] == reasons
 
 
 async def test_claims_that_the_kubelet_asks_for_come_before_the_status_of_others() -> None:

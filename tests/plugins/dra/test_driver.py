@@ -928,7 +928,10 @@ async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> Non
 
 
 async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) -> None:
-    """The kubelet's checkpoint has it for a claim; the lease stays with its holder of now."""
+    """The kubelet's checkpoint has it for a claim; the lease stays with its holder of now.
+
+    Once that holder has ended the claim has it again, and nobody else gets it.
+    """
     claim = node.allocate("a", node.fraction(gpu(0), 2))
     async with node.running():
         answer = (await node.prepare(claim))[claim.uid]
@@ -941,9 +944,12 @@ async def test_a_share_that_somebody_else_has_by_now_is_reported(node: DraNode) 
     node.offer([gpu(0), gpu(1)])
     node.registry.apply(SharesClaimed((shares[0],), at=1))
     node.dra = node.new_dra()
+    node.dra.checkpoint.period = 0.01
     with capture_logs() as logs:
         async with node.running():
             assert node.leased(claim) == [shares[1].id]
+            node.registry.apply(LeasesObserved({}, anyio.current_time(), kubelet_ready=True))
+            await until(lambda: len(node.leased(claim)) == len(shares))
     [log] = [
         mapping
         for mapping in logs

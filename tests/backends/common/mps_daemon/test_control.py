@@ -9,6 +9,7 @@ import anyio
 import pytest
 from anyio import to_thread
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from metagpu.backends.common.mps_daemon.control import (
     SHARED_MEMORY,
@@ -17,6 +18,7 @@ from metagpu.backends.common.mps_daemon.control import (
     check_number,
     control_daemon_spec,
     grant_to_client,
+    leftover_devices,
     limit_clients,
     max_clients_of,
 )
@@ -53,6 +55,28 @@ def test_a_control_daemon_is_of_one_device(device: str) -> None:
         "CUDA_MPS_LOG_DIRECTORY": f"{home}/log",
     }
     assert daemon.mounts == {Path("/dev/shm"): home / "shm"}  # noqa: S108 - MPS's own place
+
+
+def test_the_first_compute_mode_is_kept_until_it_is_restored(tmp_path: Path) -> None:
+    """Later ones are metagpu's own; after the restoration an administrator may choose another."""
+    directories = MpsDirectories.for_device(str(tmp_path), "GPU-0")
+    directories.create()
+    assert directories.read_compute_mode() is None
+    for first in ("PROHIBITED", "DEFAULT"):
+        directories.save_compute_mode(first)
+        directories.save_compute_mode("EXCLUSIVE_PROCESS")
+        assert directories.read_compute_mode() == first
+        directories.discard_compute_mode()
+    directories.discard_compute_mode()
+
+
+def test_the_devices_of_a_gpu_are_found_by_their_folders(tmp_path: Path) -> None:
+    """A MIG device's name does not contain its GPU: the folder does."""
+    for device, gpu_id in (("MIG-a", "GPU-0"), ("MIG-b", "GPU-1"), ("MIG-c", "GPU-0")):
+        directories = MpsDirectories.for_device(str(tmp_path), device)
+        directories.create()
+        directories.write_gpu(gpu_id)
+    assert sorted(leftover_devices(str(tmp_path), "GPU-0")) == ["MIG-a", "MIG-c"]
 
 
 def test_its_sockets_have_a_path_that_linux_takes() -> None:
@@ -168,7 +192,7 @@ async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
 
     Pods that end later are a new list.
     """
-    asked, ready, looks = list[int](), anyio.Event(), 0
+    asked, ready, looks, lists = list[int](), anyio.Event(), 0, 0
 
     async def stopping(_: Host) -> list[int]:
         nonlocal looks
@@ -177,6 +201,8 @@ async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
         return [1, 2, 3]
 
     async def list_clients(_: MpsControl) -> dict[int, int]:
+        nonlocal lists
+        lists += 1
         return {1: 9, 2: 9, 3: 9}
 
     async def fail(_: MpsControl, _server: int, client: int) -> None:
@@ -202,6 +228,7 @@ async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
             group.cancel_scope.cancel()
 
     assert sorted(asked) == [1, 2, 3]
+    assert lists == 1
 
 
 async def test_what_clients_left_goes_once_nothing_is_held(
@@ -234,8 +261,11 @@ async def test_what_clients_left_goes_once_nothing_is_held(
         host.leased = False
         with monkeypatch.context() as patched:
             patched.setattr(HostDaemons, "empty", fail)
-            with pytest.raises(ProgramError):
-                await supervisor.empty_shared_memory()
+            with capture_logs() as logs:
+                for _ in range(2):
+                    with pytest.raises(ProgramError):
+                        await supervisor.empty_shared_memory()
+                    assert [line["event"] for line in logs] == ["mps shared memory not emptied"]
         assert host.suspended.startswith("what its containers left stays: ")
         await supervisor.empty_shared_memory()
         assert not await anyio.Path(left).exists()
