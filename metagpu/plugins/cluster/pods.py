@@ -138,8 +138,10 @@ class PodInformer(Informer):
 
     def on_delete(self, item: KubeObject) -> None:
         """Take in the deletion of a Pod."""
-        self._pods.pop(known_pod(item).uid, None)
-        self._publish()
+        pod = known_pod(item)
+        if str(self._pods.get(pod.uid)) == str(pod):
+            del self._pods[pod.uid]
+            self._publish()
 
     def _take_in(self, item: KubeObject) -> bool:
         """Note a Pod, and a new or shorter grace period; return whether it has changed.
@@ -149,6 +151,9 @@ class PodInformer(Informer):
         """
         pod, metadata = known_pod(item), item["metadata"]
         grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
+        other = pod.uid != metadata["uid"] and self._pods.get(pod.uid)
+        if other and str(other) != str(pod):
+            return False  # anybody may claim to mirror a Pod, and so to be it
         known = self._deleted.get(pod.uid)
         deleted = "deletionTimestamp" in metadata and (known is None or grace < known.grace)
         if deleted:

@@ -22,6 +22,7 @@ from metagpu.display.status import cluster_problems
 from metagpu.plugins.cluster.pods import (
     EARLY,
     LIST_PERIOD,
+    MIRROR,
     PODS,
     SOON,
     STOPPING,
@@ -166,6 +167,27 @@ async def test_a_change_of_another_field_is_no_event(tmp_path: Path) -> None:
         await knows(registry, lambda pods: "b" in pods.by_uid)
 
     assert registry.snapshot.pods.by_uid["a"] is before.pods.by_uid["a"]
+
+
+async def test_a_pod_that_claims_to_mirror_another_takes_nothing_from_it(tmp_path: Path) -> None:
+    """Anybody may create a Pod with the uid of another in the annotation of static pods' mirrors.
+
+    The kubelet deletes such a Pod a moment later. The other one stays known, with its annotations.
+    """
+    server = SimApiServer()
+    server.add_pod("team", "alice", NODE, {KEY: "50"}, uid="a")
+
+    async with followed(server, tmp_path) as registry:
+        await knows(registry, lambda pods: "a" in pods.by_uid)
+        server.add_pod("team", "mallory", NODE, {MIRROR: "a"}, uid="b", phase="Failed")
+        server.add_pod("team", "static", NODE, {MIRROR: "hash"}, uid="c")
+        await knows(registry, lambda pods: "hash" in pods.by_uid)
+        assert registry.snapshot.pods.by_uid["a"].memory_annotations == {KEY: "50"}
+
+        server.delete_pod("team", "mallory")
+        server.delete_pod("team", "static")
+        await knows(registry, lambda pods: "hash" not in pods.by_uid)
+        assert phases(registry.snapshot.pods) == {"team/alice": "Running"}
 
 
 def test_of_a_pod_we_keep_what_we_use() -> None:
