@@ -12,7 +12,6 @@ import anyio.lowlevel
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
-from grpclib.server import Server
 from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
@@ -33,6 +32,7 @@ from metagpu.plugins.kubelet.restart_guard import KubeletReadiness
 from metagpu.plugins.kubelet.timing import KubeletTiming
 from metagpu.sim.kubelet.kubelet import SimContainer, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
+from metagpu.sim.kubelet.transport import AbortableServer
 from tests.plugins.kubelet.rig import METAGPU, Node, gpu, ids, node, pod
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import becomes, skip
@@ -427,13 +427,12 @@ class Answering:
                 ]
                 return v1.ListPodResourcesResponse(pod_resources=pods)
 
-        server = Server([Lister()])
-        await server.start(path=str(self.socket))
+        server = AbortableServer([Lister()])
+        await server.open(self.socket)
         try:
             yield
         finally:
-            server.close()
-            await server.wait_closed()
+            await server.abort()  # grpclib's own end leaves connections to the collector
 
     async def asked(self, times: int = 3) -> None:
         """Wait until the kubelet has answered so many more queries."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from grpclib.server import Server
 
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.contracts.backend import Backend
@@ -461,7 +460,7 @@ async def test_bound_but_not_listening_is_tried_again_at_once(
     monkeypatch.setattr(KubeletDirectory, "wait_kubelet_replaced", noting)
     async with node(tmp_path) as live_node:
         registrar = Registrar()
-        server = Server([registrar])
+        server = AbortableServer([registrar])
 
         with socket.socket(socket.AF_UNIX) as listener, anyio.fail_after(30):
             listener.bind(str(live_node.directory / "kubelet.sock"))
@@ -469,7 +468,7 @@ async def test_bound_but_not_listening_is_tried_again_at_once(
                 await checkpoint()
             await server.start(sock=listener)
             await registrar.registered.wait()
-            server.close()
+            await server.abort()
 
     # The Go peer's back-off after a refused connection is a second.
     assert sum(pauses[:5]) < 0.1
