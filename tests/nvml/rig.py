@@ -67,6 +67,8 @@ async def skip_deadlines(nvml: NvmlDriver, *hanging: str) -> AsyncIterator[None]
 
 def inside(nvml: NvmlDriver) -> set[str]:
     """Return the workers whose thread is inside NVML; GPUs without their uuids."""
+    if nvml._shared_thread._waiting:  # no thread has begun with these, and they are not idle
+        return set()
     session = nvml._session
     workers = [nvml._library_worker, *(nvml._workers(session) if session else ())]
     return {worker.name.partition(" (")[0] for worker in workers if not worker.is_idle}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from msgspec.structs import replace
 
 from metagpu.backends.common.mps_daemon.control import MpsDirectories
 from metagpu.backends.common.mps_daemon.decisions import MpsDaemonTiming
@@ -41,6 +42,9 @@ TIMING = MpsDaemonTiming(
     stable_after=60.0,
 )
 """Everything that takes seconds takes a tenth or less, but for an answer: a machine may be busy."""
+
+SELDOM = replace(TIMING, period=2.0)
+"""Probes leave the time to see that a daemon has ended, and how, however busy the machine is."""
 
 
 @dataclass

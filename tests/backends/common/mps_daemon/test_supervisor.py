@@ -18,7 +18,7 @@ from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.host import daemons as host_daemons
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.programs import sim_daemons
-from tests.backends.mps.rig import TIMING, mps
+from tests.backends.mps.rig import SELDOM, TIMING, mps
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.real_mps import DRIVERS, real_daemons
 
@@ -109,8 +109,11 @@ async def test_a_crash_is_followed_by_a_start(daemons: HostDaemons, tmp_path: Pa
         await scene.ready()
 
 
-async def test_a_quit_of_a_containers_root_is_named(daemons: HostDaemons, tmp_path: Path) -> None:
+async def test_a_quit_of_a_containers_root_is_named(
+    daemons: HostDaemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command `quit` of another process is the reason, and another daemon serves."""
+    monkeypatch.setattr(MpsBackend, "timing", SELDOM)
     async with mps(tmp_path, daemons=daemons) as scene:
         await scene.ready()
         first = await scene.process()

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from metagpu.backends.common.mps_daemon import supervisor
 from metagpu.backends.common.mps_daemon.control import MpsControl, MpsDirectories
 from metagpu.backends.mps import backend as mps_backend
+from metagpu.backends.mps.backend import MpsBackend
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
@@ -20,7 +21,7 @@ from metagpu.host.daemons import HostDaemons
 from metagpu.host.programs import HostPrograms
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.spec import build_node
-from tests.backends.mps.rig import ALONE, Scene, mps
+from tests.backends.mps.rig import ALONE, SELDOM, Scene, mps
 from tests.rigs.daemons import DAEMONS, StandIn
 from tests.rigs.gpu_context import run_backends
 from tests.rigs.logs import capture_module_logs
@@ -114,11 +115,14 @@ async def test_a_crashed_daemon_is_started_again(tmp_path: Path) -> None:
         assert await scene.process() != first
 
 
-async def test_a_daemon_that_a_container_quit_is_restarted_at_once(tmp_path: Path) -> None:
+async def test_a_daemon_that_a_container_quit_is_restarted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A container's root may send `quit`: another daemon starts at once, and a log event has it.
 
     The first ends when its last client does; no container keeps a GPU without a control daemon.
     """
+    monkeypatch.setattr(MpsBackend, "timing", SELDOM)
     with capture_module_logs(supervisor) as lines, capture_module_logs(backend_runner) as reports:
         async with mps(tmp_path) as scene:
             await scene.ready()
