@@ -466,6 +466,8 @@ async def test_taint_condition_and_labels_of_a_whole_node(tmp_path: Path) -> Non
         scene.node.reset_gpu(scene.node.gpu("0"))
         await server.until(lambda: condition() == "False")
 
+        # Labels are written beside conditions.
+        await server.until(lambda: "nvidia.com/gpu.family" in server.labels(NODE))
         labels = server.labels(NODE)
         assert labels["nvidia.com/cuda.driver-version.full"] == scene.node.driver
         assert labels["nvidia.com/cuda.runtime-version.major"]

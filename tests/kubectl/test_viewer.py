@@ -198,6 +198,13 @@ SILENT = 3
 DEADLINE = 90.0
 
 
+def yard() -> float:
+    """Return the processor time of a piece of work, by which a slow machine is known."""
+    began = time.process_time()
+    sum(number * number for number in range(5_000_000))
+    return time.process_time() - began
+
+
 async def read_reports(tmp_path: Path) -> Mapping[str, Any]:
     """Return the reports of a real agent by their paths, its two GPUs four times in each."""
     await anyio.Path(tmp_path).mkdir()
@@ -281,7 +288,8 @@ async def test_500_nodes_are_asked_in_parallel(
         view = ClusterView(ClusterViewer(client, deadline=DEADLINE, progress=progress))
         began = time.process_time()
         shown = await view.read()
-        assert time.process_time() - began < 5.0  # of this process, with all servers in it
+        # Of this process, with all servers in it: 8 yards as measured.
+        assert time.process_time() - began < 20 * yard()
         ended.set()
         await anyio.wait_all_tasks_blocked()
 
