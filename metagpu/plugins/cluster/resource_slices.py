@@ -43,7 +43,10 @@ class OwnSlices(Informer):
     Attributes:
         objects: the slices by name. The writer of one puts the answer here.
         known: whether the API server has answered yet.
+        version: of the last change that was watched: an answer of before is no news.
     """
+
+    version = 0
 
     def __init__(
         self,
@@ -69,15 +72,15 @@ class OwnSlices(Informer):
 
     def on_update(self, item: KubeObject) -> None:
         """Take in a slice that is not the one this daemon wrote last."""
-        known = self.objects.get(item["metadata"]["name"])
-        newer = known is None or _version(item) > _version(known)
+        known, self.version = self.objects.get(item["metadata"]["name"]), version_of(item)
+        newer = known is None or version_of(item) > version_of(known)
         if newer and (known is not None or self._is_known(item)):
             self.objects[item["metadata"]["name"]] = item
             self._on_change(item["metadata"]["name"])
 
     def on_delete(self, item: KubeObject) -> None:
         """Take in the deletion of a slice."""
-        known = self.objects.get(item["metadata"]["name"])
+        known, self.version = self.objects.get(item["metadata"]["name"]), version_of(item)
         if known is not None and known["metadata"].get("uid") == item["metadata"].get("uid"):
             del self.objects[item["metadata"]["name"]]
             self._on_change("")
@@ -285,7 +288,8 @@ def is_own(item: KubeObject) -> bool:
     return labels.get(_MANAGED_BY) == FIELD_MANAGER
 
 
-def _version(item: KubeObject) -> int:
+def version_of(item: KubeObject) -> int:
+    """Return the version of an object."""
     return int(item["metadata"].get("resourceVersion") or 0)
 
 

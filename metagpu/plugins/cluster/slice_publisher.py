@@ -49,6 +49,7 @@ from metagpu.plugins.cluster.resource_slices import (
     pool_of,
     slice_object,
     unread_slices,
+    version_of,
 )
 from metagpu.plugins.cluster.slice_refusals import SliceRefusals
 from metagpu.plugins.cluster.watch import WatchedObject
@@ -323,7 +324,8 @@ class SlicePublisher:
             self._refused.note(wanted, error)
             raise
         self._bucket.reserve(anyio.current_time())
-        self.own.objects[name] = answer
+        if version_of(answer) > self.own.version:  # else it was watched, and maybe its end too
+            self.own.objects[name] = answer
         return answer
 
     async def _delete_all(self, names: Iterable[str]) -> None:

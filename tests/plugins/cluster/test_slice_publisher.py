@@ -404,6 +404,28 @@ async def test_deleted_slices_are_back_at_once(tmp_path: Path) -> None:
         assert writes(scene.server).count("POST resourceslices") >= 2 * len(before)
 
 
+async def test_a_slice_that_ends_before_its_write_is_answered_comes_back(tmp_path: Path) -> None:
+    """The watch may be faster than the answer, which then says nothing of what is there."""
+    async with publishing(tmp_path) as scene:
+        publisher, before = scene.connection.slices, names(scene.server)
+        assert publisher
+        call = publisher.client.call
+
+        async def late(method: str, path: str, **more: Any) -> Mapping[str, Any]:  # noqa: ANN401
+            answer = await call(method, path, **more)
+            if method == "PUT":
+                publisher.client.call = call  # type: ignore[method-assign]
+                name = answer["metadata"]["name"]
+                scene.server.store.delete((COLLECTION, "", name))
+                await becomes(lambda: name not in publisher.own.objects)
+            return answer
+
+        publisher.client.call = late  # type: ignore[method-assign]
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await scene.server.until(lambda: names(scene.server) != before)
+        await scene.server.until(lambda: names(scene.server) == before)
+
+
 async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
     """Somebody who edits a slice sees the effect for half a minute."""
     async with publishing(tmp_path) as scene:
