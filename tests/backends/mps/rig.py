@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import anyio
 from msgspec.structs import replace
@@ -15,9 +16,13 @@ from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.core.grants.injection import Injection
 from metagpu.core.model.snapshot import GpuState
 from metagpu.host.daemons import HostDaemons
+from tests.nvml.rig import out
 from tests.rigs.daemons import DAEMONS, StandIn
 from tests.rigs.gpu_context import BackendRig, run_backends
 from tests.rigs.waiting import until
+
+if TYPE_CHECKING:
+    from metagpu.nvml.driver import NvmlDriver
 
 EXCLUSIVE, DEFAULT = ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.DEFAULT
 ALONE = """
@@ -84,9 +89,11 @@ class Scene:
 
     async def mode(self, mode: ComputeMode, index: int = 0) -> None:
         """Wait until a GPU has a compute mode."""
+        driver = cast("NvmlDriver", self.care.runner._driver)
 
         async def is_so() -> bool:
-            return self.care.node.gpus[index].compute_mode == mode
+            is_set = self.care.node.gpus[index].compute_mode == mode
+            return is_set and not out(driver)  # and its owner has heard of it
 
         await until(is_so, 30)
 
