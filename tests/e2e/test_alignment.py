@@ -29,6 +29,7 @@ def aligning(cluster: Cluster) -> Iterator[Cluster]:
         cluster.clear()
 
 
+@pytest.mark.long
 def test_shares_are_where_the_cpus_are_and_never_on_two_numa_nodes(aligning: Cluster) -> None:
     """A pod's shares are on the NUMA node of its CPUs; a pod that cannot be aligned fails."""
     aligning.kubectl.apply(idle_pod("across", 450))

@@ -1,5 +1,7 @@
 """A Job whose pods a kubelet refuses, with the manifest of docs/batch.md."""
 
+import pytest
+
 from tests.e2e.batch import SETTLED_S, jobs
 from tests.e2e.cluster import CONFIGURATION, RESOURCE, Cluster
 from tests.e2e.instances import mig_node
@@ -12,6 +14,7 @@ EVERYTHING = CONFIGURATION.replace("gpus: all", "gpus: all\n    offer: all")
 REFUSED_S = 60.0
 
 
+@pytest.mark.long
 def test_a_job_completes_although_a_pod_was_refused(cluster: Cluster) -> None:
     """Of three pods two fit; the third is refused, counted, and comes again until there is room."""
     embed = manifests("batch.md", "Jobs that retry")["Job/embed"]

@@ -102,6 +102,7 @@ def running(
         program.stop()
 
 
+@pytest.mark.long
 def test_binpack_fills_one_node_after_the_other(three_nodes: Cluster) -> None:
     """Of 40 pods of half a GPU 16 fill each of two nodes, and 8 are on the third."""
     with own_scheduler(three_nodes.node) as log:
@@ -110,6 +111,7 @@ def test_binpack_fills_one_node_after_the_other(three_nodes: Cluster) -> None:
     assert_scores(log, "MostAllocated")
 
 
+@pytest.mark.long
 def test_spread_uses_all_nodes_alike(three_nodes: Cluster) -> None:
     """Of 40 pods of half a GPU each of three nodes has 13 or 14."""
     with second_profiles(three_nodes.node) as log:

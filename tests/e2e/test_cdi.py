@@ -56,6 +56,7 @@ def assert_nodes(held: Holding) -> None:
     assert nodes == COMMON | {f"nvidia{index}"}
 
 
+@pytest.mark.long
 def test_a_container_has_its_gpu_by_every_strategy(configurable: Cluster) -> None:
     """A container has the nodes of its GPU alone, and what its strategy adds, also after a restart.
 
@@ -124,6 +125,7 @@ def driver(configurable: Cluster, daemon: HostDaemon) -> Iterator[Path]:
         shutil.rmtree(daemon.device_root / "usr")
 
 
+@pytest.mark.long
 def test_a_container_has_the_drivers_libraries(configurable: Cluster, driver: Path) -> None:
     """NVIDIA's toolkit mounts libcuda and NVML of the driver, and its hooks make their links."""
     give_by(configurable, "cdi-cri")

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, RESOURCE, idle_pod
 from tests.e2e.joined import OUR_LABEL, SOON_S, Joined
 from tests.e2e.rig.errors import RigError
@@ -43,6 +45,7 @@ def fractions(shares: int, resource: str = RESOURCE) -> str:
     return FRACTIONS.format(shares=shares, resource=resource)
 
 
+@pytest.mark.long
 def test_the_startup_taint_goes_when_the_node_shows_every_share(member: Joined) -> None:
     """Pods are scheduled only after the node has all shares of its profile."""
     cluster = member.cluster
@@ -80,6 +83,7 @@ def tainted(node: Document) -> bool:
     return STARTING in [taint["key"] for taint in node["spec"].get("taints", ())]
 
 
+@pytest.mark.long
 def test_the_node_has_the_profile_of_its_label(member: Joined) -> None:
     """A wrong profile or label changes nothing but an Event; every right one is applied."""
     cluster, pid = member.cluster, member.daemon.pid
@@ -134,6 +138,7 @@ def test_what_no_gpu_can_have_changes_nothing(member: Joined) -> None:
     assert cluster.node.resource(SHARED) == (16, 16)
 
 
+@pytest.mark.long
 def test_replicas_change_beside_running_pods(member: Joined) -> None:
     """Four held replicas of a GPU stay, and six of ten are there for others at once."""
     cluster = member.cluster
@@ -149,6 +154,7 @@ def test_replicas_change_beside_running_pods(member: Joined) -> None:
     cluster.start(*(idle_pod(f"new-{number}", 1, SHARED) for number in range(6)))
 
 
+@pytest.mark.long
 def test_a_container_of_two_resources_has_an_event(member: Joined) -> None:
     """The kubelet keeps the variable of one resource; the pod's Event names both GPUs."""
     cluster = member.cluster

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.cluster import ALL_SHARES, NAMESPACE, SHARES_PER_GPU, idle_pod
 from tests.e2e.joined import RULES, SOON_S, Joined, competing_plugin_socket
 from tests.e2e.rig.waiting import wait_for
@@ -17,6 +19,7 @@ RECOVERED_S = 150.0
 """Kubernetes' own clients wait up to a minute between two tries."""
 
 
+@pytest.mark.long
 def test_a_fault_is_reported_and_a_missing_right_costs_its_own_feature(member: Joined) -> None:
     """Without the right to the Node's status the Event comes, and the condition with the right."""
     cluster = member.cluster
@@ -61,6 +64,7 @@ def test_a_resource_of_another_plugin_is_named_and_left_to_it(member: Joined) ->
     assert member.daemon.status()["competingPlugins"] == {}
 
 
+@pytest.mark.long
 def test_serving_goes_on_while_the_api_server_is_away(member: Joined) -> None:
     """Pods run on and a new pod gets shares in an outage; later labels are applied again."""
     cluster = member.cluster

@@ -193,6 +193,7 @@ def counted_batches(names: list[str]) -> Iterator[list[str]]:
         names = names[fitting:]
 
 
+@pytest.mark.long
 def test_many_claims_fill_a_gpu(claims: ClaimsNode) -> None:
     """Ten pods have ten distinct shares each of one GPU; the next goes to another."""
     names = [f"part-{n}" for n in range(10)]
@@ -389,6 +390,7 @@ def test_nvidias_manifests_run(under_nvidias_name: ClaimsNode) -> None:
     wait_for("the length", lambda: "--set-timeslice 3" in claims.daemon.log, within_s=SOON_S)
 
 
+@pytest.mark.long
 def test_nvidias_quickstart_runs(under_nvidias_name: ClaimsNode) -> None:
     """GPUs of gpu-test1 are distinct, those of 2 and 3 shared, and gpu-test4 is on one GPU."""
     claims = under_nvidias_name

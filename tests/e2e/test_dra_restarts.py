@@ -63,6 +63,7 @@ def test_the_kubelet_restarts(claims: ClaimsNode) -> None:
     claims.start(resource_claim("late", shares(50)), pod("late", "late"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_the_daemon_restarts(claims: ClaimsNode, end: str) -> None:
     """Within 30 s no slice is deleted; the daemon knows all leases; claims end and begin."""
@@ -97,6 +98,7 @@ def test_the_daemon_is_away(claims: ClaimsNode) -> None:
     assert claims.leased() == before.leased + 20
 
 
+@pytest.mark.long
 def test_the_node_reboots(claims: ClaimsNode) -> None:
     """The kubelet prepares nothing; all CDI names resolve, and the MIG device is made again."""
     before, held = settled(claims), {name: claims.inspect(name) for name in ("part", "mig")}

@@ -53,6 +53,7 @@ def annotated(name: str, shares: int, annotations: dict[str, str]) -> Document:
     return found
 
 
+@pytest.mark.long
 def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None:
     """Each of 24 pods has the GPU that it names; metagpu says which it knew too late."""
     cluster = with_parts.cluster
@@ -75,6 +76,7 @@ def test_pods_at_once_run_on_the_gpus_that_they_name(with_parts: Joined) -> None
     ]
 
 
+@pytest.mark.long
 def test_shares_come_in_equal_parts_and_of_a_model(with_parts: Joined) -> None:
     """40 shares of two GPUs are 20 on each; a model that is not there is told."""
 

@@ -160,6 +160,7 @@ def test_the_image_serves_a_node(release: Release, cluster: Cluster) -> None:
     assert "first" in inside("mgctl", "get", "pods")
 
 
+@pytest.mark.long
 def test_a_resource_claim_is_prepared_by_the_image(release: Release, cluster: Cluster) -> None:
     """The chart's classes, rights and folders are enough for a pod with half of a GPU."""
     kubectl, where = cluster.kubectl, f"--namespace={NAMESPACE}"
@@ -388,6 +389,7 @@ def test_a_changed_profile_restarts_nothing_and_can_be_rolled_back(
     assert release.restarts() == 0
 
 
+@pytest.mark.long
 def test_few_pods_are_refused_during_a_rollout(release: Release, cluster: Cluster) -> None:
     """Pods that arrive while the DaemonSet is replaced succeed, but for some in one moment."""
     before, pods = release.daemons().keys(), 30
@@ -400,6 +402,7 @@ def test_few_pods_are_refused_during_a_rollout(release: Release, cluster: Cluste
     assert not release.daemons().keys() & before
 
 
+@pytest.mark.long
 def test_a_bad_image_leaves_the_old_daemon_serving(release: Release, cluster: Cluster) -> None:
     """An image that does not start is rolled back, and pods get shares all the while."""
     before = release.daemons().keys()

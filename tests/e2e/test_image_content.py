@@ -118,6 +118,7 @@ def test_each_package_lists_the_files_that_are_there(root: Path) -> None:
     assert [path for path in listed if not path.exists()] == []
 
 
+@pytest.mark.long
 def test_the_layer_is_built_alike_elsewhere(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_the_layer_is_built_alike_elsewhere(
     assert {text for text in first if text.startswith(layer.ENVIRONMENT)} <= set(again)
 
 
+@pytest.mark.long
 def test_the_other_processor_has_the_same_files(root: Path, tmp_path: Path) -> None:
     """For arm64 and amd64 the same packages are installed, with libraries of their own."""
     [other] = set(layer.MACHINES) - {debian.own_architecture()}

@@ -81,6 +81,7 @@ def test_requests_about_a_neighbour_are_refused(neighbours: Cluster) -> None:
         neighbours.execute("bob", "touch", "/run/metagpu/x")
 
 
+@pytest.mark.long
 def test_many_requests_of_a_pod_delay_no_other_pod(neighbours: Cluster) -> None:
     """Beside a pod that calls mgctl in loops, its neighbour is answered and a new pod starts."""
     crowd = "for i in 1 2 3 4; do (while :; do mgctl version; done >/dev/null 2>&1 &) ; done"

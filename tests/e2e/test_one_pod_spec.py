@@ -111,6 +111,7 @@ def limits(pod: Document) -> Mapping[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_the_chart_runs_two_pods_that_the_api_server_trusts(
     webhook: InstalledWebhook, cluster: Cluster
 ) -> None:
@@ -184,6 +185,7 @@ def as_printed(cluster: Cluster, pod: Document, *options: str) -> list[Document]
     return list(yaml.safe_load_all(done.stdout))
 
 
+@pytest.mark.long
 def test_no_pod_misses_the_translation_while_one_of_the_two_ends(
     webhook: InstalledWebhook, cluster: Cluster
 ) -> None:

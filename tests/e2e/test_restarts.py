@@ -42,7 +42,11 @@ def restart_both(cluster: Cluster) -> None:
     cluster.daemon.start_again()
 
 
-@pytest.mark.parametrize("restart", [restart_kubelet, restart_daemon, crash_daemon, restart_both])
+@pytest.mark.parametrize(
+    "restart",
+    [restart_kubelet, crash_daemon]
+    + [pytest.param(both, marks=pytest.mark.long) for both in (restart_daemon, restart_both)],
+)
 def test_pods_outlive_a_restart(cluster: Cluster, restart: Callable[[Cluster], None]) -> None:
     """Running pods run on untouched, and a new pod gets only free shares."""
     holdings = cluster.run_all(ALMOST_ALL)
@@ -62,6 +66,7 @@ def test_pods_outlive_a_restart(cluster: Cluster, restart: Callable[[Cluster], N
     assert all(incarnation.restarts == 0 for incarnation in after.values())
 
 
+@pytest.mark.long
 def test_a_kubelet_that_lost_its_checkpoint_gives_no_held_share_away(cluster: Cluster) -> None:
     """The kubelet takes all shares for free, and new pods get those that no pod uses."""
     held = {name for one in cluster.run_all({"small": 30, "large": 120}) for name in one.share_ids}

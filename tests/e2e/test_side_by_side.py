@@ -91,6 +91,7 @@ def test_replicas_and_fractions_side_by_side(half_and_half: Cluster) -> None:
     assert half.gpu_devices == {"nvidia4"}
 
 
+@pytest.mark.long
 def test_gpu_in_use_changes_when_its_pod_has_ended(cluster: Cluster) -> None:
     """A reload leaves a running pod alone; its GPU gets the new backend after the pod."""
     held = cluster.run("old", 30)

@@ -155,6 +155,7 @@ def write_to_log(daemon: DaemonProcess, folder: Path) -> None:
         fifo.write(b"no message of a client\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", ARCHIVED)
 @pytest.mark.parametrize("disturb", [stop, write_to_log])
 async def test_a_hanging_daemon_is_replaced(
