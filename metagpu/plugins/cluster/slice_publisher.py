@@ -34,7 +34,6 @@ from metagpu.core.model.offers import Api
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.reports.schema.daemon import SlicesReport
 from metagpu.core.runtime.rate_limit import TokenBucket
-from metagpu.core.state.events import LayoutApplied
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster.node_object import KubeObject
 from metagpu.plugins.cluster.reconciler import Reconciler
@@ -134,7 +133,6 @@ class SlicePublisher:
             group.start_soon(self.own.run)
             group.start_soon(self.classes.run)
             group.start_soon(self.reconciler.run)
-            group.start_soon(self._follow_layout)
             async for _ in self.registry.watch(_watched):
                 self.reconciler.trigger()
 
@@ -412,12 +410,6 @@ class SlicePublisher:
         if name:
             self._edited[name] = anyio.current_time() + self.timing.edited
         self.reconciler.trigger()
-
-    async def _follow_layout(self) -> None:
-        """Reconcile after a reload, which may change the driver's name alone."""
-        with self.registry.events.subscribe(LayoutApplied) as events:
-            async for _ in events:
-                self.reconciler.trigger()
 
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
