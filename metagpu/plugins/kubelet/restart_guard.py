@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
+from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
 from metagpu.core.model.snapshot import Snapshot, once
 from metagpu.core.state.facts import LeasesObserved
@@ -54,6 +55,8 @@ class KubeletReadiness(msgspec.Struct):
     _named: dict[tuple[ShareId, float], _Naming] = msgspec.field(default_factory=dict)
     _first_named: dict[str, float] = msgspec.field(default_factory=dict)
     """When a checkpoint first named each pod of the latest one, by uid."""
+    _same_node: bool | None = None
+    """Whether the API server's list has a pod of the kubelet's, once that is known."""
     _ran: frozenset[Holder] = frozenset()
 
     def restart(self) -> None:
@@ -108,6 +111,10 @@ class KubeletReadiness(msgspec.Struct):
         confirms = _confirms(allocated, kubelet)
         if allocated is not None:
             self._note_pods(allocated, at)
+        self._compare_pods(answer, allocated, snapshot.pods)
+        if self._same_node is False:  # an absent pod may run on: only phases count
+            pods = replace(snapshot.pods, asked=float("-inf"))
+            snapshot = replace(snapshot, pods=pods)
         begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
         ended = self._ended_ids(allocated, answer, snapshot)
         released |= self._left_over(at, ended, snapshot)
@@ -130,6 +137,20 @@ class KubeletReadiness(msgspec.Struct):
             ended=ended,
             stopped=self._stopped(running, snapshot),
         )
+
+    def _compare_pods(
+        self, answer: LeasesObserved | None, allocated: AllocatedIds | None, pods: PodIndex
+    ) -> None:
+        """Note whether the API server's list is of this node: one pod in common proves it.
+
+        By another node's name, or of another cluster, a complete list lacks all pods of this one.
+        """
+        listed = answer.pods if answer and pods.listed else ()
+        named = allocated.pods if allocated else ()
+        if not (pods.by_name.keys().isdisjoint(listed) and pods.by_uid.keys().isdisjoint(named)):
+            self._same_node = True
+        elif listed and self._same_node is None:
+            self._same_node = False
 
     def _released(
         self,

@@ -28,6 +28,7 @@ ALICE = Holder("team", "alice", "main")
 HELD = after(LeasesObserved({SHARE.id: ALICE}, at=1), since=NODE)
 CLAIMED = after(SharesClaimed((SHARE,), at=0), since=NODE)
 KUBELET = (0, 0, 100)
+WEB = KnownPod("w", "team", "web", "Running")
 
 
 def answer(at: float, *holders: ShareId, pods: tuple[str, ...] = ("web",)) -> LeasesObserved:
@@ -93,6 +94,23 @@ def test_an_answer_that_ends_the_leases_of_ended_pods_is_believed_at_once() -> N
     snapshot = after(ended, since=HELD)
 
     assert judged(ready(), 3, answer(3), file(200, SHARE.id), snapshot).kubelet_ready
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_pods_that_a_list_of_another_node_lacks_have_not_ended(*, same: bool) -> None:
+    """By a wrong name of the node, the API server's list has none of the kubelet's pods.
+
+    A kubelet that has just started may list none of its pods, or one without shares.
+    """
+    listed = PodsListed((WEB,) if same else (), asked=3)
+    snapshot, checkpoint = after(listed, since=HELD), file(50, SHARE.id)
+    judge = KubeletReadiness("node-1")
+    judge.begin(checkpoint, 2, KUBELET)
+    for at, pods in ((4, ("web",)), (5, ())):
+        look = judged(judge, at, answer(at, pods=pods), checkpoint, snapshot)
+        assert look.kubelet_ready is same
+        assert (SHARE.id in look.ended) is same
+        judge.restart()
 
 
 def test_another_list_ends_the_doubt() -> None:
@@ -213,7 +231,7 @@ def test_a_running_pod_keeps_its_init_containers_shares() -> None:
         (None, set()),
         ([KnownPod("uid", "team", "alice", "Running")], set()),
         ([KnownPod("uid", "team", "alice", "Succeeded")], {SHARE.id, OTHER.id}),
-        ([], {SHARE.id, OTHER.id}),
+        ([WEB], {SHARE.id, OTHER.id}),
     ],
 )
 def test_the_checkpoint_may_name_a_pod_that_has_ended(
@@ -233,7 +251,7 @@ def test_the_checkpoint_may_name_a_pod_that_has_ended(
         ([KnownPod("uid", "team", "alice", "Running")], False, set()),
         ([KnownPod("uid", "team", "alice", "Succeeded")], True, set()),
         ([KnownPod("uid", "team", "alice", "Succeeded")], False, {SHARE.id}),
-        ([], False, {SHARE.id}),
+        ([WEB], False, {SHARE.id}),
     ],
 )
 def test_what_a_checkpoint_alone_named_ends_with_its_pod(
@@ -255,7 +273,7 @@ def test_what_a_checkpoint_alone_named_ends_with_its_pod(
 
 def test_a_pod_that_a_complete_list_lacks_has_ended() -> None:
     """A pod deleted while the kubelet was down is in no list: nobody waits for it."""
-    gone = after(KubeletStarted(KUBELET), PodsListed((), asked=3), since=HELD)
+    gone = after(KubeletStarted(KUBELET), PodsListed((WEB,), asked=3), since=HELD)
 
     assert judged(KubeletReadiness("node-1"), 4, answer(4), file(50), gone).kubelet_ready
 
