@@ -235,6 +235,7 @@ class CheckpointFollower:
     async def follow(self) -> None:
         """End leases of claims that the kubelet has forgotten: it unprepares none of them.
 
+        Claims that are reserved for pods keep theirs: these run on with what they have.
         Those of a GPU that is found only after the start begin.
         """
         suspected = frozenset[ResourceClaimRef]()
@@ -252,6 +253,8 @@ class CheckpointFollower:
             await self._begin_missing(checkpoint)
             missing = {ref for ref in held if ref.uid not in checkpoint.known}
             for claim in missing & suspected:  # twice: the kubelet may have been writing the file
+                if await self._preparer.may_be_in_use(claim):
+                    continue  # the kubelet lost its checkpoint, and the pods run on
                 log.warning("resource claim forgotten by the kubelet", claim=str(claim))
                 await self._preparer.unprepare(claim)
             suspected = frozenset(missing)

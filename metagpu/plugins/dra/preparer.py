@@ -277,6 +277,18 @@ class ClaimPreparer:
         wanted = allocation.results or allocation.admin
         return (claim, allocation) if wanted and claim not in self.states.prepared else None
 
+    async def may_be_in_use(self, claim: ResourceClaimRef) -> bool:
+        """Return whether pods have what was prepared; true where nobody says."""
+        try:
+            found, now = await self.read_allocation(claim.namespace, claim.name)
+        except ClusterError as error:
+            return error.status != _NOT_FOUND
+        except RequestError:
+            return False  # it has no devices any more
+        devices = {(its.pool, its.device) for its in self.states.prepared.get(claim, ())}
+        allocated = {(its.pool, its.device) for its in (*now.results, *now.admin)}
+        return found == claim and bool(now.pods) and not devices.isdisjoint(allocated)
+
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""
         snapshot = self._registry.snapshot

@@ -915,14 +915,32 @@ async def test_a_claim_whose_answer_the_kubelet_has_not_written_is_kept(node: Dr
         assert await node.prepare(claim) == before
 
 
-async def test_a_claim_that_the_kubelet_has_forgotten_ends(node: DraNode) -> None:
-    """A kubelet that lost its checkpoint unprepares nothing."""
+@pytest.mark.parametrize("end", ["deleted", "made again", "unreserved", "deallocated"])
+async def test_a_claim_that_the_kubelet_has_forgotten_ends_with_its_pods(
+    node: DraNode, end: str
+) -> None:
+    """A kubelet that lost its checkpoint unprepares nothing, and its pods run on."""
     kept, lost = (node.allocate(name, node.fraction(gpu(0), 1)) for name in ("kept", "lost"))
     node.dra.checkpoint.period = 0.01
     node.write_checkpoint({kept: [], lost: []})
     async with node.running():
         await node.prepare(kept, lost)
+        reads = node.reads
         node.write_checkpoint({kept: []})
+        node.unanswered = 1
+        await until(lambda: node.reads > reads + 2)  # two looks had an answer
+        assert node.leased(lost)
+        assert node.edits(lost)
+        claim = node.claims[lost.namespace, lost.name]
+        match end:
+            case "deleted":
+                del node.claims[lost.namespace, lost.name]
+            case "made again":
+                node.allocate("lost", node.fraction(gpu(0), 1), uid=9)
+            case "unreserved":
+                claim["status"]["reservedFor"] = []
+            case _:
+                del claim["status"]["allocation"]
         await until(lambda: not node.leased(lost))
         assert node.leased(kept)
 
