@@ -51,14 +51,19 @@ COLUMNS: Final = ("seconds", "memory", "descriptors", "threads", "tasks", "files
 GROWTH: Final = {"memory": 3.0, "descriptors": 4, "threads": 3, "tasks": 6, "files": 4}
 """The growth of each figure that is no leak; memory in MB."""
 PROGRAM: Final = """\
-import asyncio, sys, threading, time
+import asyncio, os, sys, threading, time
 from metagpu.cli.metagpu import main
 file = sys.argv.pop(1)
 def count():
     while True:
         time.sleep(2)
-        with open(file, "w") as out:
-            out.write(str(len(list(asyncio.tasks._all_tasks))))
+        try:
+            tasks = len(list(asyncio.tasks._all_tasks))
+        except RuntimeError:  # one began or ended meanwhile
+            continue
+        with open(file + ".new", "w") as out:
+            out.write(str(tasks))
+        os.replace(file + ".new", file)
 threading.Thread(target=count, daemon=True).start()
 sys.exit(main())
 """
@@ -177,14 +182,16 @@ class Soak:
         status = dict(
             line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
         )
-        tasks = self.folder / "tasks"
+        counted = self.folder / "tasks"
+        tasks = int(counted.read_text())
+        counted.unlink()  # a count that is not renewed fails the next sample
         files = (file for name in ("run", "dp", "cdi", "tmp") for file in self._files(name))
         return {
             "seconds": round(seconds),
             "memory": round(int(status["VmRSS"].split()[0]) / 1000, 1),
             "descriptors": len(list((proc / "fd").iterdir())),
             "threads": int(status["Threads"]),
-            "tasks": int(tasks.read_text() or 0) if tasks.exists() else 0,
+            "tasks": tasks,
             "files": len(list(files)),
         }
 
