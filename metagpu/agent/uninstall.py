@@ -35,6 +35,7 @@ from metagpu.plugins.control.client import SOCKET_NAME
 from metagpu.plugins.control.socket import LOCK_NAME, lock_of
 from metagpu.plugins.kubelet.checkpoint import read_allocated_ids, read_registered_resources
 from metagpu.plugins.kubelet.folder_lock import FolderLock
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
 from metagpu.plugins.kubelet.pod_list import read_leases
 
 _POLL: Final = 0.2
@@ -173,6 +174,8 @@ class Uninstall:
     async def _ask_kubelet(self) -> Collection[Holder] | None:
         answer = await read_leases(self.paths.pod_resources, anyio.current_time())
         allocated = await to_thread.run_sync(read_allocated_ids, self.paths.kubelet_dir)
+        if allocated is None and await anyio.Path(self.paths.kubelet_dir, CHECKPOINT_FILE).exists():
+            return None  # it cannot be read, and no list names the shares of init containers
         pods = allocated.pods if allocated else {}
         # The checkpoint names the shares of ended pods too.
         unlisted = {uid for uid, ids in pods.items() if ids - answer.holders.keys()}
