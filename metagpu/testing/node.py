@@ -241,7 +241,7 @@ async def run_backends(
         text: the configuration.
         backends: the backends that it may name.
         gpu_models: the node's GPUs, as for `--simulate`.
-        mig_enabled: whether MIG mode is on.
+        mig_enabled: whether MIG mode of these is on.
         node: the node, instead of one of `gpu_models`.
         injection: the node's way of giving GPUs to containers.
         programs: host programs; recorded ones unless given.
@@ -249,9 +249,11 @@ async def run_backends(
         host: the host's processes, the real ones unless given.
         timing: the delays of the backend runner.
     """
-    node, registry = node or build_node(gpu_models), Registry()
-    for simulated in node.gpus:
-        simulated.mig.enabled = simulated.mig.pending = mig_enabled
+    if node is None:
+        node = build_node(gpu_models)
+        for simulated in node.gpus:
+            simulated.mig.enabled = simulated.mig.pending = mig_enabled
+    registry = Registry()
     driver = NvmlDriver(SimLibrary(node))
 
     async with driver.session():

@@ -32,7 +32,7 @@ from metagpu.testing.node import RecordedPrograms
 from tests.core.grants.test_cdi import TOOLKIT
 from tests.rigs.cdi import CdiRefusedError, check_spec, host, resolve_nodes
 from tests.rigs.logs import capture_module_logs
-from tests.rigs.waiting import until
+from tests.rigs.waiting import becomes, until
 
 BY_CDI = frozenset({DeviceListStrategy.CDI_CRI})
 NODE_FILE = "gpus: [{model: a100-40gb, mig: true, instances: [2g.10gb@4]}, {model: a100-40gb}]\n"
@@ -450,7 +450,7 @@ async def test_a_file_of_dead_devices_is_removed(tmp_path: Path) -> None:
             node.touch()
         rig.set_devices(MIG_a=HardwareDevice("MIG-a", 5, 0))
         await rig.until_named("MIG-a")
-        assert problems_of(rig.file, "problem") is None
+        await becomes(lambda: problems_of(rig.file, "problem") is None)
         group.cancel_scope.cancel()
 
 

@@ -17,6 +17,7 @@ from metagpu.core.model.mig import MigInstance
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.nvml.mig import NvmlMigDriver
 from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import inside
 from tests.rigs.agent import agent_at_work
 from tests.rigs.mig import a_node, mig_pool
 from tests.rigs.waiting import becomes, skip
@@ -74,6 +75,7 @@ async def test_gpus_that_hang_cost_one_deadline_together(
                 group.start_soon(read)
                 await becomes(lambda: scene.state(2).gpu.id in answered)
                 await becomes(lambda: {scene.state(0).gpu.id, scene.state(1).gpu.id} <= {*asked})
+                await becomes(lambda: inside(driver) >= {"GPU 0", "GPU 1"})
                 group.cancel_scope.cancel()  # as SIGTERM does: nothing waits for the two
 
         try:

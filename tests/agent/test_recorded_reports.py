@@ -29,6 +29,7 @@ from metagpu.core.state.facts import (
     TurnsChanged,
 )
 from metagpu.core.usage.report import pod_report, usage_report
+from metagpu.plugins.web.recent_events import GRANTED
 from metagpu.sim.kubelet.kubelet import SimPod
 from tests.agent.test_resource_claims import at_work
 from tests.agent.test_status_api import serving
@@ -36,6 +37,7 @@ from tests.core.usage.test_report import ALICE, RULES, node, pod
 from tests.rigs.agent import METAGPU
 from tests.rigs.build import after, offer
 from tests.rigs.reported import CORDON, ENDED, FRACTIONS, HELD, SUSPENDED, UNITS, A
+from tests.rigs.waiting import until
 
 RECORDED: Final = Path(__file__).with_name("recorded_reports.json")
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S*")
@@ -73,6 +75,12 @@ async def served(folder: Path) -> dict[str, Any]:
     async with serving(folder / "api") as scene:
         await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         await scene.node.wait_holders()
+
+        async def is_told() -> bool:
+            status = await scene.get("/api/v1/status", scene.token())
+            return any(event["reason"] == GRANTED for event in status["events"])
+
+        await until(is_told)
         for name in ("status", "usage"):
             found[f"api {name}"] = await scene.get(f"/api/v1/{name}", scene.token())
         found["command status"] = await scene.node.status()

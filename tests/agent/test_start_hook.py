@@ -189,7 +189,7 @@ async def test_a_container_has_its_limit_and_its_name_before_its_first_process(
 async def test_many_containers_start_at_once(tmp_path: Path) -> None:
     """Of 40 containers that start at the same time, each has its limit when its hook returns."""
     names = [f"main-{number}" for number in range(40)]
-    async with node(tmp_path) as (scene, runtime), running() as first:
+    async with node(tmp_path, FAIL) as (scene, runtime), running() as first:
         await admit(scene, *(SimContainer(name, {METAGPU: 2}) for name in names))
         limits = scene.node.gpu(0).memory_limits
         seen: list[bool] = []
