@@ -128,6 +128,7 @@ def ready(cluster: Cluster) -> PodDaemon:
     return cluster.daemon
 
 
+@pytest.mark.long
 def test_few_pods_are_refused_over_exchanges(cluster: Cluster, ready: PodDaemon) -> None:
     """Pods that arrive during exchanges succeed, but for some that are bound in the last moment."""
     held = cluster.run("holds", 50)
@@ -250,7 +251,13 @@ CHANGES = {
 """Changes of the DaemonSet, some of them after one of its configuration, that do not work."""
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "configuration" else pytest.param(kind, marks=pytest.mark.long)
+        for kind in CHANGES
+    ],
+)
 def test_what_does_not_work_leaves_the_old_daemon_serving(
     cluster: Cluster, ready: PodDaemon, kind: str
 ) -> None:
@@ -273,6 +280,7 @@ def test_what_does_not_work_leaves_the_old_daemon_serving(
     cluster.await_amounts(ALL_SHARES, ALL_SHARES)
 
 
+@pytest.mark.long
 def test_a_rollback_to_a_file_with_an_unknown_key_leaves_the_daemon_serving(
     cluster: Cluster, ready: PodDaemon
 ) -> None:

@@ -144,6 +144,7 @@ def on_demand(cluster: Cluster, driver: Path) -> Iterator[MigNode]:
         yield node
 
 
+@pytest.mark.long
 def test_nothing_leaks_when_the_daemon_is_killed_between_create_and_answer(
     on_demand: MigNode, driver: Path
 ) -> None:

@@ -74,6 +74,7 @@ def delete(pods: MpsPods) -> None:
 ENDS: list[Callable[[MpsPods], None]] = [exhaust_memory, kill, roll, change_image, delete]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pods", ["535", "550"], indirect=True)
 def test_no_end_of_a_container_ends_a_control_daemon(pods: MpsPods) -> None:
     """Whatever ends metagpu's container, the control daemon serves on, and no client notices."""
@@ -116,6 +117,7 @@ def with_mps(member: Joined) -> Iterator[Joined]:
     member.daemon.configure()
 
 
+@pytest.mark.long
 def test_a_client_ends_before_the_kubelet_kills_it(
     with_mps: Joined, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

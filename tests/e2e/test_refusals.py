@@ -37,6 +37,7 @@ def with_janitor(node: Node, daemon: HostDaemon, account: tuple[str, ...]) -> It
         node.kubectl("delete", "-f", "-", feed=file.read_text())
 
 
+@pytest.mark.long
 def test_a_storm_is_counted_at_its_controller_and_cleaned_up(with_janitor: Joined) -> None:
     """Pods that can never be admitted are one Event of their ReplicaSet, and go by the janitor."""
     member, kubectl = with_janitor, with_janitor.kubectl

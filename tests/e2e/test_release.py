@@ -177,6 +177,7 @@ def test_checksums_and_provenance_name_the_files(files: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_the_wheel_runs_in_a_clean_environment(files: Path, tmp_path: Path) -> None:
     """Pip installs the wheel with what it asks for, and the demonstration runs without a GPU."""
     [wheel] = files.glob("*.whl")
@@ -187,6 +188,7 @@ def test_the_wheel_runs_in_a_clean_environment(files: Path, tmp_path: Path) -> N
     assert "cnvrg.io/metagpu" in run([str(programs / "metagpu"), "demo"], tmp_path)
 
 
+@pytest.mark.long
 def test_a_release_is_upgraded_from_a_registry_and_back(
     release_before: Release, published: Published, daemon: HostDaemon, tmp_path: Path
 ) -> None:

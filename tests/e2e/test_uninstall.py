@@ -89,6 +89,7 @@ def installed(
         yield release, before
 
 
+@pytest.mark.long
 def test_one_command_leaves_the_node_as_it_was(
     installed: tuple[Release, dict[str, object]], daemon: HostDaemon
 ) -> None:

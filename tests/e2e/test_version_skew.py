@@ -80,6 +80,7 @@ def old_release(
         yield release
 
 
+@pytest.mark.long
 def test_pods_run_on_over_an_upgrade_and_its_rollback(
     old_release: Release, daemon: HostDaemon
 ) -> None:
