@@ -75,14 +75,15 @@ async def served(folder: Path) -> dict[str, Any]:
     async with serving(folder / "api") as scene:
         await scene.node.kubelet.admit(SimPod.single("alice", {METAGPU: 3}))
         await scene.node.wait_holders()
+        token = scene.token()  # one, since new tokens are limited
 
         async def is_told() -> bool:
-            status = await scene.get("/api/v1/status", scene.token())
+            status = await scene.get("/api/v1/status", token)
             return any(event["reason"] == GRANTED for event in status["events"])
 
         await until(is_told)
         for name in ("status", "usage"):
-            found[f"api {name}"] = await scene.get(f"/api/v1/{name}", scene.token())
+            found[f"api {name}"] = await scene.get(f"/api/v1/{name}", token)
         found["command status"] = await scene.node.status()
         found["command usage"] = await scene.node.usage()
     async with at_work(folder / "dra") as claims:

@@ -84,13 +84,14 @@ async def serving(tmp_path: Path, config: str = QUICK) -> AsyncIterator[StatusSc
             api = live_scene.agent.status_api
             assert api is not None
             scene = StatusScene(live_scene, server, client, 0)
+            token = scene.token()  # one, since new tokens are limited
 
             async def answers() -> bool:
                 if (port := api.server.port) == 0:
                     return False
                 scene.port = port
                 try:
-                    await scene.get("/api/v1/usage", scene.token())
+                    await scene.get("/api/v1/usage", token)
                 except ClusterError as error:
                     return error.status != 503
                 return True

@@ -226,7 +226,10 @@ class Kubelet(ABC):
 
     async def checkpoint(self) -> Mapping[str, Any]:
         """Return the content of the device manager's checkpoint."""
-        text = await anyio.Path(self.directory / CHECKPOINT).read_text()
+        try:
+            text = await anyio.Path(self.directory / CHECKPOINT).read_text()
+        except FileNotFoundError:  # of a kubelet that has never granted a device
+            return {"PodDeviceEntries": None, "RegisteredDevices": {}}
         data: Mapping[str, Any] = json.loads(text)["Data"]
         return data
 
