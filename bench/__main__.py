@@ -30,15 +30,12 @@ def main() -> int:
         plan.report("this machine is busy: measured times will be too long")
 
     described = machine.describe()
-    figures = [
-        figure
-        for name, measure in MEASUREMENTS.items()
-        if name in chosen
-        for figure in measure(plan)
-    ]
-    report = Report(machine=described, figures=figures, quick=args.quick)
-    if out:
-        report.write(out)
+    report = Report(machine=described, figures=[], quick=args.quick)
+    for name in MEASUREMENTS:
+        if name in chosen:
+            report.figures.extend(MEASUREMENTS[name](plan))
+            if out:  # a run that is ended keeps the groups that it has measured
+                report.write(out)
 
     print(f"\n{_shown(described)}\n")
     print(table(report, earlier))
