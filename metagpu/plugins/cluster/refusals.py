@@ -192,7 +192,7 @@ BURST: Final = 10
 REFILL: Final = 1.0
 """Seconds for each pod after a burst. A storm may be faster: the rest goes after it."""
 _NOT_FOUND: Final = 404
-_OF_EVERY_POD: Final = frozenset((None, 401, 429, 503, 504))
+_OF_EVERY_POD: Final = frozenset((0, 401, 429, 503, 504))
 """Answers that the next pod would get too: there is none, or the API server is at its limit."""
 
 log = structlog.get_logger()

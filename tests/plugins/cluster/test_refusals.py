@@ -10,6 +10,7 @@ import anyio
 import msgspec
 import pytest
 import yaml
+from aiohttp import web
 from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod, Rejection
@@ -32,10 +33,12 @@ from metagpu.plugins.cluster.refusals import (
     CLAIM_LASTS,
     EXPIRES,
     RefusalMatcher,
+    controller_of,
     pod_refusal_events,
     removable_pods,
 )
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.objects import ApiError
 from metagpu.sim.apiserver.server import RecordedRequest, SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, cluster_at_work
 from tests.rigs.build import METAGPU, after, gpu, offered
@@ -596,3 +599,58 @@ async def test_an_api_server_that_is_away_gets_one_request(tmp_path: Path) -> No
         server.failing.clear()
         skip(60)
         await server.until(lambda: pods(server) == [])
+
+
+class _Unplugged(SimApiServer):
+    """An API server that hangs up on each deletion."""
+
+    unplugged = True
+
+    def _check(self, request: web.Request) -> None:
+        super()._check(request)
+        if request.method == "DELETE" and self.unplugged and request.transport:
+            request.transport.abort()
+            raise ApiError(500, "Error", "nobody gets this answer")
+
+
+async def test_an_api_server_that_hangs_up_is_asked_for_one_pod(tmp_path: Path) -> None:
+    """No answer is the same for every pod, and no refusal of one."""
+    server = _Unplugged()
+    for number in range(5):
+        add(server, f"train-{number}")
+
+    async with at_work(tmp_path, server, delay=1e6, backoff=60.0) as scene:
+        await becomes(lambda: len(removable_pods(scene.registry.snapshot)) == 5)
+        janitor = scene.connection.janitor
+        assert janitor is not None
+        await becomes(lambda: len(janitor._first_seen) == 5)
+        now = janitor.clock() + 1e6
+        janitor.clock = lambda: now
+        janitor.reconciler.trigger()
+        await becomes(lambda: janitor.reconciler.problem)
+        assert len({each.target for each in deletions(server)}) == 1
+
+        server.unplugged = False
+        skip(60)
+        await server.until(lambda: pods(server) == [])
+
+
+def test_the_latest_refusal_is_the_pods() -> None:
+    """A sentence may be a part of another one."""
+    now = [0.0]
+    matcher = matcher_at_work(lambda: now[0])
+    for at, reason in enumerate(("5 shares are free", "5 shares are free on GPU 0")):
+        now[0] = at
+        matcher.remember(AllocationRefused(METAGPU, f"Cause{at}", reason))
+    message = "desc = 5 shares are free on GPU 0, which is"
+    found = KnownPod("u", "team", "p", "Failed", rejection=Rejection(message))
+    [(_, refusal)] = matcher.match([found])
+    assert refusal.cause == "Cause1"
+
+
+def test_a_controller_without_a_group_is_of_the_core() -> None:
+    """A ReplicationController's API version has no group."""
+    pod = replace(REJECTED, owner="ReplicationController/r", owner_api="")
+    controller = controller_of(pod)
+    assert controller is not None
+    assert (controller.api_version, controller.uid) == ("v1", "o")
