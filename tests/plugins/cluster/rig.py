@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 import anyio
-import anyio.lowlevel
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.model.shares import ResourceName
@@ -48,8 +47,12 @@ class Scene:
     Attributes:
         choices: the received choices, in order.
         refusal: the answer to them.
+        follow_s: the seconds that the daemon takes to follow a choice.
+        mismatch: why GPUs of a layout are not offered, as a part of that answer.
         driver: the name of the DRA driver in the configuration.
         label_settings: what the labels depend on beside the snapshot.
+        taken: set while this daemon has the node.
+        registered: set once the kubelet has the DRA driver.
     """
 
     server: SimApiServer
@@ -58,8 +61,12 @@ class Scene:
     call_stats: KubeletCallStats
     choices: list[ClusterChoice] = field(default_factory=list)
     refusal: str | None = None
+    follow_s: float = 0.0
+    mismatch: str = ""
     driver: str = "gpu.metagpu.io"
     label_settings: LabelSettings = LabelSettings(STRATEGIES)  # noqa: RUF009 - it is frozen
+    taken: anyio.Event = field(default_factory=anyio.Event)
+    registered: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def connection(self) -> NodeConnection:
@@ -101,6 +108,9 @@ async def cluster_at_work(
     config_map: tuple[str, str] | None = None,
     remove_labels: bool = False,
     drain_on_driver_upgrade: bool = False,
+    choice_timeout: float = 0.1,
+    taken: bool = True,
+    registered: bool = True,
     timing: ClusterTiming = ClusterTiming(spread=0.0, shutdown_timeout=30.0),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[Scene]:
     """Run the cluster plugin with some features until the block ends, on a Node of one label."""
@@ -110,11 +120,12 @@ async def cluster_at_work(
     registry = Registry()
 
     async def follow(choice: ClusterChoice) -> None:
+        await anyio.sleep(scene.follow_s)
         scene.choices.append(choice)
 
     def outcome() -> ConfigOutcome:
         has_mig_layouts = bool(scene.choices) and scene.choices[-1].mig_config is not None
-        return ConfigOutcome(scene.refusal, has_mig_layouts)
+        return ConfigOutcome(scene.refusal, has_mig_layouts, scene.mismatch)
 
     async with server.running():
         settings = ClusterSettings(
@@ -123,12 +134,14 @@ async def cluster_at_work(
             config_map,
             frozenset(features),
             remove_labels=remove_labels,
-            choice_timeout=0.1,
+            choice_timeout=choice_timeout,
             drain_on_driver_upgrade=drain_on_driver_upgrade,
             timing=timing,
         )
-        stats, taken = KubeletCallStats(), anyio.Event()
-        taken.set()
+        stats, has_node, has_driver = KubeletCallStats(), anyio.Event(), anyio.Event()
+        for event, is_set in ((has_node, taken), (has_driver, registered)):
+            if is_set:
+                event.set()
         context = ClusterContext(
             settings,
             registry,
@@ -138,11 +151,11 @@ async def cluster_at_work(
             call_stats=stats,
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
-            wait_registered=anyio.lowlevel.checkpoint,
-            taken=taken,
+            wait_registered=has_driver.wait,
+            taken=has_node,
         )
         cluster = Cluster(context, run_command)
-        scene = Scene(server, registry, cluster, stats)
+        scene = Scene(server, registry, cluster, stats, taken=has_node, registered=has_driver)
         async with anyio.create_task_group() as group:
             group.start_soon(scene.cluster.run)
             yield scene

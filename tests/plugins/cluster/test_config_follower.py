@@ -5,15 +5,26 @@ from pathlib import Path
 import anyio
 import pytest
 
-from metagpu.core.config.profiles import ClusterChoice
+from metagpu.core.config.profiles import LAST_GOOD, ClusterChoice, ConfigOutcome
 from metagpu.core.model.shares import ProvisionedState
-from metagpu.core.state.facts import BackendResumed, BackendSuspended, Fact, ProvisioningReported
+from metagpu.core.model.snapshot import Snapshot
+from metagpu.core.state.events import ConfigRejected
+from metagpu.core.state.facts import (
+    BackendAttached,
+    BackendResumed,
+    BackendSuspended,
+    Fact,
+    GpusFound,
+    ProvisioningReported,
+    SharesClaimed,
+    SharesOffered,
+)
 from metagpu.plugins.cluster import config_follower, connection, label_sync
-from metagpu.plugins.cluster.config_follower import read_choice
+from metagpu.plugins.cluster.config_follower import MIG_MANAGER_LABEL, mig_state, read_choice
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import CONFIG_MAP, NODE, cluster_at_work
-from tests.rigs.build import gpu
+from tests.rigs.build import METAGPU, after, gpu, layout_of
 from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import becomes, skip
 
@@ -156,7 +167,7 @@ async def test_mig_managers_label_is_answered(
         await scene.has_labels(nvidia_com__gpu_count="2", nvidia_com__mig_config_state=None)
         server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
         await scene.has_labels(nvidia_com__mig_config_state=state)
-        assert scene.choices[-1].mig_config == "all-1g.5gb"
+        assert scene.choices[-1].mig_config == scene.cluster.report().mig_config == "all-1g.5gb"
 
         server.label(NODE, {"nvidia.com/mig.config": None})
         await scene.has_labels(nvidia_com__mig_config_state=None)
@@ -256,3 +267,124 @@ def test_config_map_may_be_missing_or_empty() -> None:
     """Without a ConfigMap profiles are unknown; one without data has none."""
     assert read_choice({}).profiles is None
     assert read_choice({}, {}, "here").profiles == {}
+
+
+async def test_a_layout_that_does_not_fit_all_gpus_is_an_event(tmp_path: Path) -> None:
+    """The answer is failed, and the Event names the GPUs."""
+    server = SimApiServer()
+    server.add_node(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+    features = (Feature.CONFIG, Feature.LABELS, Feature.EVENTS)
+    async with cluster_at_work(tmp_path, *features, server=server) as scene:
+        scene.mismatch = "GPU 1: no such profile"
+        scene.offer()
+        await scene.has_labels(nvidia_com__mig_config_state="failed")
+        await server.until(server.events)
+        [event] = server.events()
+        assert (event["reason"], event["type"]) == ("MIGLayoutRejected", "Warning")
+        assert event["note"] == "GPU 1: no such profile"
+
+
+async def test_a_config_map_that_comes_later_keeps_no_daemon_waiting(tmp_path: Path) -> None:
+    """Without it no profile is known; it is followed as soon as it is there."""
+    server = SimApiServer()
+    async with cluster_at_work(
+        tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
+    ) as scene:
+        await becomes(scene.cluster.parts.config_follower.decided.is_set)
+        assert scene.choices[0].profiles == {}
+        server.configure(*CONFIG_MAP, {"default": "A"})
+        await becomes(lambda: len(scene.choices) == 2)
+
+
+async def test_each_end_of_a_config_map_is_logged_once(tmp_path: Path) -> None:
+    """Another change of the Node does not repeat it, and a next end is another one."""
+    server = SimApiServer()
+    with capture_module_logs(config_follower) as lines:
+        async with cluster_at_work(
+            tmp_path, Feature.CONFIG, server=server, config_map=CONFIG_MAP
+        ) as scene:
+            for count in (1, 2):
+                server.configure(*CONFIG_MAP, {"default": f"{count}"})
+                await becomes(lambda wanted=count: len(scene.choices) == wanted)  # type: ignore[misc] # of a loop
+                server.store.delete(("configmaps", *CONFIG_MAP))
+                await becomes(lambda: scene.cluster.parts.config_follower.problem)
+                server.label(NODE, {"team": f"{count}"})
+                await scene.reads_node()
+                await anyio.sleep(0.2)
+                assert [line["event"] for line in lines] == ["configuration rejected"] * count
+
+
+M = "all-1g.5gb"
+HELD_GPU = after(GpusFound((gpu(0),), at=0), layout_of(gpu(0)).offer_fact)
+ORPHAN = after(
+    SharesClaimed(HELD_GPU.gpus[gpu(0).id].shares[:1], at=1),
+    SharesOffered((METAGPU,), ()),
+    since=HELD_GPU,
+)
+PAUSED = after(
+    BackendAttached(gpu(0).id, "fraction", needs_setup=False, needs_cleanup=False, at=1),
+    ProvisioningReported(
+        gpu(0).id,
+        "fraction",
+        ProvisionedState(paused={HELD_GPU.gpus[gpu(0).id].shares[0].id: "it hangs"}),
+        at=1,
+    ),
+    since=HELD_GPU,
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "outcome", "snapshot", "state"),
+    [
+        (None, ConfigOutcome(has_mig_layouts=True), HELD_GPU, None),
+        (ClusterChoice(mig_config=None), ConfigOutcome(has_mig_layouts=True), HELD_GPU, None),
+        (ClusterChoice(mig_config=M), ConfigOutcome(has_mig_layouts=True), HELD_GPU, "success"),
+        (ClusterChoice(mig_config=M), ConfigOutcome(), HELD_GPU, None),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome(), HELD_GPU, "success"),
+        (ClusterChoice("other", mig_config=M), ConfigOutcome(), HELD_GPU, None),
+        (ClusterChoice(mig_config=M), ConfigOutcome("bad: 1: no"), HELD_GPU, None),
+        (ClusterChoice(mig_config=M), ConfigOutcome(f"no {M}"), HELD_GPU, "failed"),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome("bad: 1: no"), HELD_GPU, "failed"),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome(mig_mismatch="x"), HELD_GPU, "failed"),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome(), after(), "pending"),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome(), ORPHAN, "pending"),
+        (ClusterChoice(M, mig_config=M), ConfigOutcome(), PAUSED, "pending"),
+    ],
+)
+def test_only_what_is_ours_is_answered(
+    wanted: ClusterChoice | None, outcome: ConfigOutcome, snapshot: Snapshot, state: str | None
+) -> None:
+    """Another program may follow mig-manager's label on a node without layouts of ours."""
+    assert mig_state(wanted, outcome, snapshot) == state
+
+
+@pytest.mark.parametrize(("value", "managed"), [("true", True), ("false", False), (None, False)])
+def test_mig_manager_runs_where_the_operator_says_so(value: str | None, *, managed: bool) -> None:
+    """The operator writes `false` where it pauses or has removed its MIG manager."""
+    labels = {} if value is None else {MIG_MANAGER_LABEL: value}
+    assert read_choice(labels) == ClusterChoice(mig_manager=managed)
+
+
+async def test_a_rejection_that_nothing_else_shows_is_answered(tmp_path: Path) -> None:
+    """A file that changes on the node may make the configuration wrong."""
+    server = SimApiServer()
+    server.add_node(NODE, {MIG: M})
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__mig_config_state="success")
+        await scene.reads_node()
+        await anyio.wait_all_tasks_blocked()  # nothing else triggers
+        scene.refusal = "a.yaml: 1: no"
+        scene.registry.events.publish(ConfigRejected(scene.refusal, 1, LAST_GOOD))
+        await scene.has_labels(nvidia_com__mig_config_state="failed")
+
+
+async def test_a_choice_that_takes_its_time_is_answered_then(tmp_path: Path) -> None:
+    """The labels were written before the choice was followed, and nothing else has changed."""
+    server = SimApiServer()
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        scene.follow_s = 0.3
+        server.label(NODE, {MIG: M})
+        await scene.has_labels(nvidia_com__mig_config_state="success")

@@ -1,5 +1,6 @@
 """Credentials of an exec plugin in a kubeconfig: real programs, a simulated server."""
 
+import asyncio
 import gc
 import os
 from base64 import b64encode
@@ -13,10 +14,15 @@ import anyio.abc
 import pytest
 import yaml
 from kubernetes_asyncio.config import ConfigException
+from kubernetes_asyncio.config.kube_config import KubeConfigLoader
 
 from metagpu.core.errors import ClusterError
 from metagpu.host.programs import run_command
-from metagpu.plugins.cluster.credentials import load_credentials
+from metagpu.plugins.cluster.credentials import (
+    context_names,
+    context_namespace,
+    load_credentials,
+)
 from metagpu.plugins.cluster.settings import ClusterTiming
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import open_client_at
@@ -191,3 +197,60 @@ def _runs(pid: int) -> bool:
     except (ProcessLookupError, FileNotFoundError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_programs_answer_replaces_all_other_credentials(tmp_path: Path) -> None:
+    """A token or a certificate beside the program is not used in its place."""
+    certificate = '{"clientCertificateData": "certificate", "clientKeyData": "key"}'
+    beside = {"token": "old", "client-certificate": "/none", "client-key": "/none"}
+    path = kubeconfig(tmp_path, printing(certificate), beside=beside)
+    found = await load_credentials(path, run_command, DEADLINE)
+    assert "BearerToken" not in found.api_key
+    assert await anyio.Path(found.cert_file or "").read_text() == "certificate"
+
+
+async def test_a_program_has_the_environment_of_its_entry(tmp_path: Path) -> None:
+    """Names and values of `exec.env` are the program's, beside those of the daemon."""
+    path = kubeconfig(tmp_path, printing('{"token": "\'"$PROFILE:${HOME:+home}"\'"}'))
+    content = yaml.safe_load(path.read_text())
+    content["users"][0]["user"]["exec"]["env"] = [{"name": "PROFILE", "value": "gpus"}]
+    path.write_text(yaml.safe_dump(content))
+    found = await load_credentials(path, run_command, DEADLINE)
+    assert found.api_key["BearerToken"] == "Bearer gpus:home"
+
+
+async def test_a_program_of_no_name_is_none(tmp_path: Path) -> None:
+    """`exec: null` leaves the token of the entry."""
+    path = SimApiServer().kubeconfig(tmp_path)
+    content = yaml.safe_load(path.read_text())
+    content["users"][0]["user"]["exec"] = None
+    path.write_text(yaml.safe_dump(content))
+    found = await load_credentials(path, run_command, DEADLINE)
+    assert found.api_key["BearerToken"] == "Bearer first"
+
+
+def test_a_context_has_a_namespace(tmp_path: Path) -> None:
+    """The namespace is the context's, `default` without one; several files are one."""
+    path = SimApiServer().kubeconfig(tmp_path)
+    other = tmp_path / "other"
+    context = {"name": "a", "context": {"cluster": "sim", "user": "sim", "namespace": "team"}}
+    other.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", "contexts": [context]}))
+    both = Path(f"{path}:{other}")
+    assert (context_namespace(both), context_namespace(both, "a")) == ("default", "team")
+    assert sorted(context_names(both)) == ["a", "sim"]
+    with pytest.raises(ClusterError, match="no context in"):
+        context_namespace(path, "a")
+
+
+async def test_a_source_of_tokens_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library may ask a provider of identities, which does not answer."""
+
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(KubeConfigLoader, "load_and_set", hang)
+    path = SimApiServer().kubeconfig(tmp_path)
+    with pytest.raises(ConfigException, match=r"tokens did not answer within 0\.05 s"):
+        await load_credentials(path, run_command, 0.05)

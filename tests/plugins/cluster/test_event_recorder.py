@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from metagpu.core.errors import ClusterError
+from metagpu.core.runtime.rate_limit import TokenBucket
 from metagpu.plugins.cluster import event_recorder as events
 from metagpu.plugins.cluster.event_recorder import (
     EventData,
@@ -310,11 +311,15 @@ async def test_long_texts_are_truncated_as_kubernetes_counts(tmp_path: Path) -> 
     server = SimApiServer()
     pod = ObjectReference("Pod", "p" * 229 + "-0", "u", "team")
     async with recording(server, tmp_path, Clock()) as recorder:
-        recorder.record(EventData(pod, EventReason.GPU_CORDONED, "x" + "\u00e9" * 2000, "Judge"))
+        recorder.instance = "metagpu-" + "n" * 253
+        note = "x\ud800y" + "\u00e9" * 2000
+        recorder.record(EventData(pod, EventReason.GPU_CORDONED, note, "Judge"))
         await server.until(server.events)
 
     [event] = server.events()
     assert len(event["note"].encode()) == 1023
+    assert event["note"].startswith("x?y")
+    assert len(event["reportingInstance"]) == 128
     assert event["metadata"]["name"].startswith("p" * 229 + ".")
 
 
@@ -368,7 +373,7 @@ async def test_unlimited_events_leave_an_object_its_limit(tmp_path: Path) -> Non
     pod = ObjectReference("Pod", "p", "u", "team")
     async with recording(server, tmp_path, Clock()) as recorder:
         recorder.per_subject = 2
-        for number in range(8):
+        for number in range(events.BURST):
             note = f"GPU {number} is hot"
             recorder.record(
                 EventData(pod, EventReason.GPU_UNHEALTHY, note, "CheckHealth", unlimited=True)
@@ -376,6 +381,110 @@ async def test_unlimited_events_leave_an_object_its_limit(tmp_path: Path) -> Non
         recorder.record(
             EventData(pod, EventReason.GPU_DEVICE_LOST, "lost", "CheckHealth", warning=True)
         )
-        await server.until(lambda: len(server.events()) == 9)
+        await server.until(lambda: len(server.events()) == events.BURST + 1)
 
     assert server.events()[-1]["reason"] == "GPUDeviceLost"
+
+
+async def test_a_count_is_exact_and_written_once_an_interval(tmp_path: Path) -> None:
+    """A request that failed counts nothing twice, and a repetition soon after waits."""
+    server, clock = SimApiServer(), Clock()
+    cold = replace(HOT, note="GPU 0: cold")
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.record(HOT)
+        await server.until(server.events)
+        clock.now += QUICK.count_interval
+        server.fail(503)
+        recorder.record(HOT)
+        await becomes(lambda: not recorder._queue and not recorder.problem)
+        recorder.record(HOT)
+        recorder.record(cold)
+        await server.until(lambda: len(server.events()) == 2)
+
+    assert [each.method for each in server.requests] == ["POST", "PATCH", "PATCH", "POST"]
+    assert server.events()[0]["series"]["count"] == 2
+
+
+async def test_an_event_that_is_created_again_keeps_no_other(tmp_path: Path) -> None:
+    """Events begin anew in the order of their times, also where Kubernetes has deleted one."""
+    server, clock = SimApiServer(), Clock()
+    cold = replace(HOT, note="GPU 0: cold")
+    async with recording(server, tmp_path, clock) as recorder:
+        recorder.record(HOT)
+        recorder.record(cold)
+        await server.until(lambda: len(server.events()) == 2)
+        clock.now += events.DEDUP_WINDOW - 1
+        server.store.delete(next(key for key in server.store.objects if key[0] == "events"))
+        recorder.record(HOT)
+        await server.until(lambda: len(server.events()) == 2)
+        clock.now += 1
+        recorder.record(cold)
+        await server.until(lambda: [e["note"] for e in server.events()].count(cold.note) == 2)
+
+
+async def test_all_namespaces_together_have_a_limit_where_it_is_set(tmp_path: Path) -> None:
+    """Clients that invent namespaces get no more Events than others."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        recorder.overall = TokenBucket(3, 1e-9)
+        for number in range(8):
+            recorder.record(killed(f"team-{number}"))
+        await becomes(lambda: not recorder._queue)
+    assert (len(server.events()), recorder.dropped) == (3, 5)
+
+
+async def test_namespaces_of_before_take_no_memory(tmp_path: Path) -> None:
+    """The rate of a namespace is forgotten once it has all its tokens again."""
+    server, clock = SimApiServer(), Clock()
+    async with recording(server, tmp_path, clock) as recorder:
+        for number in range(8):
+            recorder.record(killed(f"team-{number}"))
+        await becomes(lambda: len(recorder._rates) == 8 and not recorder._queue)
+        clock.now += events.REFILL + 1
+        recorder.record(HOT)
+        await becomes(lambda: not recorder._queue)
+        assert len(recorder._rates) == 1
+
+
+async def test_a_fault_of_ours_costs_one_event(tmp_path: Path) -> None:
+    """A recorder that starts again after an unforeseen error does not begin with its cause."""
+    server = SimApiServer()
+    async with client_of(server, tmp_path) as client, anyio.create_task_group() as group:
+        recorder, call = EventRecorder("metagpu-x", QUICK, Clock(), Clock()), client.call
+
+        async def broken(*_: object, **__: object) -> Mapping[str, Any]:
+            client.call = call  # type: ignore[method-assign]
+            raise KeyError("unforeseen")
+
+        client.call = broken  # type: ignore[method-assign]
+        recorder.record(HOT)
+        recorder.record(killed("team"))
+        with pytest.raises(KeyError):
+            await recorder.run(client)
+        group.start_soon(recorder.run, client)
+        await server.until(server.events)
+        group.cancel_scope.cancel()
+    assert [each["note"] for each in server.events()] == ["process 0 ended"]
+
+
+async def test_what_does_not_fit_into_the_queue_is_counted() -> None:
+    """The namespace with most Events loses its oldest."""
+    recorder = EventRecorder("metagpu-x", QUICK, Clock(), Clock())
+    recorder.record(killed("quiet"))
+    for number in range(events.QUEUE_LIMIT + 1):
+        recorder.record(killed("loud", number))
+    notes = [data.note for data in recorder._queue if data.subject.namespace == "loud"]
+    assert (recorder.dropped, notes[0]) == (2, "process 2 ended")
+    assert len(notes) == events.QUEUE_LIMIT - 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+async def test_an_event_that_is_hopeless_holds_up_no_other(tmp_path: Path, status: int) -> None:
+    """The namespace of an Event may be gone, and a policy may refuse it."""
+    server = SimApiServer()
+    async with recording(server, tmp_path, Clock()) as recorder:
+        server.fail(status)
+        recorder.record(HOT)
+        recorder.record(killed("team"))
+        await server.until(server.events)
+    assert [each["note"] for each in server.events()] == ["process 0 ended"]

@@ -3,17 +3,23 @@
 from pathlib import Path
 from typing import Final
 
+import anyio
 import pytest
 from msgspec.structs import replace
 
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.pods import KnownPod
-from metagpu.core.model.shares import Holder, ResourceName
+from metagpu.core.model.shares import CordonSource, Holder, ResourceName
 from metagpu.core.model.snapshot import Versions
 from metagpu.core.state.events import (
     AnnotationRejected,
+    ConfigRejected,
+    ContainerAbsent,
+    DaemonNotReady,
+    DevicesLost,
     Event,
     MemoryExceeded,
+    MixedRequestFound,
     PreferenceNotMet,
     ProcessSignalled,
     TimeExceeded,
@@ -35,14 +41,23 @@ from metagpu.core.state.facts import (
     RegistrationProblemFound,
     UnreadableGpusFound,
 )
+from metagpu.core.state.registry import Registry
 from metagpu.plugins.cluster import event_recorder as events
-from metagpu.plugins.cluster.event_recorder import ObjectReference
-from metagpu.plugins.cluster.events import node_event_of, pod_event_of, standing_problems
+from metagpu.plugins.cluster.event_recorder import EventRecorder, ObjectReference
+from metagpu.plugins.cluster.events import (
+    NODE_EVENT_KINDS,
+    POD_EVENT_KINDS,
+    NodeEvents,
+    node_event_of,
+    pod_event_of,
+    record_empty_resources,
+    standing_problems,
+)
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import cluster_at_work
-from tests.rigs.build import after, gpu
+from tests.rigs.build import after, gpu, layout_of
 
 A: Final = gpu(0)
 NODE: Final = ObjectReference("Node", "gpu-1", "u")
@@ -75,6 +90,8 @@ RESET: Final = BackendSuspended(A.id, "mig", "MIG waits for a reset", at=1, unti
         ),
         (GpuCordoned(A.id, "fans", 1), "GPUCordoned", f"GPU {A}: fans", False),
         (GpuUncordoned(A.id, 1), "GPUUncordoned", f"GPU {A}: accepts new shares again", False),
+        (ConfigRejected("bad", 1, "it stays"), "ConfigRejected", "bad; it stays", True),
+        (DaemonNotReady("no driver"), "DaemonNotReady", "no driver", True),
         (RESET, "GPUResetNeeded", f"GPU {A}: MIG waits for a reset", True),
         (
             UnreadableGpusFound({1: "GPU 1: it hangs"}, at=1),
@@ -105,6 +122,7 @@ def test_each_event_is_one_sentence_about_the_node(
     """Each event has a reason, a sentence, and a type."""
     written = node_event_of(event, SNAPSHOT, NODE)
 
+    assert isinstance(event, NODE_EVENT_KINDS)
     assert written is not None
     assert (written.subject, written.reason, written.note, written.warning) == (
         NODE,
@@ -115,7 +133,13 @@ def test_each_event_is_one_sentence_about_the_node(
 
 
 @pytest.mark.parametrize(
-    "event", [BackendSuspended(A.id, "mps", "it starts", at=1), DriverRead(Versions("1"))]
+    "event",
+    [
+        BackendSuspended(A.id, "mps", "it starts", at=1),
+        DriverRead(Versions("1")),
+        GpuCordoned(A.id, "a new driver", 1, CordonSource.DRIVER_UPGRADE),
+        GpuUncordoned(A.id, 1, CordonSource.DRIVER_UPGRADE),
+    ],
 )
 def test_temporary_states_are_no_events(event: Event) -> None:
     """A backend that is not ready yet, or a version, makes no Event."""
@@ -223,6 +247,7 @@ def test_each_event_has_its_numbers(event: Event, reason: str, note: str) -> Non
     """Reason and sentence are about the very pod, as a warning."""
     written = pod_event_of(event, SNAPSHOT)
 
+    assert isinstance(event, POD_EVENT_KINDS)
     assert written is not None
     assert (written.reason, written.note, written.warning) == (reason, note, True)
     subject = written.subject
@@ -322,3 +347,50 @@ async def test_without_the_feature_pods_get_no_events(tmp_path: Path) -> None:
         await scene.server.until(scene.server.events)
 
     assert reasons(scene.server) == ["GPUUnhealthy"]
+
+
+def test_a_loss_is_written_before_what_pods_cause() -> None:
+    """A pod cannot lose its devices at will, as it can leave a container or ask for both."""
+    absent = ContainerAbsent(ALICE, "u-1", {A.id: 2}, seconds=600, at=1)
+    mixed = MixedRequestFound(ALICE, "u-1", {ResourceName("a.b/c"): "GPU 0"}, at=1)
+    lost = DevicesLost(ALICE, "u-1", ("MIG-1",), "kubectl delete pod", at=1)
+    written = [pod_event_of(event, SNAPSHOT) for event in (absent, mixed, lost)]
+    assert [(data.reason, data.minor, data.key) for data in written if data] == [
+        ("GPUShareWithoutContainer", True, "main"),
+        ("GPUNotVisible", True, "main"),
+        ("GPUDeviceLost", False, "main"),
+    ]
+    assert all(isinstance(event, POD_EVENT_KINDS) for event in (absent, mixed, lost))
+
+
+async def test_a_reset_that_was_needed_before_the_start_is_an_event(tmp_path: Path) -> None:
+    """A start of the daemon may enable MIG mode before it reaches the API server."""
+    async with cluster_at_work(tmp_path, Feature.EVENTS) as scene:
+        scene.registry.apply(GpusFound((A,), at=0))
+        scene.registry.apply(replace(RESET, backend="mps", reason="it starts", until_reset=False))
+        scene.registry.apply(RESET)
+        await scene.server.until(scene.server.events)
+    assert [each["note"] for each in scene.server.events()] == [f"GPU {A}: MIG waits for a reset"]
+
+
+async def test_a_resource_that_no_gpu_provides_is_an_event_each_time() -> None:
+    """The amount 0 has a reason; one that stays, or has shares, is no news."""
+    a, b = (ResourceName(f"nvidia.com/mig-{name}") for name in ("1g.5gb", "7g.80gb"))
+    registry, recorder = Registry(), EventRecorder("metagpu-x", ClusterTiming())
+    offer = layout_of(A).offer_fact
+    registry.apply(GpusFound((A,), at=0))
+    async with anyio.create_task_group() as group:
+        group.start_soon(record_empty_resources, registry, NodeEvents("n", recorder, enabled=True))
+        for empty in ((a,), (a, b), (), (a,)):
+            registry.apply(replace(offer, resources=(*offer.resources, *empty)))
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert [data.key for data in recorder._queue] == [a, b, a]
+    assert recorder._queue[0].note.startswith(f"{a} has the amount 0")
+
+
+async def test_without_the_feature_nothing_is_queued_for_the_node() -> None:
+    """An Event that nobody writes would count as dropped."""
+    recorder = EventRecorder("metagpu-x", ClusterTiming())
+    NodeEvents("n", recorder, enabled=False).record(events.EventReason.CONFIG_APPLIED, "a", "b")
+    assert not recorder._queue

@@ -357,3 +357,48 @@ def test_without_instances_there_is_no_strategy() -> None:
     found = node_labels(after(GpusFound((gpu(0),), at=0), layout.offer_fact), SETTINGS)
 
     assert [name for name in found if "mig" in name] == ["nvidia.com/mig.capable"]
+
+
+@pytest.mark.parametrize(
+    ("text", "capable"),
+    [
+        (POOL.format("layout: {1g.5gb: 7}, mps: {replicas: 4}"), "true"),
+        (POOL.format("layout: {1g.5gb: 7}, replicas: 4"), "false"),
+        ("version: metagpu/v1\npools: [{name: a, backends: [{backend: mps}]}]", "true"),
+    ],
+)
+def test_a_node_with_mps_says_so(text: str, capable: str) -> None:
+    """GPUs and instances that are shared through MPS make a node capable of it."""
+    assert labels_of(mig_gpu(0), gpu(1), text=text)["nvidia.com/mps.capable"] == capable
+
+
+def test_one_gpu_makes_a_label_of_all() -> None:
+    """ECC is that of all GPUs, as is none of one; a virtual GPU or a link of one counts."""
+    first, second, third = (gpu(index) for index in range(3))
+    link = {frozenset((first.id, second.id)): Connection(nvlinks=12)}
+    link[frozenset((first.id, third.id))] = Connection()
+    found = labels_of(
+        *(replace(first, ecc=True, virtual=True), replace(second, ecc=False, virtual=False), third),
+        facts=(TopologyRead(Topology(link)),),
+    )
+    assert found["metagpu.io/gpu.ecc"] == "false"
+    assert found["nvidia.com/vgpu.present"] == "true"
+    assert (found["metagpu.io/gpu.nvlink"], found["metagpu.io/gpu.nvswitch"]) == ("true", "false")
+
+
+def test_single_without_instances_is_invalid() -> None:
+    """GPUs in MIG mode of which none has an instance have NVIDIA's label for that."""
+    settings = LabelSettings(STRATEGIES, MigStrategy.SINGLE)
+    found = labels_of(replace(A100, mig_enabled=True), settings=settings)
+    assert found["nvidia.com/gpu.product"] == f"{A100_PRODUCT}-MIG-INVALID"
+    assert [found[f"nvidia.com/gpu.{key}"] for key in ("count", "replicas", "memory")] == ["0"] * 3
+    assert found["nvidia.com/gpu.sharing-strategy"] == ""
+    whole = labels_of(A100, settings=settings)
+    assert whole["nvidia.com/gpu.product"] == A100_PRODUCT
+
+
+def test_two_profiles_under_one_name_are_mixed() -> None:
+    """`single` is one profile on all GPUs."""
+    names = "{1g.5gb: nvidia.com/gpu, 2g.10gb: nvidia.com/gpu.shared}"
+    found = mig_labels_of(f"layout: {{1g.5gb: 2, 2g.10gb: 2}}, resource: {names}")
+    assert found["nvidia.com/mig.strategy"] == "mixed"

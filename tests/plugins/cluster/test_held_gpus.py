@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
+    CordonSource,
     Fault,
     HardwareDevice,
     Holder,
@@ -131,6 +132,7 @@ def test_a_cordon_is_nothing_to_act_on() -> None:
     cordoned, ended = written(GpuCordoned(FIRST.id, "new fan", at=2), GpuUncordoned(FIRST.id, at=3))
 
     assert (cordoned.reason, cordoned.warning) == ("GPUCordoned", False)
+    assert cordoned.unlimited
     assert cordoned.note == (
         f"GPU {FIRST} gets no new pods: new fan. The pod keeps it and need not be created again"
     )
@@ -184,6 +186,7 @@ def test_a_mig_device_concerns_its_own_pod() -> None:
     )
 
     assert (fault.subject.name, fault.reason) == ("alice", "MIGDeviceUnhealthy")
+    assert not fault.unlimited
     assert fault.note == (
         f"MIG device MIG-0 of GPU {FIRST} is out of service: XID 94. The pod must be created "
         "again: the device is made again once no pod holds it"
@@ -272,3 +275,13 @@ async def test_a_new_connection_repeats_no_event(
 
     assert [each["regarding"]["name"] for each in scene.server.events()] == ["alice", "bob"]
     assert "series" not in scene.server.events()[0]
+
+
+def test_an_upgrade_is_one_event_of_a_pod() -> None:
+    """The driver is that of all GPUs that a pod holds, and no limit hides it."""
+    alice, upgrade = Holder("team", "alice", "main"), CordonSource.DRIVER_UPGRADE
+    both = after(LeasesObserved({SHARES[n].id: alice for n in (0, 10)}, at=1), since=NODE)
+    facts = (GpuCordoned(each.id, "a new driver", 2, upgrade) for each in (FIRST, SECOND))
+    now = after(*facts, since=both)
+    [event] = gpu_events_between(troubles_of(both), troubles_of(now), now)
+    assert (event.reason, event.unlimited) == ("GPUDriverUpgrade", True)

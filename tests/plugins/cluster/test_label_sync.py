@@ -18,12 +18,13 @@ from metagpu.core.state.facts import (
     SharesOffered,
     SharesReleased,
 )
+from metagpu.plugins.cluster.label_sync import RETRY_PERIOD
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, QUICK, SIDE_BY_SIDE, Scene, cluster_at_work
 from tests.rigs.build import gpu
-from tests.rigs.waiting import becomes
+from tests.rigs.waiting import becomes, skip
 
 
 async def test_labels_are_written_and_follow_what_is_on_offer(tmp_path: Path) -> None:
@@ -509,3 +510,53 @@ async def test_an_api_server_in_trouble_changes_nothing(tmp_path: Path) -> None:
         await scene.has_labels(nvidia_com__gpu_count="2")
 
         assert owned(server) == set()
+
+
+async def test_an_nfd_that_comes_later_gets_the_labels(tmp_path: Path) -> None:
+    """The kinds of NFD are looked for every ten minutes, and not at each change."""
+    async with cluster_at_work(tmp_path, *BOTH) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        scene.server.install_nfd()
+        scene.offer(count=3)
+        await scene.has_labels(nvidia_com__gpu_count="3")
+        assert not scene.server.node_features()
+        skip(RETRY_PERIOD)
+        scene.offer(count=4)
+        await scene.has_labels(nvidia_com__gpu_count="4")
+        await scene.server.until(lambda: not owned(scene.server))
+
+
+async def test_labels_outlive_a_restart_that_answers_mig_manager(tmp_path: Path) -> None:
+    """The answer is written before the first offer, and takes no label of before."""
+    server = SimApiServer()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as first:
+        first.offer()
+        await first.has_labels(nvidia_com__gpu_count="2")
+    server.label(NODE, {"nvidia.com/mig.config": "all-1g.5gb"})
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        await scene.has_labels(nvidia_com__mig_config_state="pending")
+        assert server.labels(NODE)[COUNT] == "2"
+
+
+@pytest.mark.parametrize(("runs", "state"), [("true", "failed"), ("false", "success")])
+async def test_the_answer_of_a_mig_manager_that_runs_stays(
+    tmp_path: Path, runs: str, state: str
+) -> None:
+    """One that has gone left its answer behind, which is not in force any more."""
+    server = SimApiServer()
+    labels = {"nvidia.com/mig.config": "all-1g.5gb", "nvidia.com/gpu.deploy.mig-manager": runs}
+    server.add_node(NODE, labels)
+    server.label(NODE, {"nvidia.com/mig.config.state": "failed"}, by="mig-manager")
+    async with cluster_at_work(tmp_path, Feature.CONFIG, Feature.LABELS, server=server) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2", nvidia_com__mig_config_state=state)
+
+
+async def test_no_object_is_removed_that_was_never_written(tmp_path: Path) -> None:
+    """Without NFD the end of the daemon asks for none."""
+    async with cluster_at_work(tmp_path, *BOTH, remove_labels=True) as scene:
+        scene.offer()
+        await scene.has_labels(nvidia_com__gpu_count="2")
+    assert COUNT not in scene.server.labels(NODE)
+    assert not any(line.startswith("DELETE") for line in written(scene.server))

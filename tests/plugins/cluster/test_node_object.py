@@ -11,6 +11,7 @@ from metagpu.core.state.facts import (
     BackendSuspended,
     CompetingPluginFound,
     CompetingPluginGone,
+    Fact,
     GpuFaulted,
     GpusFound,
     InstanceFaulted,
@@ -58,6 +59,7 @@ def managed(manager: str, *labels: str, operation: str = "Apply") -> dict[str, A
 def test_own_labels_are_those_applied_in_our_name() -> None:
     """Labels of other managers, or of updates, are not ours to remove."""
     entries = [managed("metagpu", "a", "b"), managed("nfd", "c"), {"manager": "kubelet"}]
+    entries.append(managed("metagpu", "d", operation="Update"))
     assert owned_labels({"metadata": {"managedFields": entries}}) == {"a", "b"}
     assert owned_labels({"metadata": {}}) == frozenset()
 
@@ -301,3 +303,38 @@ def test_a_new_kubelet_admits_a_pod_about_to_end_again() -> None:
     assert allocatable_of(snapshot) == {METAGPU: 20}
     snapshot = after(PodsListed(()), PodsListed((again,)), since=snapshot)
     assert allocatable_of(snapshot) == {METAGPU: 17}
+
+
+def test_the_last_change_is_the_time_of_a_condition() -> None:
+    """A condition of several GPUs, resets or devices has changed with the last of them."""
+    _, snapshot = offered(gpu(0), gpu(1))
+    first, second = gpu(0).id, gpu(1).id
+    pairs: list[tuple[Fact, ...]] = [
+        (GpuFaulted(first, "XID 79", at=120), GpuFaulted(second, "XID 79", at=60)),
+        (InstanceFaulted(first, "MIG-x", "XID 94", 120), InstanceFaulted(second, "MIG-y", "x", 60)),
+        tuple(
+            BackendSuspended(gpu_id, "mig", "reset it", at=at, until_reset=True)
+            for gpu_id, at in ((first, 120), (second, 60))
+        ),
+    ]
+    for pair in pairs:
+        condition = conditions_of(after(*pair, since=snapshot))[-1]
+        assert condition["lastTransitionTime"] == "1970-01-01T00:02:00Z"
+
+
+def test_a_label_that_nfd_carries_for_us_is_not_gpu_feature_discoverys() -> None:
+    """The product that NFD writes by our object is ours."""
+    product = "nvidia.com/gpu.product"
+    document = {
+        "metadata": {"labels": {product: "x"}, "managedFields": [managed("nfd-master", product)]}
+    }
+    assert is_labelled_by_gfd(document)
+    assert not is_labelled_by_gfd(document, {product})
+
+
+@pytest.mark.parametrize("key", ["status", "reason", "message"])
+def test_a_condition_that_says_something_else_differs(key: str) -> None:
+    """Somebody may edit a condition."""
+    wanted = conditions_of(offered(gpu(0))[1])
+    shown = node(conditions=[{**wanted[0], key: "other"}])
+    assert conditions_differ(shown, wanted)

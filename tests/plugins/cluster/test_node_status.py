@@ -11,6 +11,7 @@ from msgspec import UNSET
 from structlog.testing import capture_logs
 
 from metagpu.core.availability.reasons import availability_of, count_free
+from metagpu.core.model.gpu import Connection, Topology
 from metagpu.core.model.pods import KnownPod
 from metagpu.core.model.shares import (
     CordonSource,
@@ -19,6 +20,7 @@ from metagpu.core.model.shares import (
     ProvisionedState,
     ResourceName,
 )
+from metagpu.core.model.snapshot import Versions
 from metagpu.core.reports.diagnosis import check_driver_upgrade
 from metagpu.core.reports.reading import plain_report, read_report
 from metagpu.core.reports.schema.daemon import DriverPodReport
@@ -27,12 +29,16 @@ from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import (
     BackendAttached,
     BackendResumed,
+    BackendSuspended,
+    CompetingPluginFound,
+    DriverRead,
     Fact,
     GpuCordoned,
     GpuFaulted,
     GpuRecovered,
     GpusFound,
     GpuUncordoned,
+    InstanceFaulted,
     LeasesObserved,
     NodeWithdrawn,
     PodsListed,
@@ -40,14 +46,21 @@ from metagpu.core.state.facts import (
     RegistrationProblemFound,
     SharesClaimed,
     SharesReleased,
+    TopologyRead,
     TurnsChanged,
+    UnreadableGpusFound,
 )
 from metagpu.core.state.registry import Registry
 from metagpu.display.status import cluster_problems
+from metagpu.plugins.cluster import node_status
+from metagpu.plugins.cluster.event_recorder import EventReason
 from metagpu.plugins.cluster.node_object import NODES
 from metagpu.plugins.cluster.node_status import (
     STATE_LABEL,
+    DriverUpgradeFollower,
+    NodeCordonFollower,
     NodeStatusWriter,
+    holding_pods,
     shown_amounts,
     summary,
     upgrade_state,
@@ -58,7 +71,8 @@ from metagpu.plugins.cluster.watch import NodePatcher
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.core.devices.test_devices import SIZED
 from tests.plugins.cluster.rig import NODE, QUICK, SIDE_BY_SIDE, SLICED, Scene, cluster_at_work
-from tests.rigs.build import METAGPU, gpu, layout_of
+from tests.rigs.build import METAGPU, after, gpu, layout_of
+from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import becomes, skip
 
 FOUR_BACKENDS = """
@@ -219,6 +233,14 @@ async def test_a_daemon_that_withdraws_knows_whether_the_node_shows_shares(
             go_on.set()
             await becomes(lambda: not scene.cluster.shows_shares())
             go_on = anyio.Event()
+
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as other:
+        other.offer()
+        other.registry.apply(PodsListed((), 0.0))
+        other.registry.apply(NodeWithdrawn(hands_over=True))
+        server.report(NODE, {METAGPU: 20}, {METAGPU: 20})
+        await becomes(lambda: other.cluster.report().connected)
+        assert not other.cluster.shows_shares(), "without the feature metagpu lowers none"
 
 
 async def test_amounts_rise_though_the_answer_of_the_lowering_is_late(
@@ -735,3 +757,98 @@ def test_a_sentence_names_a_few_pods() -> None:
     assert "team/0, team/1 (the operator does not see it)" in summary("x=y", many)
     assert summary("x=y", many).endswith("team/7 (the operator does not see it), 2 more")
     assert summary("x=y", {}).endswith("; no pod holds the driver")
+
+
+async def test_a_node_that_is_not_read_is_no_difference(tmp_path: Path) -> None:
+    """A Node that was read last hours ago is compared with nothing."""
+    server = SimApiServer()
+    server.add_node(NODE)
+    server.report(NODE, {METAGPU: 20}, {METAGPU: 0})
+    async with cluster_at_work(tmp_path, Feature.EVENTS, server=server) as scene:
+        scene.offer()
+        await becomes(lambda: scene.cluster.report().connected)
+        comparison = scene.connection.comparison
+        assert await comparison.reconcile() is not None
+        comparison.node.problem = "away"
+        assert await comparison.reconcile() is None
+
+
+BASE: Final = after(GpusFound((gpu(0), gpu(1)), at=0), layout_of(gpu(0), gpu(1)).offer_fact)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        GpuFaulted(gpu(0).id, "XID 79", at=1),
+        InstanceFaulted(gpu(0).id, "MIG-x", "XID 94", 1),
+        BackendSuspended(gpu(0).id, "mig", "reset it", at=1, until_reset=True),
+        UnreadableGpusFound({2: "GPU 2: it hangs"}, at=1),
+        TopologyRead(Topology({frozenset((gpu(0).id, gpu(1).id)): Connection(nvlinks=4)})),
+        DriverRead(Versions("580.1", (13, 0))),
+        CompetingPluginFound(METAGPU, "a.sock"),
+        PodsListed((KnownPod("a", "team", "a", "Running", terminating=True),)),
+        PodsListed((KnownPod("a", "team", "a", requests={METAGPU: 1}, arriving=True),)),
+        NodeWithdrawn(hands_over=False),
+    ],
+    ids=lambda fact: type(fact).__name__,
+)
+def test_whatever_the_node_shows_is_watched(fact: Fact) -> None:
+    """Labels, conditions, taint and amounts follow each fact that they are computed from."""
+    assert watched_state(after(fact, since=BASE)) != watched_state(BASE)
+
+
+def test_a_node_that_is_away_changes_no_cordon() -> None:
+    """The Node as it was read last holds; a GPU that is not found yet decides nothing."""
+    registry = Registry()
+    upgrade = DriverUpgradeFollower(registry, lambda *_, **__: None)
+    cordons = NodeCordonFollower(registry)
+    labels, annotations = {STATE_LABEL: "drain-required"}, {f"{CORDON_PREFIX}0": "x" * 300}
+    found = {"metadata": {"labels": labels, "annotations": annotations}}
+    with capture_module_logs(node_status) as lines:
+        for follower in (upgrade, cordons):
+            follower.follow(found)
+            assert not follower.decided.is_set()
+    assert [line["event"] for line in lines] == ["driver upgrade under way"]
+    registry.apply(GpusFound((gpu(0),), at=0))
+    for follower in (upgrade, cordons):
+        follower.follow(found)
+        follower.follow(None)
+        assert follower.decided.is_set()
+    state = registry.snapshot.gpus[gpu(0).id]
+    assert state.cordons.keys() == {CordonSource.NODE, CordonSource.DRIVER_UPGRADE}
+    assert state.cordons[CordonSource.NODE].reason == "x" * 200
+
+
+def test_each_step_of_an_upgrade_is_an_event() -> None:
+    """The label of the operator goes through its states; without pods none is a warning."""
+    found: list[tuple[str, bool]] = []
+
+    def record(reason: EventReason, note: str, action: str, *, warning: bool = False) -> None:
+        assert note
+        assert action
+        found.append((reason, warning))
+
+    follower = DriverUpgradeFollower(Registry(), record)
+    for state in ("cordon-required", "cordon-required", "drain-required", "upgrade-done"):
+        follower.follow({"metadata": {"labels": {STATE_LABEL: state}}})
+    assert found == [
+        ("DriverUpgradeUnderWay", False),
+        ("DriverUpgradeUnderWay", False),
+        ("DriverUpgradeEnded", False),
+    ]
+
+
+def test_the_operator_sees_a_pod_by_one_of_its_shares() -> None:
+    """The operator evicts pods with NVIDIA's resource names, whatever else they hold."""
+    text = (
+        "version: metagpu/v1\npools:\n"
+        "  - {name: a, gpus: {index: 0}, backends: [{backend: whole, resource: nvidia.com/gpu}]}\n"
+        "  - {name: b, backends: [{backend: fraction, sharesPerGpu: 10}]}\n"
+    )
+    gpus = gpu(0), gpu(1)
+    snapshot = after(GpusFound(gpus, at=0), layout_of(*gpus, text=text).offer_fact)
+    first, second = (state.shares for state in snapshot.gpus.values())
+    both, own = Holder("team", "both", "main"), Holder("team", "own", "main")
+    holders = {first[0].id: both, second[0].id: both, second[1].id: own}
+    held = after(LeasesObserved(holders, at=1), since=snapshot)
+    assert holding_pods(held) == {"team/both": True, "team/own": False}

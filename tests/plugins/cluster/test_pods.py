@@ -19,6 +19,9 @@ from metagpu.core.state.events import PodEnded, PodListRequested
 from metagpu.core.state.facts import CompetingPluginFound, PodsListed
 from metagpu.core.state.registry import Registry
 from metagpu.display.status import cluster_problems
+from metagpu.host.programs import run_command
+from metagpu.plugins.cluster import watch
+from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.pods import (
     EARLY,
     LIST_PERIOD,
@@ -26,6 +29,7 @@ from metagpu.plugins.cluster.pods import (
     PODS,
     SOON,
     STOPPING,
+    CompetingPodWatch,
     DeletedPod,
     PodInformer,
     describe_competing_pod,
@@ -33,7 +37,7 @@ from metagpu.plugins.cluster.pods import (
     known_pod,
     requests_by_container,
 )
-from metagpu.plugins.cluster.settings import Feature
+from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
 from tests.rigs.build import METAGPU, after
@@ -255,8 +259,9 @@ def test_of_a_rejected_pod_we_keep_why_and_whose_it_is() -> None:
         ("metadata", {"ownerReferences": [{"kind": "Node", "name": "n", "controller": True}]}),
         ("status", {"containerStatuses": [{"name": "main", "state": {"running": {}}}]}),
         ("status", {"initContainerStatuses": [{"name": "init", "state": {"running": {}}}]}),
+        ("status", {"ephemeralContainerStatuses": [{"name": "sh", "state": {"running": {}}}]}),
     ],
-    ids=["being-deleted", "mirror", "of-a-node", "running", "init-container-running"],
+    ids=["being-deleted", "mirror", "of-a-node", "running", "init-container-running", "debugged"],
 )
 def test_a_rejected_pod_that_nobody_may_delete_has_no_version(
     part: str, change: dict[str, Any]
@@ -645,3 +650,49 @@ def test_the_claims_of_a_container_are_named_by_their_objects() -> None:
     assert requests_by_container({"spec": spec, "status": {**made, **extended}}) == both
     assert requests_by_container({"spec": {}, "status": extended}) == {"main": {("c", "r")}}
     assert requests_by_container({"spec": {}}) == {}
+
+
+async def test_a_lost_watch_of_pods_begins_again_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Pod's end, and its arrival, wait no longer than five seconds for the watch."""
+    longest = set[float]()
+
+    def shortest(low: float, high: float) -> float:
+        longest.add(high)
+        return low
+
+    monkeypatch.setattr(watch, "random_between", shortest)
+    server = SimApiServer()
+    registry, timing = Registry(), ClusterTiming(spread=600.0)
+    async with client_of(server, tmp_path, timing) as client, anyio.create_task_group() as group:
+        group.start_soon(PodInformer(client, NODE, registry).run)
+        await server.watched(PODS)
+        server.end_watches()
+        await server.watched(PODS, times=2)
+        group.cancel_scope.cancel()
+    assert longest == {watch.WATCH_TIMEOUT[1], 5.0}
+
+
+def test_all_plugins_that_may_have_a_resource_are_named() -> None:
+    """Two of them may run on one node."""
+    watcher = CompetingPodWatch(Registry(), lambda _: None)
+    watcher.found = find_competing_pods(
+        [pod("DaemonSet/hami-device-plugin", "a"), pod("DaemonSet/nvidia-device-plugin", "b")]
+    )
+    assert watcher.name_competitor(GPU) == (
+        "HAMi's device plugin (pod kube-system/a) or NVIDIA's device plugin (pod kube-system/b)"
+    )
+    assert watcher.name_competitor(METAGPU) == "another device plugin"
+
+
+async def test_a_pod_that_is_deleted_without_grace_is_stopping_at_once() -> None:
+    """The kubelet kills its containers now: nobody may wait for half a second more."""
+    registry = Registry()
+    informer = PodInformer(KubeClient(None, run_command, ClusterTiming()), NODE, registry)
+    now = datetime.now(UTC).isoformat()
+    metadata = {"uid": "a", "namespace": "team", "name": "alice", "resourceVersion": "1"}
+    informer.on_list([{"metadata": metadata, "status": {"phase": "Running"}}])
+    ended = {**metadata, "deletionTimestamp": now, "deletionGracePeriodSeconds": 0}
+    informer.on_update({"metadata": ended, "status": {"phase": "Running"}})
+    assert registry.snapshot.pods.stopping == {"a"}

@@ -32,6 +32,7 @@ from metagpu.plugins.cluster.refusals import (
     CLAIM_FORGOTTEN,
     CLAIM_LASTS,
     EXPIRES,
+    REMEMBERED,
     RefusalMatcher,
     controller_of,
     pod_refusal_events,
@@ -213,7 +214,7 @@ def test_a_refusal_expires() -> None:
     assert matcher.match([rejected("u-1")]) == []
 
     matcher.remember(AllocationRefused.of(METAGPU, SPLIT))
-    now[0] += EXPIRES - 1
+    now[0] += EXPIRES
     assert len(matcher.match([rejected("u-1"), rejected("u-2")])) == 1
 
 
@@ -227,6 +228,17 @@ def test_a_storm_of_one_cause_leaves_the_refusals_of_others() -> None:
 
     pod = rejected("u-1")
     assert matcher.match([pod]) == [(pod, quiet)]
+
+
+@pytest.mark.parametrize(("more", "known"), [(REMEMBERED - 1, True), (REMEMBERED, False)])
+def test_sentences_of_one_cause_are_remembered_up_to_a_number(more: int, *, known: bool) -> None:
+    """The oldest goes first, and one that is repeated is the newest."""
+    matcher = matcher_at_work()
+    first = AllocationRefused.of(METAGPU, SPLIT)
+    others = [replace(first, reason=f"cause <{number}>") for number in range(more)]
+    for refusal in (others[0], first, *others):
+        matcher.remember(refusal)
+    assert bool(matcher.match([rejected("u-1")])) is known
 
 
 def test_examined_pods_cost_no_comparison() -> None:

@@ -1,10 +1,11 @@
 """The next writes of a pool of ResourceSlices, case by case."""
 
-from typing import Any
+import re
+from typing import Any, cast
 
 import pytest
 
-from metagpu.plugins.cluster.resource_slices import PoolPlan, plan_pool
+from metagpu.plugins.cluster.resource_slices import OwnSlices, PoolPlan, named, plan_pool
 
 
 def devices(*gpus: str) -> dict[str, Any]:
@@ -63,3 +64,29 @@ def test_a_pool_that_is_used_stays_complete(
 ) -> None:
     """Slices are replaced one by one where that is safe, and else in a new generation."""
     assert plan_pool(WANTED, before, waits) == plan
+
+
+async def test_late_news_of_a_slice_is_none() -> None:
+    """The answer to a write may be faster than the watch, and a name may be another slice's."""
+    changes: list[str] = []
+    own = OwnSlices(cast("Any", None), "node", lambda: "gpu.metagpu.io", changes.append)
+
+    def item(version: int, uid: str = "u") -> dict[str, Any]:
+        metadata = {"name": "s", "uid": uid, "resourceVersion": str(version)}
+        return {"metadata": metadata, "spec": {"driver": "gpu.metagpu.io"}}
+
+    own.on_list([item(5)])
+    own.on_update(item(5))
+    own.on_delete(item(6, "former"))
+    assert (changes, own.version, list(own.objects)) == ([""], 6, ["s"])
+    own.on_update(item(7))
+    own.on_delete(item(8))
+    assert (changes, own.version, list(own.objects)) == (["", "s", ""], 8, [])
+
+
+@pytest.mark.parametrize("node", ["n" * 139 + "." + "x" * 100, "n" * 138 + "-." + "x" * 100])
+def test_a_long_name_of_a_node_is_cut_where_a_name_may_end(node: str) -> None:
+    """A slice has a name that Kubernetes accepts, also on a node whose name is as long."""
+    [name] = named([{"driver": "gpu.metagpu.io", "nodeName": node, "pool": {"name": node}}])
+    assert len(name) <= 253
+    assert all(re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", part) for part in name.split("."))

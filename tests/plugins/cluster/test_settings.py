@@ -90,6 +90,7 @@ def made(
     features: str = "all",
     environment: dict[str, str] | None = None,
     token: Path = Path(__file__),
+    drain: bool = False,
 ) -> ClusterSettings | None:
     """Return settings with the usual values of all others."""
     return resolve_settings(
@@ -98,6 +99,7 @@ def made(
         config_map=config_map,
         features=features,
         remove_labels=False,
+        drain_on_driver_upgrade=drain,
         environment=environment or {},
         token=token,
     )
@@ -148,3 +150,12 @@ def test_config_map_that_cannot_be_read_is_refused(
     with pytest.raises(ConfigError) as refusal:
         made(node, config_map="a/b", features=features, environment=environment)
     assert str(refusal.value) == f"--config-map: {reason}"
+
+
+def test_driver_upgrades_are_followed_at_the_api_server_alone() -> None:
+    """An option that has no effect is an error, which names what is missing."""
+    settings = made(environment=POD, drain=True)
+    assert settings == ClusterSettings("n", drain_on_driver_upgrade=True)
+    for node, environment, features in ((None, POD, "all"), ("n", {}, "all"), ("n", POD, "none")):
+        with pytest.raises(ConfigError, match="also give --node-name"):
+            made(node, environment=environment, features=features, drain=True)

@@ -694,3 +694,14 @@ def slices_of(scene: Scene) -> SlicesReport:
 
 def _problem(scene: Scene) -> str:
     return slices_of(scene).problem
+
+
+async def test_no_slice_is_there_before_the_kubelet_has_the_driver(tmp_path: Path) -> None:
+    """A pod that is allocated a device must find the driver at the kubelet."""
+    async with cluster_at_work(tmp_path, Feature.LABELS, registered=False) as scene:
+        scene.offer(FOUR)
+        await scene.has_labels(nvidia_com__gpu_count="2")
+        await anyio.sleep(0.2)
+        assert names(scene.server) == []
+        scene.registered.set()
+        await scene.server.until(lambda: is_complete(scene.server))

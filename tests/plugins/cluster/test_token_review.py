@@ -1,13 +1,18 @@
 """Reviews of viewers' tokens by the API server."""
 
 from base64 import urlsafe_b64encode
+from pathlib import Path
 from typing import Any, cast
 
+import anyio
 import msgspec
 import pytest
 
+from metagpu.host.programs import run_command
 from metagpu.plugins.cluster import token_review
-from metagpu.plugins.cluster.settings import AUDIENCE
+from metagpu.plugins.cluster.settings import AUDIENCE, ClusterSettings
+from metagpu.sim.apiserver.server import SimApiServer
+from tests.rigs.waiting import becomes
 
 
 def token_of(**claims: object) -> str:
@@ -23,13 +28,14 @@ GOOD = f"{TOKEN}.good"
 class _ApiServer:
     authenticated = allowed = True
     audiences = (AUDIENCE,)
+    name = "viewer"
 
     async def call(self, _method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path != token_review.REVIEWS:
             return {"status": {"allowed": self.allowed}}
         is_good = self.authenticated and body["spec"]["token"].endswith(".good")
-        user = {"username": "viewer"}
-        return {"status": {"authenticated": is_good, "audiences": self.audiences, "user": user}}
+        status = {"audiences": self.audiences, "user": {"username": self.name}}
+        return {"status": {"authenticated": is_good, **status}}
 
 
 class _Scene:
@@ -128,4 +134,46 @@ async def test_a_token_that_the_api_server_takes_for_another_audience_is_refused
     """A claim is the token's own word: the API server has the last."""
     scene = _Scene()
     scene.server.audiences = ("other",)
+    assert "does not accept" in await scene.check(GOOD)
+
+
+async def test_the_api_server_says_who_is_a_viewer(tmp_path: Path) -> None:
+    """A viewer may get the status of this very node; all that is known of the user is asked for."""
+    server = SimApiServer()
+    async with server.running(), anyio.create_task_group() as group:
+        settings = ClusterSettings("gpu-1", server.kubeconfig(tmp_path))
+        reviewer = token_review.TokenReviewer(settings, run_command)
+        viewer, other, elsewhere = (
+            server.tokens.issue("kube-system", name, [AUDIENCE])
+            for name in ("metagpu-viewer", "other", "elsewhere")
+        )
+        server.tokens.readers["system:serviceaccount:kube-system:elsewhere"] = {"gpu-2"}
+        with pytest.raises(ConnectionError, match="not connected to the API server yet"):
+            await reviewer.check(viewer, "pod")
+        group.start_soon(reviewer.run)
+        await becomes(lambda: reviewer._client)
+
+        assert await reviewer.check(viewer, "pod") == ""
+        spec = server.requests[-1].body["spec"]
+        user = server.tokens.review(viewer, [AUDIENCE])["user"]
+        assert {key: value for key, value in spec.items() if key != "resourceAttributes"} == {
+            **{key: value for key, value in user.items() if key != "username"},
+            "user": user["username"],
+        }
+        for token in (other, elsewhere):
+            assert "may not get nodestatuses.metagpu.io gpu-1" in await reviewer.check(token, "pod")
+        forged = f"{viewer}x"
+        assert "does not accept this token" in await reviewer.check(forged, "pod")
+        server.fail(500)
+        with pytest.raises(ConnectionError, match="could not be reviewed: the API server answers"):
+            await reviewer.check(forged, "pod")
+        group.cancel_scope.cancel()
+    with pytest.raises(ConnectionError, match="not connected"):
+        await reviewer.check(forged, "pod")
+
+
+async def test_a_token_without_a_user_is_refused() -> None:
+    """An answer without a name is nobody's."""
+    scene = _Scene()
+    scene.server.name = ""
     assert "does not accept" in await scene.check(GOOD)

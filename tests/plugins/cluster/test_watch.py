@@ -10,11 +10,12 @@ from pathlib import Path
 import anyio
 import pytest
 
+from metagpu.core.errors import ClusterError
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.plugins.cluster import watch
 from metagpu.plugins.cluster.client import KubeClient
 from metagpu.plugins.cluster.settings import ClusterTiming
-from metagpu.plugins.cluster.watch import WatchedObject
+from metagpu.plugins.cluster.watch import NodePatcher, WatchedObject
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, client_of
 from tests.rigs.logs import capture_module_logs
@@ -275,3 +276,61 @@ async def test_a_list_that_is_requested_waits_for_no_watch(
         await becomes(waits)
         reader.watched.list_again()
         await server.until(lambda: lists(server) == 2)
+
+
+async def test_a_watch_that_ends_in_time_is_renewed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a watch that the API server was asked for costs no time."""
+    monkeypatch.setattr("metagpu.plugins.cluster.client.WATCH_SILENCE", 1e6)
+    async with patient_reader(tmp_path, monkeypatch) as (server, reader, _):
+        skip(watch.WATCH_TIMEOUT[1])
+        await server.until(lambda: watches(server) == 2)
+        server.label(NODE, {"it": "2"})
+        await reader.until("2")
+        assert lists(server) == 1
+
+
+async def test_a_watch_that_works_ends_the_delays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a good watch the next failure is a first one, and its problem is named."""
+    delays: list[float] = []
+
+    class Recorded(Backoff):
+        def next(self, at_least: float = 0.0) -> float:
+            delays.append(super().next(at_least))
+            return 0.0
+
+    errors = [True, True, True, False, True]
+    slow = {"type": "ERROR", "object": {"code": 500, "message": "etcd is slow"}}
+    good = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}}
+
+    async def watched(*_: object) -> AsyncIterator[object]:
+        if not errors:
+            await anyio.sleep_forever()
+        yield slow if errors.pop(0) else good
+
+    monkeypatch.setattr(watch, "backoff_of", lambda _: Recorded(first=1.0, longest=1000.0))
+    async with client_of(SimApiServer(), tmp_path, ClusterTiming(spread=0.0)) as open_client:
+        monkeypatch.setattr(open_client, "watch", watched)
+        with capture_module_logs(watch) as lines:
+            async with anyio.create_task_group() as group:
+                group.start_soon(WatchedObject(open_client, NODES, NODE, lambda: None).run)
+                await becomes(lambda: len(delays) == 4)
+                group.cancel_scope.cancel()
+    assert delays == [1, 2, 4, 1]
+    assert lines[0]["error"] == "the watch of /api/v1/nodes ended: etcd is slow"
+
+
+async def test_a_node_that_was_replaced_gets_nothing_of_the_former(tmp_path: Path) -> None:
+    """A Node of the same name may be another machine."""
+    server = SimApiServer()
+    async with client_of(server, tmp_path) as client:
+        node = WatchedObject(client, NODES, NODE, lambda: None)
+        node.on_list([server.add_node(NODE)])
+        server.store.delete(("nodes", "", NODE))
+        server.add_node(NODE)
+        with pytest.raises(ClusterError, match="UID in precondition"):
+            await NodePatcher(client, node).apply("", {"metadata": {"labels": {"it": "1"}}})
+    assert server.labels(NODE) == {}
