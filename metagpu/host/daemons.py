@@ -219,8 +219,11 @@ class HostDaemons(msgspec.Struct, frozen=True):
             descriptor = await to_thread.run_sync(processes.open_pidfd, process)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
-                await anyio.wait_readable(descriptor)
-        await to_thread.run_sync(processes.reap, process)
+                if processes.is_running(descriptor):
+                    await anyio.wait_readable(descriptor)
+        # The caller's time may be over by now, on a busy node: it hears of the end all the same.
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(processes.reap, process)
 
     async def kill(self, process: DaemonProcess) -> None:
         """Kill a process through a descriptor that was verified to be its own.

@@ -302,10 +302,10 @@ def read_peer(proc: Path, peer: Peer, cgroups: Path = DEFAULT_ROOT) -> ProcessId
     """Return the identity of a peer; `None` if its process has ended or is hidden."""
     identity = read_identity(proc, peer.pid, cgroups)
     # The identity is this process's only if the process kept its pid meanwhile.
-    return identity if _is_running(peer.pidfd) else None
+    return identity if is_running(peer.pidfd) else None
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
     """Return whether a process runs: its pidfd is readable once it has ended."""
     poll = select.poll()
     poll.register(process, select.POLLIN)

@@ -1,5 +1,8 @@
 """A GPU's control daemon: started, probed, reported, replaced."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import anyio
@@ -13,15 +16,17 @@ from metagpu.backends.common.mps_daemon.control import MpsControl, MpsDirectorie
 from metagpu.backends.mps import backend as mps_backend
 from metagpu.backends.mps.backend import MpsBackend
 from metagpu.core.availability.reasons import availability_of
+from metagpu.core.contracts.programs import DaemonProcess
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
 from metagpu.core.layout import backend_runner
 from metagpu.core.model.gpu import MIB
+from metagpu.host import processes
 from metagpu.host.daemons import HostDaemons
 from metagpu.host.programs import HostPrograms
 from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.spec import build_node
-from tests.backends.mps.rig import ALONE, SELDOM, Scene, mps
+from tests.backends.mps.rig import ALONE, SELDOM, TIMING, Scene, mps
 from tests.rigs.daemons import DAEMONS, StandIn
 from tests.rigs.gpu_context import run_backends
 from tests.rigs.logs import capture_module_logs
@@ -113,6 +118,29 @@ async def test_a_crashed_daemon_is_started_again(tmp_path: Path) -> None:
         scene.at().steer("")
         await scene.ready()
         assert await scene.process() != first
+
+
+async def test_the_end_of_a_daemon_is_known_on_a_busy_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the process that takes longer than the wait for its end still finds the end."""
+    opened = processes.open_pidfd
+
+    def open_slowly(process: DaemonProcess) -> int | None:
+        time.sleep(4 * TIMING.period)
+        return opened(process)
+
+    monkeypatch.setattr(processes, "open_pidfd", open_slowly)
+    with capture_module_logs(backend_runner) as reports:
+        async with mps(tmp_path) as scene:
+            await scene.ready()
+            first = await scene.process()
+            os.kill(first.pid, signal.SIGKILL)
+            await scene.another(first)
+            await scene.ready()
+
+    reasons = [line["reason"] for line in reports if line["event"] == "gpu suspended"]
+    assert ["the MPS control daemon ended" in reason for reason in reasons] == [True]
 
 
 async def test_a_daemon_that_a_container_quit_is_restarted_at_once(
