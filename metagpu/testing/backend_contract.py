@@ -35,6 +35,7 @@ from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
 from metagpu.testing.node import (
+    NVML_DEADLINE,
     BackendRig,
     one_pool,
     report_no_leases,
@@ -277,7 +278,7 @@ async def _survey(gpu_models: str, mig_enabled: bool) -> tuple[Gpu, ...]:  # noq
     node = build_node(gpu_models)
     for gpu in node.gpus:
         gpu.mig.enabled = gpu.mig.pending = mig_enabled
-    driver = NvmlDriver(SimLibrary(node))
+    driver = NvmlDriver(SimLibrary(node), NVML_DEADLINE)
     async with driver.session():
         return (await driver.survey()).gpus
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import anyio
@@ -38,6 +38,9 @@ from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import sim_daemons
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
+
+NVML_DEADLINE: Final = 30.0
+"""Seconds for a call of NVML: a busy machine must not fail a test."""
 
 
 def gpu(
@@ -254,7 +257,7 @@ async def run_backends(
         for simulated in node.gpus:
             simulated.mig.enabled = simulated.mig.pending = mig_enabled
     registry = Registry()
-    driver = NvmlDriver(SimLibrary(node))
+    driver = NvmlDriver(SimLibrary(node), NVML_DEADLINE)
 
     async with driver.session():
         gpus = (await driver.survey()).gpus

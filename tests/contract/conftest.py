@@ -6,6 +6,7 @@ from metagpu.core.contracts.driver import Driver
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import DEADLINE
 
 NODES = ("a100-40gb:8", "v100-16gb:1,t4:1,l40s:1,a30:1,h100-80gb:1,h200:1,b200:4,rtx-pro-6000:1")
 
@@ -22,4 +23,4 @@ def driver(request: pytest.FixtureRequest) -> Driver:
     """Return a driver with healthy GPUs; tests only read, so a real one stays unchanged."""
     if request.param == "real":
         return NvmlDriver()
-    return NvmlDriver(SimLibrary(build_node(request.param)))
+    return NvmlDriver(SimLibrary(build_node(request.param)), DEADLINE)

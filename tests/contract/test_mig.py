@@ -16,6 +16,7 @@ from metagpu.sim.machine.gpu import SimProcess
 from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import DEADLINE
 
 NAME = re.compile(r"\d+g\.\d+gb(\+me|\+me\.all|\+gfx|-me)?")
 UUID = re.compile(r"MIG-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -69,7 +70,7 @@ async def mig_session(board: str) -> AsyncIterator[tuple[Driver, SimNode, Gpu]]:
     """Open a session on a simulated GPU in MIG mode."""
     node = build_node(f"{board}:1")
     node.gpu(0).mig.enabled = node.gpu(0).mig.pending = True
-    driver: Driver = NvmlDriver(SimLibrary(node))
+    driver: Driver = NvmlDriver(SimLibrary(node), DEADLINE)
     async with driver.session():
         yield driver, node, (await driver.survey()).gpus[0]
 
@@ -85,7 +86,7 @@ async def test_an_instance_is_created_at_its_placement(board: str) -> None:
     async with mig_session(board) as (driver, _, gpu):
         for profile in gpu.mig_profiles:
             for place in profile.placements:
-                made = await driver.mig.create(gpu.id, profile.number, place, 5)
+                made = await driver.mig.create(gpu.id, profile.number, place, DEADLINE)
                 assert (made.profile, made.placement) == (profile.number, place)
                 [compute] = made.compute_instances
                 assert UUID.fullmatch(compute.uuid)
@@ -101,9 +102,9 @@ async def test_an_empty_gpu_takes_as_many_as_its_maximum(board: str) -> None:
     async with mig_session(board) as (driver, _, gpu):
         for profile in gpu.mig_profiles:
             for place in profile.placements[: profile.max_instances]:
-                await driver.mig.create(gpu.id, profile.number, place, 5)
+                await driver.mig.create(gpu.id, profile.number, place, DEADLINE)
             with pytest.raises(InsufficientResources):
-                await driver.mig.create(gpu.id, profile.number, profile.placements[-1], 5)
+                await driver.mig.create(gpu.id, profile.number, profile.placements[-1], DEADLINE)
             for made in await driver.mig.instances(gpu.id):
                 await driver.mig.destroy(gpu.id, made.number)
 
@@ -112,8 +113,8 @@ async def test_overlapping_instances_are_refused() -> None:
     """An instance blocks its slices, and the only engines of a kind for a second."""
     async with mig_session("a100-40gb") as (driver, _, gpu):
         two, me = named(gpu, "2g.10gb"), named(gpu, "1g.5gb+me")
-        await driver.mig.create(gpu.id, two.number, Placement(4, 2), 5)
-        await driver.mig.create(gpu.id, me.number, Placement(0, 1), 5)
+        await driver.mig.create(gpu.id, two.number, Placement(4, 2), DEADLINE)
+        await driver.mig.create(gpu.id, me.number, Placement(0, 1), DEADLINE)
 
         for profile, place in (
             (named(gpu, "3g.20gb"), Placement(4, 4)),
@@ -121,13 +122,15 @@ async def test_overlapping_instances_are_refused() -> None:
             (me, Placement(1, 1)),
         ):
             with pytest.raises(InsufficientResources):
-                await driver.mig.create(gpu.id, profile.number, place, 5)
+                await driver.mig.create(gpu.id, profile.number, place, DEADLINE)
 
 
 async def test_a_used_instance_is_not_destroyed() -> None:
     """An instance with a process stays, and the error names the process."""
     async with mig_session("h100-80gb") as (driver, node, gpu):
-        made = await driver.mig.create(gpu.id, named(gpu, "2g.20gb").number, Placement(0, 2), 5)
+        made = await driver.mig.create(
+            gpu.id, named(gpu, "2g.20gb").number, Placement(0, 2), DEADLINE
+        )
         where = made.number, made.compute_instances[0].number
         node.start_process(node.gpu(0), SimProcess(4242, 1 << 30, *where))
 
@@ -153,7 +156,9 @@ async def test_an_instance_created_again_has_another_uuid() -> None:
     async with mig_session("a100-40gb") as (driver, _, gpu):
         uuids = set()
         for _ in range(3):
-            made = await driver.mig.create(gpu.id, named(gpu, "7g.40gb").number, Placement(0, 8), 5)
+            made = await driver.mig.create(
+                gpu.id, named(gpu, "7g.40gb").number, Placement(0, 8), DEADLINE
+            )
             uuids.add(made.compute_instances[0].uuid)
             await driver.mig.destroy(gpu.id, made.number)
 
@@ -167,7 +172,7 @@ async def test_nothing_is_created_while_mig_is_off() -> None:
 
         assert not await driver.mig.instances(gpu.id)
         with pytest.raises(Unsupported):
-            await driver.mig.create(gpu.id, gpu.mig_profiles[0].number, Placement(0, 1), 5)
+            await driver.mig.create(gpu.id, gpu.mig_profiles[0].number, Placement(0, 1), DEADLINE)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,7 @@ async def test_nothing_is_created_while_mig_is_off() -> None:
 async def test_mode_waits_for_a_reset_before_hopper(board: str, *, now: bool) -> None:
     """Ampere takes the new mode at its reset, later GPUs at once; the survey has the mode."""
     node = build_node(f"{board}:1")
-    driver: Driver = NvmlDriver(SimLibrary(node))
+    driver: Driver = NvmlDriver(SimLibrary(node), DEADLINE)
     async with driver.session():
         [gpu] = (await driver.survey()).gpus
         mode = await driver.mig.set_mode(gpu.id, enabled=True)
@@ -200,7 +205,7 @@ async def test_mode_does_not_change_under_a_program() -> None:
 
 async def test_a_board_without_mig_is_unsupported() -> None:
     """Turning MIG on where there is none is not supported."""
-    driver: Driver = NvmlDriver(SimLibrary(build_node("t4:1")))
+    driver: Driver = NvmlDriver(SimLibrary(build_node("t4:1")), DEADLINE)
     async with driver.session():
         [gpu] = (await driver.survey()).gpus
         with pytest.raises(Unsupported):
@@ -210,7 +215,7 @@ async def test_a_board_without_mig_is_unsupported() -> None:
 async def test_a_reset_takes_all_instances() -> None:
     """After a reset the GPU is empty, and its mode is as before."""
     async with mig_session("h100-80gb") as (driver, node, gpu):
-        await driver.mig.create(gpu.id, gpu.mig_profiles[0].number, Placement(0, 1), 5)
+        await driver.mig.create(gpu.id, gpu.mig_profiles[0].number, Placement(0, 1), DEADLINE)
         node.reset_gpu(node.gpu(0))
 
         assert not await driver.mig.instances(gpu.id)

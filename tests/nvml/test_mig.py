@@ -38,14 +38,14 @@ async def test_a_gpu_instance_without_its_compute_instance_does_not_stay() -> No
     """A GPU instance is removed when its compute instance cannot be created."""
     node = node_in_mig()
     node.gpu(0).mig.provisioning = SimProvisioning(compute_failures=1)
-    nvml = NvmlDriver(SimLibrary(node))
+    nvml = NvmlDriver(SimLibrary(node), DEADLINE)
 
     async with nvml.session():
         [gpu, _] = (await nvml.survey()).gpus
         with pytest.raises(DriverError, match=r"GPU 0.*CreateComputeInstance.*Unknown"):
-            await nvml.mig.create(gpu.id, TWO, PLACE, 5)
+            await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)
         assert not await nvml.mig.instances(gpu.id)
-        assert (await nvml.mig.create(gpu.id, TWO, PLACE, 5)).compute_instances
+        assert (await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)).compute_instances
 
 
 async def test_an_instance_without_a_name_does_not_stay() -> None:
@@ -55,11 +55,11 @@ async def test_an_instance_without_a_name_does_not_stay() -> None:
     def none(_device: object, _index: object, _handle: object) -> int:
         return int(pynvml.NVML_ERROR_NOT_FOUND)
 
-    nvml = NvmlDriver(altered_library(node, nvmlDeviceGetMigDeviceHandleByIndex=none))
+    nvml = NvmlDriver(altered_library(node, nvmlDeviceGetMigDeviceHandleByIndex=none), DEADLINE)
     async with nvml.session():
         [gpu, _] = (await nvml.survey()).gpus
         with pytest.raises(DriverError, match="has no uuid for the MIG device"):
-            await nvml.mig.create(gpu.id, TWO, PLACE, 5)
+            await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)
 
     assert not node.gpu(0).mig.instances
 
@@ -76,7 +76,7 @@ async def test_a_slow_creation_is_late_and_found_later() -> None:
         return create(device, *rest)
 
     library.nvmlDeviceCreateGpuInstanceWithPlacement = slow  # type: ignore[method-assign, assignment]
-    nvml = NvmlDriver(library)
+    nvml = NvmlDriver(library, DEADLINE)
 
     async with nvml.session():
         [gpu, other] = (await nvml.survey()).gpus
@@ -96,15 +96,15 @@ async def test_a_slow_creation_is_late_and_found_later() -> None:
 async def test_a_busy_driver_is_in_use() -> None:
     """Creating and destroying while the driver is busy with the GPU raise `InUse`."""
     node = node_in_mig()
-    nvml = NvmlDriver(SimLibrary(node))
+    nvml = NvmlDriver(SimLibrary(node), DEADLINE)
 
     async with nvml.session():
         [gpu, _] = (await nvml.survey()).gpus
-        made = await nvml.mig.create(gpu.id, TWO, PLACE, 5)
+        made = await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)
         node.gpu(0).mig.provisioning = SimProvisioning(in_use_until=float("inf"))
 
         with pytest.raises(InUse, match=r"GPU 0.*In use by another client"):
-            await nvml.mig.create(gpu.id, TWO, Placement(2, 2), 5)
+            await nvml.mig.create(gpu.id, TWO, Placement(2, 2), DEADLINE)
         with pytest.raises(InUse):
             await nvml.mig.destroy(gpu.id, made.number)
 
@@ -112,7 +112,7 @@ async def test_a_busy_driver_is_in_use() -> None:
 async def test_an_older_library_describes_profiles_in_the_older_way() -> None:
     """Without the versioned function the first version gives the same profiles."""
     node = node_in_mig()
-    newer, older = NvmlDriver(SimLibrary(node)), NvmlDriver(_without(node))
+    newer, older = NvmlDriver(SimLibrary(node), DEADLINE), NvmlDriver(_without(node), DEADLINE)
     found = []
 
     for nvml in (newer, older):
@@ -130,7 +130,9 @@ async def test_profiles_that_cannot_be_read_cost_no_gpu() -> None:
     def refused(*_: object) -> int:
         return int(pynvml.NVML_ERROR_NO_PERMISSION)
 
-    nvml = NvmlDriver(altered_library(node, nvmlDeviceGetGpuInstancePossiblePlacements_v2=refused))
+    nvml = NvmlDriver(
+        altered_library(node, nvmlDeviceGetGpuInstancePossiblePlacements_v2=refused), DEADLINE
+    )
     with capture_module_logs(session) as logged:
         async with nvml.session():
             survey = await nvml.survey()
@@ -152,7 +154,7 @@ async def test_profiles_are_read_once_for_a_mode() -> None:
 
     library = altered_library(node, nvmlDeviceGetGpuInstancePossiblePlacements_v2=counted)
     ask = SimLibrary.nvmlDeviceGetGpuInstancePossiblePlacements_v2.__get__(library)
-    nvml = NvmlDriver(library)
+    nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         once = len(asked)
@@ -166,14 +168,14 @@ async def test_profiles_are_read_once_for_a_mode() -> None:
 async def test_a_change_of_mode_costs_no_event() -> None:
     """After a change of mode, which may reset the GPU, the next device check registers it again."""
     node = build_node("h100-80gb:1")
-    nvml = NvmlDriver(SimLibrary(node))
+    nvml = NvmlDriver(SimLibrary(node), DEADLINE)
 
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         await nvml.mig.set_mode(gpu.id, enabled=True)
         node.reset_gpu(node.gpu(0))  # as the driver does: no event set is registered any more
         await nvml.condition(gpu.id)
-        made = await nvml.mig.create(gpu.id, TWO, PLACE, 5)
+        made = await nvml.mig.create(gpu.id, TWO, PLACE, DEADLINE)
         node.raise_xid(node.gpu(0), 31, made.number, 0)
 
         assert await nvml.events() == (Xid(gpu.id, 31, made.number, 0),)
@@ -204,7 +206,7 @@ def _without(node: SimNode) -> SimLibrary:
 
 async def test_a_profile_has_its_engines() -> None:
     """Each profile has the multiprocessors and engines that NVML reports."""
-    nvml = NvmlDriver(SimLibrary(node_in_mig("a100-40gb:1")))
+    nvml = NvmlDriver(SimLibrary(node_in_mig("a100-40gb:1")), DEADLINE)
 
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus

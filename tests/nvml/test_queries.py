@@ -177,7 +177,7 @@ def new_node(driver: str = "615.71.09") -> SimNode:
 
 async def limit(node: SimNode, cgroup: Path, amount: int | None, **functions: object) -> None:
     """Set a limit on the node's GPU through our driver."""
-    nvml = NvmlDriver(altered_library(node, **functions))  # type: ignore[arg-type] # what tests put there
+    nvml = NvmlDriver(altered_library(node, **functions), DEADLINE)  # type: ignore[arg-type] # what tests put there
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         await nvml.limit_memory(gpu.id, str(cgroup), amount)
@@ -255,7 +255,7 @@ async def test_a_limit_is_read_back(tmp_path: Path) -> None:
     """A limit is read back, also for a cgroup below; without a limit the answer is None."""
     node = new_node()
     (tmp_path / "below").mkdir()
-    nvml = NvmlDriver(altered_library(node))
+    nvml = NvmlDriver(altered_library(node), DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         assert await nvml.memory_limit(gpu.id, str(tmp_path)) is None

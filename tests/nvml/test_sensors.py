@@ -97,7 +97,7 @@ async def test_a_failure_costs_its_own_value_alone(code: int) -> None:
     library = altered_library(
         build_node("a100-40gb:1"), nvmlDeviceGetPowerUsage=fail, nvmlDeviceGetFieldValues=fail
     )
-    nvml = NvmlDriver(library)
+    nvml = NvmlDriver(library, DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         sensors = await nvml.sensors(gpu.id)
@@ -172,7 +172,7 @@ async def utilisation(function: Callable[..., int], *percents: int, **others: An
         "nvmlDeviceGetSamples": own_samples(*percents),
         **others,
     }
-    nvml = NvmlDriver(altered_library(build_node("t4:1"), **others))
+    nvml = NvmlDriver(altered_library(build_node("t4:1"), **others), DEADLINE)
     async with nvml.session():
         [gpu] = (await nvml.survey()).gpus
         return await nvml.utilization(gpu.id)

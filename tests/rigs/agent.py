@@ -34,6 +34,7 @@ from metagpu.sim.machine.node import SimNode
 from metagpu.sim.machine.programs import SimPrograms, sim_daemons
 from metagpu.sim.machine.spec import build_node
 from metagpu.sim.nvml.library import SimLibrary
+from tests.nvml.rig import DEADLINE
 
 TIMING = KubeletTiming(settle=0.02, contended_period=0.05)
 """Of the kubelet's side, unless a test gives its own."""
@@ -180,7 +181,7 @@ async def agent_at_work(
         node.unload_driver()
     agent = Agent(
         source or ConfigSource((config_file,)),
-        driver or NvmlDriver(SimLibrary(node)),
+        driver or NvmlDriver(SimLibrary(node), DEADLINE),
         paths,
         programs=programs or SimPrograms(),
         cluster_settings=cluster_settings,

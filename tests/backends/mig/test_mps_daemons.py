@@ -55,7 +55,7 @@ def of_gpu(folder: Path, group: TaskGroup) -> MpsDaemons:
     return MpsDaemons(
         cast("GpuContext", context),
         str(folder),
-        MpsDaemonTiming(),
+        MpsDaemonTiming(deadline=30.0),
         Observer(),
         group,
         shared_memory=SHARED_MEMORY,

@@ -41,12 +41,13 @@ TIMING = MpsDaemonTiming(
     period=0.05,
     retry=0.02,
     deadline=20.0,
-    start_timeout=5.0,
+    start_timeout=30.0,
     first_delay=0.05,
     longest_delay=0.2,
     stable_after=60.0,
 )
-"""Everything that takes seconds takes a tenth or less, but for an answer: a machine may be busy."""
+"""Everything that takes seconds takes a tenth or less, but for a start and an answer: a machine may
+be busy."""
 
 SELDOM = replace(TIMING, period=2.0)
 """Probes leave the time to see that a daemon has ended, and how, however busy the machine is."""

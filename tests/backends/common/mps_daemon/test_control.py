@@ -11,6 +11,7 @@ from anyio import to_thread
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from metagpu.backends.common.mps_daemon import supervisor as mps_supervisor
 from metagpu.backends.common.mps_daemon.control import (
     SHARED_MEMORY,
     MpsControl,
@@ -40,6 +41,8 @@ from tests.rigs.waiting import becomes, skip, until
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 MIG = "MIG-00000000-0000-0000-0000-000000000000"
+PATIENT = MpsDaemonTiming(deadline=30.0)
+"""A busy machine is late with an answer."""
 
 
 @pytest.mark.parametrize("device", [GPU, MIG])
@@ -212,7 +215,7 @@ async def test_a_client_that_cannot_be_ended_leaves_time_for_the_others(
     monkeypatch.setattr(MpsControl, "servers_by_client", list_clients)
     monkeypatch.setattr(MpsControl, "end_client", fail)
     monkeypatch.setattr(Host, "stopping_processes", stopping)
-    timing = MpsDaemonTiming(retry=600.0)
+    timing = replace(PATIENT, retry=600.0)
     async with serving(tmp_path) as live_stand_in:
         supervisor = DaemonSupervisor(
             Host(), live_stand_in.device, live_stand_in.folders, timing, name="0"
@@ -242,7 +245,7 @@ async def test_what_clients_left_goes_once_nothing_is_held(
     async with serving(tmp_path) as live_stand_in:
         host, left = Host(), live_stand_in.folders.shm / "left"
         supervisor = DaemonSupervisor(
-            host, live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+            host, live_stand_in.device, live_stand_in.folders, PATIENT, name="0"
         )
         assert await supervisor.end_idle_servers() == ""  # no daemon is found yet
         await supervisor.find()
@@ -275,7 +278,7 @@ async def test_the_daemon_of_a_device_that_is_gone_leaves_nothing(tmp_path: Path
     """The process and the folders go."""
     async with serving(tmp_path) as live_stand_in:
         supervisor = DaemonSupervisor(
-            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+            Host(), live_stand_in.device, live_stand_in.folders, PATIENT, name="0"
         )
         process = await live_stand_in.process()
         assert process is not None
@@ -302,7 +305,7 @@ async def test_a_start_that_is_cut_short_leaves_no_daemon(
 
         monkeypatch.setattr(HostDaemons, "start", start_slowly)
         supervisor = DaemonSupervisor(
-            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+            Host(), live_stand_in.device, live_stand_in.folders, PATIENT, name="0"
         )
         async with anyio.create_task_group() as group:
             group.start_soon(supervisor.run)
@@ -316,7 +319,7 @@ async def test_a_daemon_that_was_not_looked_for_is_quit(tmp_path: Path) -> None:
     """A supervisor that is cancelled before it has found an earlier daemon quits that daemon."""
     async with serving(tmp_path) as live_stand_in:
         supervisor = DaemonSupervisor(
-            Host(), live_stand_in.device, live_stand_in.folders, MpsDaemonTiming(), name="0"
+            Host(), live_stand_in.device, live_stand_in.folders, PATIENT, name="0"
         )
         await supervisor.release()
         assert await live_stand_in.process() is None
@@ -394,9 +397,16 @@ def test_a_claim_limits_what_it_names(limits: MpsLimits, envs: dict[str, str]) -
     ],
 )
 async def test_a_daemon_that_nobody_uses_is_left_over(
-    tmp_path: Path, holders: tuple[Holder, ...] | None, stays: str, *, client: bool, leased: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holders: tuple[Holder, ...] | None,
+    stays: str,
+    *,
+    client: bool,
+    leased: bool,
 ) -> None:
     """An uninstallation removes daemon and folders, and restores the compute mode of the GPU."""
+    monkeypatch.setattr(mps_supervisor, "MpsDaemonTiming", lambda: PATIENT)
     modes = list[tuple[str, ComputeMode]]()
 
     class Driver:
