@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from metagpu.cli.mgctl import main as mgctl
 from metagpu.core.devices.devices import gpu_of_device
 from metagpu.kubectl.program import main as kubectl_metagpu
 from metagpu.sim.allocation.pools import gather_pools
+from metagpu.sim.commands import remote
 from tests.e2e.rig.tools import Tools
 
 pytestmark = pytest.mark.long
@@ -175,16 +178,27 @@ def test_the_tour_is_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert status == 0
 
 
-def test_a_command_waits_for_a_daemon_that_starts(tmp_path: Path) -> None:
+def test_a_command_waits_for_a_daemon_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tour may be pasted as a whole: `metagpu sim` finds a daemon that was just started."""
+
+    def go_on(seconds: float) -> None:
+        process.send_signal(signal.SIGCONT)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=go_on)
+    monkeypatch.setattr(remote, "time", clock)
     show = f"metagpu sim --run-dir {tmp_path} show -o json"
     run = [sys.executable, "-m", "metagpu", "run", "--with-kubelet", "--run-dir", str(tmp_path)]
     process = subprocess.Popen([*run, "--simulate", "t4"])  # noqa: S603 - our own program
+    process.send_signal(signal.SIGSTOP)  # until the command has found that it does not answer
     try:
         status, out, err = command(show)
         assert (status, len(json.loads(out or "{}").get("gpus", ()))) == (0, 1), err
         assert err.endswith("/metagpu.sock yet; waiting 30 s\n")
     finally:
+        process.send_signal(signal.SIGCONT)
         process.terminate()
         process.wait(timeout=LIMIT)
 
@@ -670,7 +684,7 @@ def test_processes_in_mig_devices_and_claims(tmp_path: Path) -> None:
     (tmp_path / "node.yaml").write_text("gpus: [{model: a100-40gb, count: 2, mig: true}]")
     config, gpus = str(tmp_path / "metagpu.yaml"), str(tmp_path / "node.yaml")
     with daemon(tmp_path, "--config", config, "--simulate", gpus) as node:
-        until(lambda: are_published(node, 1))
+        until(lambda: are_published(node, 1) and node.serves())
         assert "Running" in node.sim("pod add one nvidia.com/mig-2g.10gb=1")
         assert "Prepared" in node.sim("claim add two --class mig.metagpu.io")
         until(lambda: node.pods() == {"one": "Running", "two": "Running"})

@@ -286,10 +286,11 @@ async def test_500_nodes_are_asked_in_parallel(
                 skip(DEADLINE)
 
         view = ClusterView(ClusterViewer(client, deadline=DEADLINE, progress=progress))
-        began = time.process_time()
+        before, began = yard(), time.process_time()
         shown = await view.read()
-        # Of this process, with all servers in it: 8 yards as measured.
-        assert time.process_time() - began < 20 * yard()
+        took = time.process_time() - began
+        # Of this process, with all servers in it: 8 yards as measured, of the slower moment.
+        assert took < 20 * max(before, yard())
         ended.set()
         await anyio.wait_all_tasks_blocked()
 

@@ -1,6 +1,7 @@
 """`kubectl metagpu web`: the view of the cluster, and the page that has it."""
 
 import json
+import math
 import re
 import webbrowser
 from collections.abc import AsyncIterator, Mapping
@@ -28,6 +29,7 @@ from tests.kubectl.test_judgement import GPUS, SHARES, gpu, node
 from tests.kubectl.test_program import BY_CLAIMS, Cluster, cluster
 from tests.plugins.http.rig import exchanged
 from tests.rigs.agent import METAGPU
+from tests.rigs.waiting import becomes
 from tests.web import views
 
 PAGE_LINE = re.compile(
@@ -165,12 +167,13 @@ async def test_the_view_has_what_daemons_and_api_server_report(
 
 
 async def test_pods_that_wait_by_resource_claims(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod whose claim names our class waits with the scheduler's words; others' classes do not.
 
     Claims are read once for several looks; without the right to read them one line says so.
     """
+    monkeypatch.setattr(web, "OBJECTS_AGE", math.inf)
     async with cluster(tmp_path, capsys, BY_CLAIMS) as live_cluster:
         server = live_cluster.scene.server
         live_cluster.add_claiming_pod("large", 11, "cannot allocate all claims")
@@ -303,7 +306,7 @@ async def test_the_page_is_served_to_this_machine(
             return answer.status, answer.body
 
         status, body = await get("/api/v1/view")
-        assert started == [f"http://127.0.0.1:{port}/"]
+        await becomes(lambda: started == [f"http://127.0.0.1:{port}/"])
         assert (status, json.loads(body)["nodes"][0]["name"]) == (200, NODE)
         assert (await get("/"))[0] == 200
         assert (await get("/api/v1/view", "rebound.example"))[0] == 403

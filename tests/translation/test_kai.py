@@ -220,12 +220,15 @@ def test_a_container_asks_in_one_way() -> None:
 def test_many_annotations_cost_little() -> None:
     """The annotations of a pod are a stranger's text of 256 KiB at most."""
     keys = {f"nvidia.com/container.{n}.gpu-memory.request": "1Gi" for n in range(5000)}
-    started = process_time()
-    outcome = translate(pod({}, annotations=keys), [FRACTIONS], KAI)
+    took = []
+    for _ in range(3):  # a virtual machine that stands still counts that as its processor's time
+        started = process_time()
+        outcome = translate(pod({}, annotations=keys), [FRACTIONS], KAI)
+        took.append(process_time() - started)
 
     assert "names no container of the pod" in outcome.unreadable
     assert len(outcome.unreadable) < 200
-    assert process_time() - started < 1
+    assert min(took) < 1
 
 
 def test_claims_serve_them_too() -> None:
