@@ -69,7 +69,7 @@ CAPABILITIES: Final = (
     Capability("MIG", 3847, ("backends/mig/*",)),
     Capability("MPS", 1421, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1050, ("backends/*",)),
-    Capability("NVML and host", 5280, ("nvml/*", "host/*")),
+    Capability("NVML and host", 5283, ("nvml/*", "host/*")),
     Capability("metrics", 1850, ("plugins/metrics/*",)),
     Capability("web", 1514, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1660, ("plugins/pod_api/*",)),
@@ -78,7 +78,7 @@ CAPABILITIES: Final = (
     )),
     Capability("kubectl", 5640, ("kubectl/*",)),
     Capability("webhook and translation", 3858, ("webhook/*", "translation/*")),
-    Capability("tests of other backends", 570, ("testing/*",)),
+    Capability("tests of other backends", 573, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
@@ -87,8 +87,8 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86219, 75000),
-    Limit("test lines", 112604, 92300),
+    Limit("product lines", 86226, 75000),
+    Limit("test lines", 112690, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
