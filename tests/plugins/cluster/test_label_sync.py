@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 
 from metagpu.core.config.config import MigStrategy
@@ -18,12 +19,15 @@ from metagpu.core.state.facts import (
     SharesOffered,
     SharesReleased,
 )
+from metagpu.plugins.cluster import reconciler
 from metagpu.plugins.cluster.label_sync import RETRY_PERIOD
-from metagpu.plugins.cluster.node_object import NODES
+from metagpu.plugins.cluster.node_object import MERGE_PATCH, NODES
 from metagpu.plugins.cluster.settings import ClusterTiming, Feature
+from metagpu.sim.apiserver.objects import ApiError
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, QUICK, SIDE_BY_SIDE, Scene, cluster_at_work
 from tests.rigs.build import gpu
+from tests.rigs.logs import capture_module_logs
 from tests.rigs.waiting import becomes, skip
 
 
@@ -560,3 +564,33 @@ async def test_no_object_is_removed_that_was_never_written(tmp_path: Path) -> No
         await scene.has_labels(nvidia_com__gpu_count="2")
     assert COUNT not in scene.server.labels(NODE)
     assert not any(line.startswith("DELETE") for line in written(scene.server))
+
+
+class _Hurried(SimApiServer):
+    """An API server at which another client was faster than the first merge."""
+
+    is_faster = True
+
+    def _check(self, request: web.Request) -> None:
+        super()._check(request)
+        if request.content_type == MERGE_PATCH and self.is_faster:
+            self.is_faster = False
+            raise ApiError(409, "Conflict", "the object has been modified")
+
+
+async def test_a_node_that_changes_while_labels_are_handed_over_is_read_again(
+    tmp_path: Path,
+) -> None:
+    """The list of managed fields replaces the version that was read alone: that is no problem."""
+    server = _Hurried()
+    async with cluster_at_work(tmp_path, Feature.LABELS, server=server) as first:
+        first.offer()
+        await first.has_labels(nvidia_com__gpu_count="2")
+    server.install_nfd()
+    with capture_module_logs(reconciler) as lines:
+        async with cluster_at_work(tmp_path, *BOTH, server=server) as scene:
+            scene.offer()
+            await server.until(lambda: not server.is_faster)
+            server.label(NODE, {"team": "vision"})
+            await server.until(lambda: not owned(server))
+    assert lines == []

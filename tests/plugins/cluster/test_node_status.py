@@ -3,11 +3,13 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from metagpu.core.availability.reasons import availability_of, count_free
@@ -18,6 +20,7 @@ from metagpu.core.model.shares import (
     Holder,
     OfferTurn,
     ProvisionedState,
+    ResourceClaimRef,
     ResourceName,
 )
 from metagpu.core.model.snapshot import Versions
@@ -529,7 +532,7 @@ async def test_a_number_that_the_kubelet_may_follow_is_no_difference(tmp_path: P
             return found[1]
 
         assert [wait(20, 0), wait(20, 30), wait(10, 50), wait(10, 110)] == [60, 30, 60, 0]
-        assert comparison._track({METAGPU: 0}, {METAGPU: 0}, 120) == {}
+        assert comparison._track({METAGPU: 0}, {}, 120) == {}
         assert wait(10, 130) == 60
 
 
@@ -852,3 +855,10 @@ def test_the_operator_sees_a_pod_by_one_of_its_shares() -> None:
     holders = {first[0].id: both, second[0].id: both, second[1].id: own}
     held = after(LeasesObserved(holders, at=1), since=snapshot)
     assert holding_pods(held) == {"team/both": True, "team/own": False}
+
+    claim = ResourceClaimRef("team", "claim", "uid")
+    state = held.gpus[gpu(0).id]
+    leases = {share: replace(lease, resource_claim=claim) for share, lease in state.leases.items()}
+    state = replace(state, leases=MappingProxyType(leases))
+    claimed = replace(held, gpus=MappingProxyType({**held.gpus, gpu(0).id: state}))
+    assert holding_pods(claimed) == {"team/both": False, "team/own": False}

@@ -16,7 +16,7 @@ from metagpu.core.model.pods import KnownPod, PodIndex, Rejection
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.reports.schema.daemon import ClusterReport
 from metagpu.core.state.events import PodEnded, PodListRequested
-from metagpu.core.state.facts import CompetingPluginFound, PodsListed
+from metagpu.core.state.facts import CompetingPluginFound, PodsListed, SharesOffered
 from metagpu.core.state.registry import Registry
 from metagpu.display.status import cluster_problems
 from metagpu.host.programs import run_command
@@ -29,6 +29,7 @@ from metagpu.plugins.cluster.pods import (
     PODS,
     SOON,
     STOPPING,
+    CompetingPod,
     CompetingPodWatch,
     DeletedPod,
     PodInformer,
@@ -690,9 +691,23 @@ async def test_a_pod_that_is_deleted_without_grace_is_stopping_at_once() -> None
     """The kubelet kills its containers now: nobody may wait for half a second more."""
     registry = Registry()
     informer = PodInformer(KubeClient(None, run_command, ClusterTiming()), NODE, registry)
-    now = datetime.now(UTC).isoformat()
+    ahead = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()  # of a server's clock
     metadata = {"uid": "a", "namespace": "team", "name": "alice", "resourceVersion": "1"}
     informer.on_list([{"metadata": metadata, "status": {"phase": "Running"}}])
-    ended = {**metadata, "deletionTimestamp": now, "deletionGracePeriodSeconds": 0}
+    ended = {**metadata, "deletionTimestamp": ahead, "deletionGracePeriodSeconds": 0}
     informer.on_update({"metadata": ended, "status": {"phase": "Running"}})
     assert registry.snapshot.pods.stopping == {"a"}
+
+
+async def test_a_plugin_is_found_once() -> None:
+    """The change of another pod does not log it again."""
+    registry, found = Registry(), list[CompetingPod]()
+    plugin = pod("DaemonSet/hami-device-plugin", "hami")
+    async with anyio.create_task_group() as group:
+        group.start_soon(CompetingPodWatch(registry, found.append).run)
+        registry.apply(SharesOffered((METAGPU,), ()))
+        for others in ((), (pod("", "a"),), (pod("", "b"),)):
+            registry.apply(PodsListed((plugin, *others)))
+            await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert [each.pod for each in found] == ["kube-system/hami"]

@@ -705,3 +705,12 @@ async def test_no_slice_is_there_before_the_kubelet_has_the_driver(tmp_path: Pat
         assert names(scene.server) == []
         scene.registered.set()
         await scene.server.until(lambda: is_complete(scene.server))
+
+
+async def test_slices_of_an_earlier_shape_go_where_no_dry_run_is_possible(tmp_path: Path) -> None:
+    """A webhook that supports none says nothing of the slices that replace them."""
+    server = SimApiServer()
+    server.resource_slices.dry_runs = False
+    name, _ = _leave_earlier_shape(server)
+    async with publishing(tmp_path, server=server):
+        assert name not in names(server)
