@@ -43,7 +43,7 @@ class OwnSlices(Informer):
     Attributes:
         objects: the slices by name. The writer of one puts the answer here.
         known: whether the API server has answered yet.
-        version: of the last change that was watched: an answer of before is no news.
+        version: of the last list or watched change: an answer of before is no news.
     """
 
     version = 0
@@ -60,6 +60,11 @@ class OwnSlices(Informer):
         self.known = False
         self._driver = driver
         self._on_change = on_change
+
+    async def _list(self) -> str:
+        listed = await super()._list()
+        self.version = int(listed)
+        return listed
 
     def _is_known(self, item: KubeObject) -> bool:
         return is_own(item) or item["spec"]["driver"] == self._driver()

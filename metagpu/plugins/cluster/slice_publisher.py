@@ -313,6 +313,7 @@ class SlicePublisher:
             else:
                 answer = await self.client.call("POST", SLICES, body=wanted)
         except ClusterError as error:
+            self._published.pop(name, None)  # what the watch shows by now may be ours
             if error.status == _NOT_FOUND:
                 self.own.objects.pop(name, None)  # the next attempt creates it
             elif error.status == _CONFLICT:

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 from aiohttp import web
 
+from metagpu.core.errors import ClusterError
 from metagpu.core.model.shares import Fault, ResourceClaimRef
 from metagpu.core.reports.schema.daemon import SlicesReport
 from metagpu.core.state.events import LayoutApplied
@@ -424,6 +425,59 @@ async def test_a_slice_that_ends_before_its_write_is_answered_comes_back(tmp_pat
         scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
         await scene.server.until(lambda: names(scene.server) != before)
         await scene.server.until(lambda: names(scene.server) == before)
+
+
+async def test_a_slice_that_a_list_lacks_before_its_write_is_answered_comes_back(
+    tmp_path: Path,
+) -> None:
+    """A watch that broke begins with a list, and shows no deletion of before."""
+    async with publishing(tmp_path) as scene:
+        publisher, before = scene.connection.slices, names(scene.server)
+        assert publisher
+        call, own = publisher.client.call, publisher.own
+
+        async def late(method: str, path: str, **more: Any) -> Mapping[str, Any]:  # noqa: ANN401
+            answer = await call(method, path, **more)
+            if method == "PUT":
+                publisher.client.call = call  # type: ignore[method-assign]
+                own.list_again()
+                name = answer["metadata"]["name"]
+                scene.server.store.delete((COLLECTION, "", name))
+                await becomes(lambda: name not in own.objects)
+            return answer
+
+        publisher.client.call = late  # type: ignore[method-assign]
+        own.on_delete = lambda _: None  # type: ignore[assignment, method-assign] # the watch is broken
+        own.on_update = lambda _: None  # type: ignore[assignment, method-assign] # as before
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await scene.server.until(lambda: names(scene.server) != before)
+        await scene.server.until(lambda: names(scene.server) == before)
+
+
+async def test_a_write_whose_answer_is_lost_is_no_edit_of_somebody_else(tmp_path: Path) -> None:
+    """A GPU that is as before by then has its taint taken away at once."""
+    async with publishing(tmp_path) as scene:
+        publisher = scene.connection.slices
+        assert publisher
+        call, own = publisher.client.call, publisher.own
+
+        async def lost(method: str, path: str, **more: Any) -> Mapping[str, Any]:  # noqa: ANN401
+            answer = await call(method, path, **more)
+            if method == "PUT":
+                publisher.client.call = call  # type: ignore[method-assign]
+                version = answer["metadata"]["resourceVersion"]
+                found = own.objects[answer["metadata"]["name"]]["metadata"]
+                await becomes(
+                    lambda: own.objects[found["name"]]["metadata"]["resourceVersion"] == version
+                )
+                scene.registry.apply(GpuUncordoned(UUIDS[0], 2))
+                raise ClusterError("the API server did not answer in time")
+            return answer
+
+        publisher.client.call = lost  # type: ignore[method-assign]
+        scene.registry.apply(GpuCordoned(UUIDS[0], "x", 1))
+        await scene.server.until(lambda: bool(taints(scene.server, 0)))
+        await scene.server.until(lambda: not taints(scene.server, 0), within=20)  # of 30 s at rest
 
 
 async def test_an_edited_slice_is_written_again_after_a_while(tmp_path: Path) -> None:
