@@ -14,6 +14,7 @@ from metagpu.agent.context import NodeContext
 from metagpu.agent.layout_manager import LayoutManager
 from metagpu.agent.paths import CDI_DIR
 from metagpu.core.errors import ClusterError
+from metagpu.core.grants.cdi import CLAIM_FILES
 from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceClaimRef, ShareId
 from metagpu.core.reports.schema.daemon import DraReport
@@ -49,6 +50,7 @@ class ResourceClaims:
         self._client: KubeClient | None = None
         self._held = False
         self._leases_read = anyio.Event()
+        self._begun = anyio.Event()
 
     async def read_leases(self) -> None:
         """Begin the leases of prepared claims, before anything else is granted."""
@@ -79,10 +81,11 @@ class ResourceClaims:
             idle.cancel()
 
     async def wait_registered(self) -> None:
-        """Wait until the kubelet has the driver.
+        """Wait until claims are served, and then for the kubelet to have the driver.
 
         A pod that is bound before waits a minute.
         """
+        await self._begun.wait()
         with anyio.move_on_after(_REGISTRATION):
             while not self._is_registered:  # noqa: ASYNC110 - the kubelet says it in a call
                 await anyio.sleep(_POLL)
@@ -118,7 +121,10 @@ class ResourceClaims:
         return bool(snapshot.offers_of(Api.DRA)) or (self._held and bool(snapshot.offers))
 
     def _may_have_claims(self) -> bool:
-        """Return whether the kubelet's checkpoint names claims of ours, or cannot be read."""
+        """Return whether the kubelet's checkpoint names claims of ours, or cannot be read.
+
+        Of those whose answer it has not written there are files alone.
+        """
         try:
             checkpoint = (self.context.paths.kubelet_root / _CHECKPOINT).read_bytes()
             msgspec.json.decode(checkpoint)
@@ -126,7 +132,8 @@ class ResourceClaims:
             return False
         except (OSError, msgspec.DecodeError):
             return True
-        return any(claim in checkpoint for claim in _OUR_CLAIMS)
+        files = (self.context.paths.cdi_dir or CDI_DIR).glob(CLAIM_FILES)
+        return any(claim in checkpoint for claim in _OUR_CLAIMS) or any(files)
 
     def _build(self, driver: str) -> "DraDriver":
         from metagpu.compat import nvidia_claims  # noqa: PLC0415 - behind the switch
@@ -154,6 +161,7 @@ class ResourceClaims:
         if self.settings is None:
             log.error("no api server for resource claims", fix=_NO_API_SERVER)
         self._serving = self._build(driver)
+        self._begun.set()
         try:
             async with AsyncExitStack() as stack:
                 if (settings := self.settings) is not None:

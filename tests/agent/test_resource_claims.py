@@ -339,6 +339,46 @@ async def test_slices_come_once_the_kubelet_has_the_driver(tmp_path: Path) -> No
         await until(lambda: len(written()) > 0)
 
 
+async def test_slices_end_when_a_restart_changes_the_api_and_claims_are_held(
+    tmp_path: Path,
+) -> None:
+    """The kubelet deletes none while it has the driver, and the driver serves what is held."""
+    server = SimApiServer()
+
+    def written() -> list[str]:
+        return [key[2] for key in server.store.objects if key[0] == "resourceslices"]
+
+    async with at_work(tmp_path, server=server) as scene:
+        await scene.notify(registered=True)
+        await until(lambda: len(written()) > 0)
+        claim = scene.allocate("fraction", shares=1)
+        answer = (await scene.prepare(claim))[claim.uid]
+    scene.write_checkpoint({claim: answer.devices})
+    async with at_work(tmp_path, QUICK, server=server) as scene:
+        await scene.wait_registration()
+        await scene.notify(registered=True)
+        await until(lambda: not written())
+        assert await scene.unprepare(claim) == {claim.uid: ""}
+
+
+async def test_a_claim_that_only_its_file_names_is_held_from_the_start(tmp_path: Path) -> None:
+    """The kubelet has not written the answer, as another driver of the pod is slow."""
+    async with at_work(tmp_path) as scene:
+        claim = scene.allocate("fraction", shares=5)
+        names = await scene.prepared(claim)
+        held = scene.scene.state(0).leases.keys()
+    scene.write_checkpoint({claim: []})
+    async with at_work(tmp_path, QUICK) as scene:
+        await scene.scene.kubelet.wait_for(
+            lambda: scene.scene.kubelet.allocatable().get(METAGPU) == 20 - 5
+        )
+        assert scene.scene.state(0).leases.keys() == held
+        assert scene.resolves(names)
+        await scene.wait_registration()
+        await scene.unprepare(claim)
+        await scene.scene.until(20, 20)
+
+
 async def test_a_gpu_that_is_being_cleaned_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

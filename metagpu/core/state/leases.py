@@ -283,7 +283,8 @@ def apply_resource_claims(
 ) -> tuple[Snapshot, tuple[Fact, ...]]:
     """Begin the leases of prepared ResourceClaims that have none.
 
-    Of a GPU that the node does not have, they are kept as `vanished`.
+    Those of a claim whose pool was not known get it. Of a GPU that the node does not have, they are
+    kept as `vanished`.
     """
     leases = [
         Lease(
@@ -294,11 +295,14 @@ def apply_resource_claims(
             settings=device.settings,
             pool=device.pool,
         )
+        if known is None
+        else replace(known, pool=device.pool)
         for claim, devices in fact.claims.items()
         for device in devices
         for state in (snapshot.gpus.get(device.gpu),)
         for share_id in device.share_ids
-        if share_id not in (snapshot.vanished if state is None else state.leases)
+        for known in ((snapshot.vanished if state is None else state.leases).get(share_id),)
+        if known is None or (known.resource_claim == claim and known.pool == "" != device.pool)
     ]
     if gone := {lease.share.id: lease for lease in leases if lease.share.gpu not in snapshot.gpus}:
         snapshot = replace(snapshot, vanished=MappingProxyType({**snapshot.vanished, **gone}))

@@ -12,7 +12,6 @@ from anyio.abc import TaskGroup
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
 from metagpu.core.errors import ClusterError
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.runtime.rate_limit import random_between
 from metagpu.core.runtime.tasks import Work
@@ -65,7 +64,7 @@ class ClusterContext:
         call_stats: has the lists that the kubelet reads now.
         dra_driver: returns the name of the DRA driver.
         pcie_root: returns the PCIe root complex of a GPU.
-        wait_registered: waits until the kubelet has the DRA driver, before the first slice.
+        wait_registered: waits until there is a DRA driver, and a while for the kubelet to have it.
         taken: set once this daemon has the node; before, it follows its profile and reports its
             own errors, and writes nothing else.
     """
@@ -301,11 +300,8 @@ class NodeConnection:
             self._parts.upgrade_follower.follow(self.node.object)
 
     async def _publish_slices(self) -> None:
-        """Publish ResourceSlices once a pool has DRA."""
+        """Publish ResourceSlices, or take them back, once claims are served."""
         context = self._context
-        async for used in context.registry.watch(lambda now: bool(now.offers_of(Api.DRA))):
-            if used:
-                break
         await context.wait_registered()
         library = await to_thread.run_sync(_load_publisher)
         self.slices = library.SlicePublisher(

@@ -4,7 +4,7 @@ Only these fields of the API server's object are decoded; a claim may have resul
 too.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from metagpu.core.config.errors import ConfigError
 from metagpu.core.config.units import Quantity
 from metagpu.core.devices.devices import MONITOR_TYPE, gpu_of_device, type_of
+from metagpu.core.model.gpu import GpuId
 from metagpu.core.model.request_errors import ResourceClaimUnusable
 from metagpu.core.model.resource_claims import (
     AllocatedPart,
@@ -172,6 +173,21 @@ def parse_allocation(
         consumer.name for consumer in claim.status.reserved_for if consumer.resource == "pods"
     )
     return Allocation(results, pods, admin)
+
+
+def is_reserved(ref: ResourceClaimRef, found: Mapping[str, Any], gpus: Collection[GpuId]) -> bool:
+    """Return whether anybody may use a claim's device of one of these GPUs.
+
+    True for a claim that cannot be read: nobody says that its containers have ended.
+    """
+    try:
+        claim = msgspec.convert(found, _ResourceClaim)
+    except msgspec.ValidationError:
+        return True
+    allocation = claim.status.allocation or _Allocation()
+    allocated = (gpu_of_device(device.device) for device in allocation.devices.results)
+    reserved = claim.metadata.uid == ref.uid and bool(claim.status.reserved_for)
+    return reserved and any(gpu in gpus for gpu in allocated)
 
 
 def _requests(results: Sequence[AllocatedDevice]) -> str:

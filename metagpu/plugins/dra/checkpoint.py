@@ -6,7 +6,7 @@ containers get is written again from it where it is missing, as after a reboot.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +24,7 @@ from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, Sha
 from metagpu.core.runtime.rate_limit import LogOnce
 from metagpu.core.state.facts import ResourceClaimsRead
 from metagpu.core.state.registry import Registry
-from metagpu.plugins.dra.claim_leases import with_settings
+from metagpu.plugins.dra.claim_leases import leased_shares, with_settings
 from metagpu.plugins.dra.prepared_claim import (
     ClaimFiles,
     EnsureMonitored,
@@ -126,10 +126,7 @@ def read_checkpoint(kubelet_root: Path, driver: str) -> ClaimCheckpoint | None:
         if of_driver := by_driver.get(driver):
             prepared[ref] = of_driver
         held[ref] = tuple(
-            replace(own, pool=f"{name}/{device.pool}")
-            for name, devices in by_driver.items()
-            for device in devices
-            if (own := device.claimed) is not None
+            own for name, devices in by_driver.items() for own in _meanings(name, devices)
         )
     return ClaimCheckpoint(prepared, held, frozenset(claim.claim_uid for claim in claims))
 
@@ -141,6 +138,15 @@ def _prepared(device: _Device) -> PreparedDevice:
         device.device_name,
         device.cdi_device_ids or (),
         device.share_id,
+    )
+
+
+def _meanings(driver: str, devices: Iterable[PreparedDevice]) -> tuple[ClaimDevice, ...]:
+    """Return the meaning of a driver's CDI names, each with its pool."""
+    return tuple(
+        replace(own, pool=f"{driver}/{device.pool}")
+        for device in devices
+        if (own := device.claimed) is not None
     )
 
 
@@ -212,7 +218,7 @@ class CheckpointFollower:
             else:
                 self.problem = ""
                 if checkpoint is not None:
-                    self._begin_leases(checkpoint.devices)
+                    self._begin_leases({**checkpoint.devices, **await self._answered(checkpoint)})
                 return checkpoint
 
     async def restore(self) -> None:
@@ -230,7 +236,8 @@ class CheckpointFollower:
         except MetagpuError as error:
             log.error("cdi names of monitored gpus not written again", error=str(error))
         # The kubelet may not have written the last answers yet: their files stay.
-        await self._files.remove_others(checkpoint.known)
+        leased = {claim.uid for claim in self._leased_claims()}
+        await self._files.remove_others(checkpoint.known | leased)
 
     async def follow(self) -> None:
         """End leases of claims that the kubelet has forgotten: it unprepares none of them.
@@ -241,6 +248,8 @@ class CheckpointFollower:
         suspected = frozenset[ResourceClaimRef]()
         while True:
             await anyio.sleep(self.period)
+            # Before the checkpoint: the kubelet writes a claim there before it asks for it again.
+            left = {claim for claim in suspected if not await self._preparer.may_be_in_use(claim)}
             held = self._leased_claims() | self._states.prepared.keys()
             if not held:
                 continue
@@ -250,11 +259,10 @@ class CheckpointFollower:
                 continue
             if checkpoint is None:
                 continue
-            await self._begin_missing(checkpoint)
+            await self._take_written(checkpoint)
+            await self._begin_missing()
             missing = {ref for ref in held if ref.uid not in checkpoint.known}
-            for claim in missing & suspected:  # twice: the kubelet may have been writing the file
-                if await self._preparer.may_be_in_use(claim):
-                    continue  # the kubelet lost its checkpoint, and the pods run on
+            for claim in missing & left:  # twice: the kubelet may have been writing the file
                 log.warning("resource claim forgotten by the kubelet", claim=str(claim))
                 await self._preparer.unprepare(claim)
             suspected = frozenset(missing)
@@ -262,11 +270,37 @@ class CheckpointFollower:
     async def _read_checkpoint(self) -> ClaimCheckpoint | None:
         return await to_thread.run_sync(read_checkpoint, self._kubelet_root, self._driver)
 
-    async def _begin_missing(self, checkpoint: ClaimCheckpoint) -> None:
-        """Begin leases of claims that are prepared, and were not unprepared meanwhile."""
-        known = checkpoint.prepared.keys() & self._states.prepared.keys()
-        self._begin_leases({ref: checkpoint.devices[ref] for ref in known})
-        await self._write_missing({ref: checkpoint.prepared[ref] for ref in known})
+    async def _answered(
+        self, checkpoint: ClaimCheckpoint
+    ) -> Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]:
+        """Return the devices of claims that the kubelet has not written, by their files.
+
+        It writes the answers for a pod once it has those of all drivers, and for all claims.
+        """
+        unwritten = [ref for ref, devices in checkpoint.devices.items() if not devices]
+        return {ref: await self._files.read(ref.uid) for ref in unwritten}
+
+    async def _take_written(self, checkpoint: ClaimCheckpoint) -> None:
+        """Take in claims of an earlier daemon that the kubelet has now written.
+
+        They have exactly these shares: since the checkpoint was read, none was unprepared.
+        """
+        written = checkpoint.prepared.keys() & self._leased_claims()
+        for ref in written - self._states.prepared.keys():
+            async with self._states.lock_of(ref):
+                held = {share.id for share in leased_shares(ref.uid, self._registry.snapshot)}
+                named = {i for device in checkpoint.devices[ref] for i in device.share_ids}
+                if held == named and ref not in self._states.prepared:
+                    self._states.prepared[ref] = checkpoint.prepared[ref]
+                    self._note_restored(ref)
+
+    async def _begin_missing(self) -> None:
+        """Begin the leases, and write the files, that prepared claims lack."""
+        prepared = dict(self._states.prepared)
+        self._begin_leases(
+            {ref: _meanings(self._driver, devices) for ref, devices in prepared.items()}
+        )
+        await self._write_missing(prepared)
 
     def _begin_leases(self, claims: Mapping[ResourceClaimRef, tuple[ClaimDevice, ...]]) -> None:
         """Begin the leases of claims; report shares that others have by now."""
@@ -295,9 +329,10 @@ class CheckpointFollower:
         return {claim for claim, _ in self._registry.snapshot.claim_leases}
 
     async def _release_others(self, checkpoint: ClaimCheckpoint) -> None:
-        """End the leases of claims that the kubelet does not know."""
+        """End the leases of claims that the kubelet does not know, and that no pod has."""
         for claim in self._leased_claims():
-            if claim.uid not in checkpoint.known:
+            unknown = claim.uid not in checkpoint.known
+            if unknown and not await self._preparer.may_be_in_use(claim):
                 await self._preparer.unprepare(claim)
 
     async def _write_missing(
@@ -306,7 +341,7 @@ class CheckpointFollower:
         """Write the CDI specifications of claims that have none."""
         offered = self._shares_of_claims()
         for ref, devices in prepared.items():
-            held = any(device.claimed for device in devices)
+            held = any(device.claimed for device in devices) and ref in self._states.prepared
             if held and not await self._files.exists(ref.uid):
                 try:
                     await self._write_again(ref, devices, offered)

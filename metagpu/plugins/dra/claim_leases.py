@@ -17,7 +17,12 @@ from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import SharesClaims
 from metagpu.core.devices.devices import Device, find_device, gpu_of_device, shared_device
 from metagpu.core.grants.grant import Grant
-from metagpu.core.model.request_errors import DeviceOccupied, FractionSplit, RequestError
+from metagpu.core.model.request_errors import (
+    DeviceOccupied,
+    FractionSplit,
+    RequestError,
+    UnknownDevice,
+)
 from metagpu.core.model.resource_claims import ClaimDevice
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
@@ -140,6 +145,10 @@ class ClaimPlanner:
             RequestError: it is not on offer, or not in that way.
         """
         device = find_device(snapshot, result.pool, result.device)
+        counted, consumed = device.capacity_name, result.consumed_capacity
+        if counted is not None and consumed and counted not in consumed:
+            reason = f"it counts {counted} now; delete the ResourceClaim to get another device"
+            raise UnknownDevice(result.pool, result.device, reason)
         if result.sharing is None:
             return device
         return shared_device(device, snapshot.gpus[device.gpu], result.sharing)

@@ -200,6 +200,10 @@ class ClaimFiles:
         except OSError as error:
             raise CdiError(f"{path} cannot be written: {error.strerror or error}") from error
 
+    async def read(self, uid: str) -> tuple[ClaimDevice, ...]:
+        """Return the meaning of the names in a claim's file, nothing without one."""
+        return await to_thread.run_sync(_read_devices, self._path(uid))
+
     async def exists(self, uid: str) -> bool:
         """Return whether a claim has its file."""
         return await to_thread.run_sync(self._path(uid).exists)
@@ -219,6 +223,22 @@ class ClaimFiles:
 
     def _path(self, uid: str) -> Path:
         return self.folder / f"{_PREFIX}{uid}.json"
+
+
+class _NamedDevice(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _ClaimSpec(msgspec.Struct, frozen=True):
+    devices: tuple[_NamedDevice, ...] = ()
+
+
+def _read_devices(path: Path) -> tuple[ClaimDevice, ...]:
+    try:
+        named = msgspec.json.decode(path.read_bytes(), type=_ClaimSpec).devices
+    except (OSError, msgspec.MsgspecError):
+        return ()
+    return tuple(filter(None, (parse_claim_device(f"{KIND}={each.name}") for each in named)))
 
 
 def _unlink(path: Path) -> None:

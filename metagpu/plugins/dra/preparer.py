@@ -14,7 +14,7 @@ import anyio
 
 from metagpu.core.contracts.backend import Backend
 from metagpu.core.contracts.capabilities import Provisions
-from metagpu.core.errors import ClusterError
+from metagpu.core.errors import ClusterError, MetagpuError
 from metagpu.core.model.request_errors import ProvisioningLasts, RequestError, ResourceClaimUnusable
 from metagpu.core.model.resource_claims import ReadSharing
 from metagpu.core.model.shares import ResourceClaimRef, ResourceName, ShareId
@@ -23,6 +23,7 @@ from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.allocation import (
     Allocation,
     ReadResourceClaim,
+    is_reserved,
     parse_allocation,
 )
 from metagpu.plugins.dra.claim_leases import (
@@ -30,6 +31,7 @@ from metagpu.plugins.dra.claim_leases import (
     ClaimPlanner,
     Part,
     by_request,
+    leased_shares,
     with_settings,
 )
 from metagpu.plugins.dra.prepared_claim import (
@@ -184,7 +186,9 @@ class ClaimPreparer:
         states = self.states
         async with states.lock_of(claim):
             if (known := states.prepared.get(claim)) is not None:
-                return known
+                if not await self._has_other_devices(claim):
+                    return known
+                await self._end(claim)
             states.refused.pop(claim, None)
             try:
                 devices = await self._prepare(claim, self._clock() + LONGEST)
@@ -280,14 +284,25 @@ class ClaimPreparer:
     async def may_be_in_use(self, claim: ResourceClaimRef) -> bool:
         """Return whether pods have what was prepared; true where nobody says."""
         try:
-            found, now = await self.read_allocation(claim.namespace, claim.name)
+            found = await self._read_claim(claim)
         except ClusterError as error:
             return error.status != _NOT_FOUND
-        except RequestError:
-            return False  # it has no devices any more
-        devices = {(its.pool, its.device) for its in self.states.prepared.get(claim, ())}
+        shares = leased_shares(claim.uid, self._registry.snapshot)
+        looked = monitored_gpus(self.states.prepared.get(claim, ()))
+        return is_reserved(claim, found, {share.gpu for share in shares} | looked)
+
+    async def _has_other_devices(self, claim: ResourceClaimRef) -> bool:
+        """Return whether a prepared claim is allocated other devices by now.
+
+        A kubelet that lost its checkpoint does not unprepare what its pods leave.
+        """
+        try:
+            found, now = await self.read_allocation(claim.namespace, claim.name)
+        except MetagpuError:
+            return False
         allocated = {(its.pool, its.device) for its in (*now.results, *now.admin)}
-        return found == claim and bool(now.pods) and not devices.isdisjoint(allocated)
+        prepared = {(its.pool, its.device) for its in self.states.prepared[claim]}
+        return found == claim and bool(allocated) and allocated != prepared
 
     def can_prepare(self, claim: ResourceClaimRef, allocation: Allocation) -> bool:
         """Return whether a refused claim would be prepared now."""
@@ -312,15 +327,18 @@ class ClaimPreparer:
 
     async def unprepare(self, claim: ResourceClaimRef) -> None:
         """End the leases of a claim; of one that is not prepared, there are none."""
+        async with self.states.lock_of(claim):
+            await self._end(claim)
+
+    async def _end(self, claim: ResourceClaimRef) -> None:
         states = self.states
-        async with states.lock_of(claim):
-            self.leases.release_all(claim)
-            looked = monitored_gpus(states.prepared.pop(claim, ()))
-            states.refused.pop(claim, None)
-            states.failed.forget(claim)
-            if looked and not all_monitored(states.prepared):
-                await self._ensure_monitored(frozenset())
-            await self._files.remove(claim.uid)
+        self.leases.release_all(claim)
+        looked = monitored_gpus(states.prepared.pop(claim, ()))
+        states.refused.pop(claim, None)
+        states.failed.forget(claim)
+        if looked and not all_monitored(states.prepared):
+            await self._ensure_monitored(frozenset())
+        await self._files.remove(claim.uid)
 
     async def _grant(
         self, claim: ResourceClaimRef, parts: Sequence[Part], longest: float

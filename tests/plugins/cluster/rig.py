@@ -9,6 +9,7 @@ from typing import Final
 import anyio
 
 from metagpu.core.config.profiles import ClusterChoice, ConfigOutcome
+from metagpu.core.model.offers import Api
 from metagpu.core.model.shares import ResourceName
 from metagpu.core.state.call_stats import KubeletCallStats
 from metagpu.core.state.facts import GpusFound
@@ -123,6 +124,12 @@ async def cluster_at_work(
         await anyio.sleep(scene.follow_s)
         scene.choices.append(choice)
 
+    async def served() -> None:
+        async for offered in registry.watch(lambda now: bool(now.offers_of(Api.DRA))):
+            if offered:
+                break
+        await has_driver.wait()
+
     def outcome() -> ConfigOutcome:
         has_mig_layouts = bool(scene.choices) and scene.choices[-1].mig_config is not None
         return ConfigOutcome(scene.refusal, has_mig_layouts, scene.mismatch)
@@ -151,7 +158,7 @@ async def cluster_at_work(
             call_stats=stats,
             dra_driver=lambda: scene.driver,
             pcie_root=lambda gpu: f"pci0000:0{gpu.index}",
-            wait_registered=has_driver.wait,
+            wait_registered=served,
             taken=has_node,
         )
         cluster = Cluster(context, run_command)

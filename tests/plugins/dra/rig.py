@@ -24,7 +24,7 @@ from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import build_layout
 from metagpu.core.model.gpu import Gpu, GpuId
 from metagpu.core.model.resource_claims import ReadSharing
-from metagpu.core.model.shares import ResourceClaimRef, ShareId
+from metagpu.core.model.shares import Lease, ResourceClaimRef, ShareId
 from metagpu.core.state.facts import GpusFound
 from metagpu.core.state.registry import Registry
 from metagpu.plugins.dra.driver import DraDriver, RegistrationTiming
@@ -261,8 +261,12 @@ class DraNode(KubeletCalls):
 
     def leased(self, ref: ResourceClaimRef) -> list[ShareId]:
         """Return the shares that a claim holds."""
+        return [lease.share.id for lease in self.leases(ref)]
+
+    def leases(self, ref: ResourceClaimRef) -> list[Lease]:
+        """Return the leases of a claim."""
         return [
-            lease.share.id
+            lease
             for state in self.registry.snapshot.gpus.values()
             for lease in state.leases.values()
             if lease.resource_claim == ref
