@@ -44,7 +44,7 @@ CAPABILITIES: Final = (
     Capability("simulator", 15145, ("sim/*",)),
     Capability(
         "DRA",
-        4900,
+        5000,
         (
             "plugins/dra/*",
             "core/devices/*",
@@ -58,7 +58,7 @@ CAPABILITIES: Final = (
     Capability("device plugin", 4104, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5667, ("plugins/cluster/*",)),
     Capability("agent", 3852, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 5067, (
+    Capability("availability, leases, model", 5071, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
     Capability("layout and grants", 2003, ("core/layout/*", "core/grants/*")),
@@ -87,14 +87,14 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86226, 75000),
-    Limit("test lines", 112760, 92300),
+    Limit("product lines", 86338, 75000),
+    Limit("test lines", 112999, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
     Limit("decisions", 49, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66050, 64700),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66079, 64700),
 )
 
 
