@@ -148,20 +148,25 @@ class PodInformer(Informer):
 
         A Pod that was deleted before the API server's last answer, a list or the begin of a watch,
         has less than its grace left. Times are by its clock, which may differ from this node's.
+        The deletion of a mirror ends no container: the kubelet makes it again.
         """
         pod, metadata = known_pod(item), item["metadata"]
         grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-        other = pod.uid != metadata["uid"] and self._pods.get(pod.uid)
-        if other and str(other) != str(pod):
+        is_mirror, known = pod.uid != metadata["uid"], self._pods.get(pod.uid)
+        if is_mirror and known is not None and str(known) != str(pod):
             return False  # anybody may claim to mirror a Pod, and so to be it
-        known = self._deleted.get(pod.uid)
-        deleted = "deletionTimestamp" in metadata and (known is None or grace < known.grace)
+        before = self._deleted.get(pod.uid)
+        deleted = (
+            "deletionTimestamp" in metadata
+            and not is_mirror
+            and (before is None or grace < before.grace)
+        )
         if deleted:
             end = datetime.fromisoformat(metadata["deletionTimestamp"]).timestamp()
             left = max(0.0, min(grace, end - (self._client.date or time())))
             self._deleted[pod.uid] = DeletedPod(anyio.current_time(), left)
             self._changed.set()
-        if self._pods.get(pod.uid) == pod:
+        if known == pod:
             return deleted
         self._pods[pod.uid] = pod
         return True

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -297,11 +297,15 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
         )
 
 
-def delete(server: SimApiServer, grace: float, ago: float = 0) -> None:
-    """Delete alice's pod, some seconds ago."""
+ALICE: Final = ("pods", "team", "alice")
+
+
+def delete(
+    server: SimApiServer, grace: float, ago: float = 0, key: tuple[str, str, str] = ALICE
+) -> None:
+    """Delete a pod, some seconds ago."""
     end = datetime.now(UTC) + timedelta(seconds=grace - ago)
     metadata = {"deletionTimestamp": end.isoformat(), "deletionGracePeriodSeconds": grace}
-    key = ("pods", "team", "alice")
     server.store.merge(key, {"metadata": metadata}, status=False, manager="kubectl")
 
 
@@ -325,6 +329,33 @@ async def test_a_deleted_pod_may_end_soon_or_when_its_grace_is_over(tmp_path: Pa
         await knows(registry, lambda pods: bool(pods.terminating))
         skip(STOPPING)
         await knows(registry, lambda pods: bool(pods.terminating) and not pods.stopping)
+
+
+@pytest.mark.parametrize("deleted", ["before", "after"])
+async def test_the_deletion_of_a_mirror_stops_nothing(tmp_path: Path, deleted: str) -> None:
+    """The kubelet makes the mirror of a static pod again, and kills no container.
+
+    Anybody may create a Pod that claims to mirror another one, and the list may have it first.
+    """
+    server = SimApiServer()
+    server.add_pod("team", "static", NODE, {MIRROR: "hash"}, uid="a")
+    server.add_pod("team", "bob", NODE, uid="b")
+    server.add_pod("aaa", "alice", NODE, {MIRROR: "b"}, uid="c")
+    keys = ("pods", "aaa", "alice"), ("pods", "team", "static")
+
+    async with AsyncExitStack() as stack:
+        if deleted == "before":
+            for key in keys:
+                delete(server, 60, ago=59, key=key)
+        registry = await stack.enter_async_context(followed(server, tmp_path))
+        await knows(registry, lambda pods: "b" in pods.by_uid)
+        if deleted == "after":
+            for key in keys:
+                delete(server, 60, ago=59, key=key)
+        server.add_pod("team", "last", NODE, uid="d")
+        await knows(registry, lambda pods: "d" in pods.by_uid)
+        assert not registry.snapshot.pods.stopping
+        assert not registry.snapshot.pods.terminating
 
 
 def test_a_deleted_pod_is_stopping_before_it_ends() -> None:
