@@ -83,7 +83,9 @@ class _MigDaemonHost(NamedTuple):
 
     @property
     def leased(self) -> bool:
-        return any(slot_of(share) == self.device.slot for share in self.context.state.leases)
+        state = self.context.state
+        held = any(slot_of(share) == self.device.slot for share in state.leases)
+        return held or bool(state.kubelet.unknown_leases)
 
     def suspend(self, reason: str) -> None:
         self.observer.daemon_changed(self.device, reason)

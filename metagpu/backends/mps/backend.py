@@ -125,7 +125,9 @@ class _GpuOwner:
         while True:
             # A reset GPU has forgotten its mode: the loop sets it again when the GPU recovers.
             await context.wait_until(lambda state: self._owns(state) and state.verdict.healthy)
-            await self._make_exclusive()
+            if not await self._make_exclusive():
+                await anyio.sleep(self._timing.period)
+                continue
             await context.wait_until(
                 lambda state: (
                     not self._owns(state) or not state.verdict.healthy or self._needs_cleanup(state)
@@ -140,17 +142,24 @@ class _GpuOwner:
     def _needs_cleanup(self, state: GpuState) -> bool:
         return self._context.backend in state.cleanup.since
 
-    async def _make_exclusive(self) -> None:
-        """Keep programs that are no MPS clients off the GPU, and save the previous mode."""
+    async def _make_exclusive(self) -> bool:
+        """Keep programs that are no MPS clients off the GPU, and save the previous mode.
+
+        Returns:
+            Whether the mode could be read; one that cannot be set is left as it is.
+        """
+        mode: ComputeMode | None = None
         try:
             mode = await self._context.compute_mode()
-            if mode in (None, ComputeMode.EXCLUSIVE_PROCESS):
-                return
-            await to_thread.run_sync(self._directories.save_compute_mode, mode.name)
-            await self._context.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
+            if mode not in (None, ComputeMode.EXCLUSIVE_PROCESS):
+                await to_thread.run_sync(self._directories.save_compute_mode, mode.name)
+                await self._context.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
         except DriverError as error:
-            await to_thread.run_sync(self._directories.discard_compute_mode)
+            if mode is not None:  # otherwise an earlier one may be saved
+                await to_thread.run_sync(self._directories.discard_compute_mode)
             self._log.warning("exclusive compute mode not set", error=str(error))
+            return mode is not None
+        return True
 
     async def _restore_mode(self) -> None:
         saved = await to_thread.run_sync(self._directories.read_compute_mode)
@@ -161,16 +170,21 @@ class _GpuOwner:
             await to_thread.run_sync(self._directories.discard_compute_mode)
 
     async def _restore_leftover_mode(self) -> None:
-        """Restore the mode that a killed agent changed, unless MPS still has the GPU."""
-        try:
-            adopted = self._supervisor.adopted
-            used = self._owns(self._context.state) or (
-                adopted and not await self._supervisor.is_unused()
-            )
-            if not used:
-                await self._restore_mode()
-        except (ProgramError, DriverError) as error:
-            self._log.warning("compute mode not restored", error=str(error))
+        """Restore the mode that a killed agent changed, once MPS does not have the GPU."""
+        context, logged = self._context, False
+        while await to_thread.run_sync(self._directories.read_compute_mode) is not None:
+            await context.wait_until(lambda state: self._owns(state) or not context.leased)
+            if self._owns(context.state):
+                return  # its cleanup restores it
+            try:
+                if await self._supervisor.is_unused():
+                    await self._restore_mode()
+                    return
+            except (ProgramError, DriverError) as error:
+                if not logged:
+                    self._log.warning("compute mode not restored", error=str(error))
+                logged = True
+            await anyio.sleep(self._timing.retry)
 
     async def _clean_up(self, since: float) -> None:
         """Return the GPU once no process is on it; stop if a container is given a share."""

@@ -264,7 +264,11 @@ class GpuContext(Protocol):
 
     @property
     def leased(self) -> bool:
-        """True while a container holds a share that this backend offers of the GPU."""
+        """True while a container holds, or may hold, a share of this backend.
+
+        The GPU's leases may not be known yet, and that of a share which is on offer no more is of
+        an unknown backend.
+        """
         ...
 
     @property

@@ -17,7 +17,7 @@ from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
-from metagpu.core.model.shares import ProvisionedState
+from metagpu.core.model.shares import UNKNOWN_BACKEND, ProvisionedState
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import Backoff
 from metagpu.core.runtime.tasks import RestartTiming
@@ -85,7 +85,9 @@ class _RunContext(msgspec.Struct, frozen=True):
 
     @property
     def leased(self) -> bool:
-        return any(lease.share.backend == self.backend for lease in self.state.leases.values())
+        state, ours = self.state, (self.backend, UNKNOWN_BACKEND)
+        held = (lease.share.backend for lease in state.leases.values())
+        return bool(state.kubelet.unknown_leases) or any(backend in ours for backend in held)
 
     @property
     def cleanup_due_since(self) -> float | None:

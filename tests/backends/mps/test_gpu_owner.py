@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import anyio
+import pynvml
 import pytest
 from anyio import to_thread
 
@@ -13,12 +14,14 @@ from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.availability.reasons import availability_of
 from metagpu.core.errors import ProgramError
 from metagpu.core.model.gpu import MIB
-from metagpu.core.state.facts import GpuFaulted, GpuRecovered
+from metagpu.core.model.shares import UNKNOWN_BACKEND, Holder, ShareId
+from metagpu.core.state.facts import EarlierLeases, GpuFaulted, GpuRecovered, LeasesObserved
 from metagpu.host.daemons import HostDaemons
 from metagpu.sim.machine.gpu import SimProcess
 from tests.backends.mps.rig import ALONE, DEFAULT, EXCLUSIVE, MIXED, mps
 from tests.rigs.daemons import DAEMONS
 from tests.rigs.logs import capture_module_logs
+from tests.rigs.waiting import becomes
 
 # --- who has the GPU ----------------------------------------------------------------------------
 
@@ -213,6 +216,28 @@ async def test_an_unused_daemon_ends_with_the_agent(tmp_path: Path) -> None:
     assert await scene.at().process() is None
 
 
+@pytest.mark.parametrize("what", ["unread", "renamed"])
+async def test_a_daemon_that_may_serve_a_pod_outlives_the_agent(tmp_path: Path, what: str) -> None:
+    """A pod that does not compute now is no client, and finds its control daemon later.
+
+    The leases may not be known yet, or name a share that is on offer no more.
+    """
+    async with mps(tmp_path, stays=True) as scene:
+        await scene.ready()
+        process, registry = await scene.process(), scene.care.registry
+        if what == "unread":
+            registry.apply(EarlierLeases("the checkpoint is not read yet"))
+        else:
+            held = ShareId(f"{scene.care.gpus[0].id}::p99")
+            registry.apply(LeasesObserved({held: Holder("team", "alice", "main")}, at=1.0))
+            assert scene.care.state().owner == UNKNOWN_BACKEND
+
+    try:
+        assert await scene.at().process() == process
+    finally:
+        await scene.at().gone()
+
+
 async def test_a_pool_that_drops_mps_quits_it(tmp_path: Path) -> None:
     """After the last client under a configuration without MPS the daemon and its files are gone."""
     async with mps(tmp_path, MIXED) as scene:
@@ -240,6 +265,43 @@ async def test_a_killed_daemons_mode_is_put_back(tmp_path: Path) -> None:
     async with mps(tmp_path, care=first.care) as second:
         await second.mode(DEFAULT)
         await second.ready()
+
+
+async def test_a_failed_reading_does_not_forget_the_mode(tmp_path: Path) -> None:
+    """The mode is put back, although NVML did not answer in between."""
+    with capture_module_logs(backend) as logs:
+        async with mps(tmp_path) as scene:
+            await scene.ready()
+            share, gpu = scene.care.share("mps"), scene.care.gpus[0].id
+            scene.care.claim(share)
+            await scene.mode(EXCLUSIVE)
+            scene.care.registry.apply(GpuFaulted(gpu, "XID 79", at=1.0))
+            await scene.care.settled()
+            scene.care.node.gpus[0].failure = pynvml.NVML_ERROR_UNKNOWN
+            scene.care.registry.apply(GpuRecovered(gpu, "it passed its checks", at=2.0))
+            await becomes(lambda: logs)
+            scene.care.node.gpus[0].failure = None
+            scene.care.release(share)
+            await scene.becomes(lambda state: state.owner is None)
+
+    assert scene.care.node.gpus[0].compute_mode == DEFAULT
+
+
+async def test_a_mode_that_cannot_be_put_back_is_tried_again(tmp_path: Path) -> None:
+    """NVML may not answer at the start of an agent that finds the mode of a killed one."""
+    async with mps(tmp_path) as first:
+        await first.ready()
+    await to_thread.run_sync(first.at().folders.save_compute_mode, "DEFAULT")
+    simulated = first.care.node.gpus[0]
+    simulated.compute_mode = EXCLUSIVE
+    first.care.node.root = False
+
+    with capture_module_logs(backend) as logs:
+        async with mps(tmp_path, care=first.care) as second:
+            await becomes(lambda: "compute mode not restored" in [line["event"] for line in logs])
+            first.care.node.root = True
+            await second.mode(DEFAULT)
+            await second.ready()
 
 
 async def test_folders_have_restricted_modes(tmp_path: Path) -> None:

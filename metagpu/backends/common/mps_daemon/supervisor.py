@@ -50,7 +50,7 @@ class DaemonHost(Protocol):
 
     @property
     def leased(self) -> bool:
-        """True while a container holds a share of the device."""
+        """True while a container holds a share of the device, or may hold one."""
         ...
 
     def suspend(self, reason: str) -> None:
