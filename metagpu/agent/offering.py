@@ -58,6 +58,7 @@ class Offering:
             node=self.context.node,
             timing=self.context.timing.kubelet,
             running=self.running,
+            present=self.context.host.pods,
             requests_of=self.resource_claims.requests_of,
         )
         self.leases_known = self.lease_follower.known

@@ -24,6 +24,7 @@ from metagpu.host.containers import (
     DEFAULT_FOLDER,
     DEFAULT_ROOT,
     find_container_cgroups,
+    find_pods,
     is_cgroup_v2,
     is_populated,
     read_containers,
@@ -163,6 +164,10 @@ class LinuxHost:
             self._remember(await to_thread.run_sync(self._read_holders, list(self._starting)))
         starting = {one: name for one, name in self._starting.items() if name in holders}
         return await to_thread.run_sync(self._find_cgroups, holders, starting)
+
+    async def pods(self, uids: Collection[str]) -> Collection[str]:
+        """Find the pods of these that have a cgroup."""
+        return await to_thread.run_sync(find_pods, self._cgroups, uids) if uids else ()
 
     async def signal(self, who: ProcessIdentity, signal: Signals) -> bool:
         """Signal exactly this process; tell whether it was still there to get it.

@@ -13,7 +13,7 @@ from grpclib.exceptions import GRPCError
 from msgspec.structs import replace
 
 from metagpu.core.availability.reasons import count_free
-from metagpu.core.model.shares import ResourceName
+from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.nvml.driver import NvmlDriver
 from metagpu.plugins.cluster.settings import ALL_FEATURES, ClusterSettings
@@ -26,6 +26,7 @@ from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import AdmissionError, SimKubelet, SimPod
 from metagpu.sim.kubelet.pod_resources import PodResourcesSource
 from metagpu.sim.kubelet.pods import SimContainer
+from metagpu.sim.machine.containers import SimHost
 from tests.rigs.agent import METAGPU, QUICK, Scene, agent_at_work
 from tests.rigs.nvml_library import NvmlLibrary
 from tests.rigs.waiting import becomes, skip
@@ -224,6 +225,29 @@ async def test_a_gpu_that_is_found_late_is_offered_once_the_kubelet_said_who_hol
             await scene.wait_snapshot(lambda now: all(gpu.leases for gpu in now.gpus.values()))
 
     assert offered == {0}
+
+
+async def test_an_init_container_that_waits_keeps_its_shares(tmp_path: Path) -> None:
+    """Without an API server nobody but the host tells that its pod is there, for any time."""
+    machine, uses = SimHost(tmp_path), SimContainer("init", {METAGPU: 10})
+    pod = SimPod("train", containers=(SimContainer("main", {}),), init_containers=(uses,))
+
+    async with agent_at_work(tmp_path, config=MIXED, host=machine.host) as scene:
+        await scene.until(20, 20)
+        await scene.until(2, 2, WHOLE)
+        await scene.kubelet.admit(pod)
+        await scene.kubelet.start_container(pod, "init")
+        machine.start(Holder(pod.namespace, pod.name, "init"), uid=pod.uid)
+        follower = scene.agent._offering.lease_follower
+        await follower.refresh()
+        for _ in range(3):
+            skip(LeasesObserved({}, 0).longest_admission)
+            await follower.refresh()
+        assert sum(len(gpu.leases) for gpu in scene.agent.registry.snapshot.gpus.values()) == 10
+
+        machine.end(pod.uid)
+        await follower.refresh()
+        assert not any(gpu.leases for gpu in scene.agent.registry.snapshot.gpus.values())
 
 
 async def test_where_no_kubelet_has_been_everything_is_offered(tmp_path: Path) -> None:

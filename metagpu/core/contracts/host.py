@@ -169,3 +169,7 @@ class Host(HostProcesses, Protocol):
         of version 1, or where cgroups are not visible.
         """
         ...
+
+    async def pods(self, uids: Collection[str]) -> Collection[str]:
+        """Find the pods of these that have a cgroup; none where cgroups are not visible."""
+        ...

@@ -1,5 +1,6 @@
 """This node's pods as the API server lists them."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -11,6 +12,8 @@ from metagpu.core.model.shares import Holder
 
 ENDED_PHASES: Final = frozenset({"Succeeded", "Failed"})
 """The phases of a pod whose containers have ended for good."""
+STATIC_UID: Final = re.compile("[0-9a-f]{32}")
+"""The uid of a static pod, which its kubelet makes; those of the API server have dashes."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -145,14 +148,16 @@ class PodIndex(msgspec.Struct, frozen=True):
         """Return whether the pod of a holder, or of a uid, has ended.
 
         The API server says so, or a complete list that was requested later lacks the pod. Without
-        such a list nobody knows.
+        such a list nobody knows. A list lacks a static pod also while its mirror is made again.
 
         Args:
             pod: a container of the pod, or the pod's uid.
             since: the event loop's time at which the kubelet was known to have the pod.
         """
         known = self.by_uid.get(pod) if isinstance(pod, str) else self.find(pod, None)
-        return since < self.asked if known is None else known.ended
+        if known is None:
+            return since < self.asked and not (isinstance(pod, str) and STATIC_UID.fullmatch(pod))
+        return known.ended
 
     def may_have_ended(self, pod: Holder | str, since: float) -> bool:
         """Return whether a complete present list would show that a pod has ended."""

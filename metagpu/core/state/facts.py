@@ -271,7 +271,7 @@ class LeasesObserved(msgspec.Struct, frozen=True):
         begins: whether ids of the checkpoint are held although the list does not name them.
         confirms: whether the present kubelet wrote the checkpoint.
         released: ids that the kubelet's checkpoint named for a lease and names no more.
-        running: ids of pods that the API server reports as running.
+        running: ids of pods that the API server reports as running, or that the host has.
         ended: ids that the checkpoint names for pods that have ended, and for no others.
         stopped: holders whose containers do not run any more.
         nodes: the device nodes of GPUs in the answers that the checkpoint keeps, by GPU.

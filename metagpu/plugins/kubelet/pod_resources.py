@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from metagpu.core.availability.conflict import conflicting_shares
 from metagpu.core.errors import describe_error
 from metagpu.core.model.offers import Api
-from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.rate_limit import LogOnce
@@ -40,7 +39,13 @@ from metagpu.plugins.kubelet.pod_list import (
     no_requests,
     read_leases,
 )
-from metagpu.plugins.kubelet.restart_guard import KubeletReadiness, unconfirmed_holders
+from metagpu.plugins.kubelet.restart_guard import (
+    KubeletReadiness,
+    has_ended_pod,
+    may_change_soon,
+    unconfirmed_holders,
+    unlisted_pods,
+)
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
 
 
@@ -76,8 +81,12 @@ Running = Callable[[Collection[Holder]], Awaitable[Collection[Holder]]]
 """Returns those of some holders whose containers are seen to run."""
 
 
-async def see_none(_: Collection[Holder]) -> Collection[Holder]:
-    """Return no holder: nothing is known of containers."""
+Present = Callable[[Collection[str]], Awaitable[Collection[str]]]
+"""Returns the uids of those of some pods that are seen on this machine."""
+
+
+async def see_none(_: object) -> tuple[()]:
+    """Return nothing: nothing is known of containers and pods."""
     return ()
 
 
@@ -95,6 +104,7 @@ class LeaseFollower:
         node: this node's name; this machine's name by default.
         timing: periods and deadlines.
         running: tells which containers run.
+        present: tells which pods are here.
         requests_of: returns the requests of a ResourceClaim's shares.
     """
 
@@ -108,6 +118,7 @@ class LeaseFollower:
         timing: KubeletTiming = TIMING,
         clock: Callable[[], float] = anyio.current_time,
         running: Running = see_none,
+        present: Present = see_none,
         requests_of: RequestsOf = no_requests,
     ) -> None:
         self._registry = registry
@@ -116,6 +127,7 @@ class LeaseFollower:
         self._timing = timing
         self._clock = clock
         self._running = running
+        self._present = present
         self._requests_of = requests_of
         self._readiness = KubeletReadiness((node or gethostname()).lower(), timing)
         self._kubelet: tuple[Identity, Identity] = (None, None)
@@ -234,6 +246,8 @@ class LeaseFollower:
         answer = await self._ask(asked)
         allocated = await to_thread.run_sync(read_allocated_ids, self._directory)
         running = await self._see_running()
+        old = asked - self._timing.readiness
+        present = await self._present(unlisted_pods(self._registry.snapshot, allocated, old))
         if (await self._identify()).kubelet != kubelet:
             answer = None  # it may be the last kubelet's, and the file the next one's
             allocated = None
@@ -251,6 +265,7 @@ class LeaseFollower:
             allocated,
             snapshot,
             running=running,
+            present=present,
             kubelet=kubelet[1],
             starts=self._starts(kubelet),
         )
@@ -347,7 +362,7 @@ class LeaseFollower:
             not self._readiness.ready
             or bool(self._readiness.doubted or unconfirmed_holders(snapshot))
             or any(
-                _has_ended_pod(state, snapshot.pods) or _may_change_soon(state, snapshot.pods)
+                has_ended_pod(state, snapshot.pods) or may_change_soon(state, snapshot.pods)
                 for state in snapshot.gpus.values()
             )
         )
@@ -388,9 +403,9 @@ class LeaseFollower:
         longest = timing.contended_period if contended else timing.poll_period
         if self._settled is not None and self._settled.snapshot is snapshot:
             return longest
-        if any(_has_ended_pod(state, snapshot.pods) for state in states):
+        if any(has_ended_pod(state, snapshot.pods) for state in states):
             return min(max(2 * delay, timing.after_end), longest)
-        if any(_may_change_soon(state, snapshot.pods) for state in states):
+        if any(may_change_soon(state, snapshot.pods) for state in states):
             # A pod is being admitted: ask soon, then later.
             return min(max(2 * delay, timing.settle), longest)
         return longest
@@ -416,22 +431,6 @@ class LeaseFollower:
 def _allocated_shares(state: GpuState) -> Iterator[ShareId]:
     """Yield the leased shares of a GPU that the kubelet lists by their ids."""
     return (i for i, lease in state.leases.items() if lease.resource_claim is None)
-
-
-def _may_change_soon(state: GpuState, pods: PodIndex) -> bool:
-    """Return whether a pod that is unknown holds shares of a GPU."""
-    return bool(state.allocated.keys() - state.leases.keys()) or any(
-        lease.holder is None or (pods.listed and pods.find(lease.holder, None) is None)
-        for lease in state.leases.values()
-    )
-
-
-def _has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
-    """Return whether a pod that has ended holds shares: its lease ends soon."""
-    return any(
-        lease.holder is not None and pods.has_ended(lease.holder, lease.since)
-        for lease in state.leases.values()
-    )
 
 
 def _log_failure(error: Exception, socket: Path, reason: str) -> None:

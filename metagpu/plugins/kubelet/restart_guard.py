@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from metagpu.core.model.pods import PodIndex
 from metagpu.core.model.shares import Holder, Lease, ShareId, gpu_of
-from metagpu.core.model.snapshot import Snapshot, once
+from metagpu.core.model.snapshot import GpuState, Snapshot, once
 from metagpu.core.state.facts import LeasesObserved
 from metagpu.plugins.kubelet.checkpoint import MIG_PREFIX, AllocatedIds
 from metagpu.plugins.kubelet.timing import TIMING, KubeletTiming
@@ -94,6 +94,7 @@ class KubeletReadiness(msgspec.Struct):
         snapshot: Snapshot,
         *,
         running: Collection[Holder] = (),
+        present: Collection[str] = (),
         kubelet: tuple[int, int, int] | None = None,
         starts: bool = False,
     ) -> LeasesObserved:
@@ -105,6 +106,7 @@ class KubeletReadiness(msgspec.Struct):
             allocated: the kubelet's checkpoint, read after the answer; `None` if it is unknown.
             snapshot: the present leases, and the pods of the API server.
             running: holders whose containers are seen to run.
+            present: uids of pods that are seen on this machine.
             kubelet: the identity of the kubelet's socket, which it makes when it starts.
             starts: whether the kubelet lists pods before it has made that socket.
         """
@@ -112,7 +114,8 @@ class KubeletReadiness(msgspec.Struct):
         if allocated is not None:
             self._note_pods(allocated, at)
         self._compare_pods(answer, allocated, snapshot.pods)
-        if self._same_node is False:  # an absent pod may run on: only phases count
+        # An absent pod may run on: only phases count.
+        if self._same_node is False or (self._same_node is None and snapshot.pods.by_uid):
             pods = replace(snapshot.pods, asked=float("-inf"))
             snapshot = replace(snapshot, pods=pods)
         begins, released = not self.ready, self._released(at, allocated, snapshot, confirms)
@@ -133,7 +136,7 @@ class KubeletReadiness(msgspec.Struct):
             begins=begins,
             confirms=confirms,
             released=released,
-            running=_running_ids(allocated, snapshot),
+            running=_running_ids(allocated, snapshot, present),
             ended=ended,
             stopped=self._stopped(running, snapshot),
         )
@@ -144,6 +147,7 @@ class KubeletReadiness(msgspec.Struct):
         """Note whether the API server's list is of this node: one pod in common proves it.
 
         By another node's name, or of another cluster, a complete list lacks all pods of this one.
+        A kubelet that lists none proves nothing, unless the list has none either.
         """
         listed = answer.pods if answer and pods.listed else ()
         named = allocated.pods if allocated else ()
@@ -326,6 +330,35 @@ def unconfirmed_holders(snapshot: Snapshot) -> frozenset[Holder]:
     )
 
 
+def unlisted_pods(
+    snapshot: Snapshot, allocated: AllocatedIds | None, before: float
+) -> Collection[str]:
+    """Return pods of the checkpoint that hold old leases, and that no list names."""
+    ids = {
+        lease.share.id
+        for lease in _leases(snapshot)
+        if lease.holder is None and lease.since < before
+    }
+    named = allocated.pods if ids and allocated else {}
+    return [uid for uid, its in named.items() if not ids.isdisjoint(its)]
+
+
+def may_change_soon(state: GpuState, pods: PodIndex) -> bool:
+    """Return whether a pod that is unknown holds shares of a GPU."""
+    return bool(state.allocated.keys() - state.leases.keys()) or any(
+        lease.holder is None or (pods.listed and pods.find(lease.holder, None) is None)
+        for lease in state.leases.values()
+    )
+
+
+def has_ended_pod(state: GpuState, pods: PodIndex) -> bool:
+    """Return whether a pod that has ended holds shares: its lease ends soon."""
+    return any(
+        lease.holder is not None and pods.has_ended(lease.holder, lease.since)
+        for lease in state.leases.values()
+    )
+
+
 def _confirms(allocated: AllocatedIds | None, kubelet: tuple[int, int, int] | None) -> bool:
     """Return whether the present kubelet wrote a checkpoint."""
     return bool(allocated and kubelet and allocated.written_at > kubelet[2])
@@ -348,10 +381,15 @@ def _name(uid: str, snapshot: Snapshot) -> str:
     return str(pod) if pod is not None else f"uid {uid}"
 
 
-def _running_ids(allocated: AllocatedIds | None, snapshot: Snapshot) -> frozenset[ShareId]:
-    """Return the ids that the checkpoint names for pods that have not ended."""
+def _running_ids(
+    allocated: AllocatedIds | None, snapshot: Snapshot, present: Collection[str]
+) -> frozenset[ShareId]:
+    """Return the ids that the checkpoint names for pods that are still there."""
     known = snapshot.pods.by_uid
     pods = allocated.pods if allocated else {}
     return frozenset(
-        share for uid, ids in pods.items() if uid in known and not known[uid].ended for share in ids
+        share
+        for uid, ids in pods.items()
+        if (not known[uid].ended if uid in known else uid in present)
+        for share in ids
     )

@@ -59,6 +59,7 @@ class Watched:
         self.before: Callable[[ProcessIdentity], Any] = lambda _: None
         self.describe, self.holders, self.peer = host.describe, host.holders, host.peer
         self.cgroups, self.clock, self.starting = host.cgroups, host.clock, host.starting
+        self.pods = host.pods
         self.advice: tuple[str, ...] = ()
 
     async def hints(self) -> tuple[str, ...]:

@@ -113,6 +113,33 @@ def test_pods_that_a_list_of_another_node_lacks_have_not_ended(*, same: bool) ->
         judge.restart()
 
 
+def test_a_kubelet_without_pods_proves_no_list_to_be_of_this_node() -> None:
+    """A daemon and a kubelet start together, and the API server lists another node's pods."""
+    judge, named = KubeletReadiness("node-1"), file(50, SHARE.id)
+    snapshot = after(judge.begin(named, 2, KUBELET), PodsListed((WEB,), asked=3), since=NODE)
+    for at in (4, 5 + TIMING.written, 6 + TIMING.readiness):
+        look = judged(judge, at, answer(at, pods=()), named, snapshot)
+        assert not look.kubelet_ready
+        assert not look.ended
+        assert not look.released
+
+    assert judged(judge, 70, answer(70), named, snapshot).released == {SHARE.id}
+
+
+def test_a_list_without_the_mirror_of_a_static_pod_ends_nothing() -> None:
+    """The mirror may be deleted, and is made again: the kubelet alone knows its static pods.
+
+    It has just started, and has not admitted the pod again.
+    """
+    judge, named = KubeletReadiness("node-1"), file(50, SHARE.id, uid="f" * 32)
+    snapshot = after(judge.begin(named, 2, KUBELET), PodsListed((WEB,), asked=3), since=NODE)
+    for at in (4, 5 + TIMING.written):
+        look = judged(judge, at, answer(at), named, snapshot)
+        assert not look.kubelet_ready
+        assert not look.ended
+        assert not look.released
+
+
 def test_another_list_ends_the_doubt() -> None:
     """Empty lists count only one after the other."""
     judge, looks = ready(), []
