@@ -12,14 +12,17 @@ import anyio
 import pytest
 from anyio import to_thread
 
+from metagpu.core.config.memory import LIMIT_PREFIX
 from metagpu.core.contracts.host import Container
 from metagpu.core.errors import NoDaemon
 from metagpu.core.grants import cdi
 from metagpu.core.model.gpu import MIB
 from metagpu.core.model.shares import Holder
+from metagpu.plugins.cluster.settings import ClusterSettings, Feature
 from metagpu.plugins.control.client import SOCKET_NAME, send_request
 from metagpu.plugins.control.socket import control_server
 from metagpu.plugins.kubelet.timing import KubeletTiming
+from metagpu.sim.apiserver.server import SimApiServer
 from metagpu.sim.kubelet.kubelet import SimContainer, SimKubelet, SimPod
 from metagpu.sim.machine.containers import SimHost, container_of
 from metagpu.sim.machine.gpu import SimProcess
@@ -133,6 +136,7 @@ async def node(
     *,
     count: int = 1,
     timing: KubeletTiming | None = None,
+    cluster_settings: ClusterSettings | None = None,
 ) -> AsyncIterator[tuple[Scene, Runtime]]:
     """Run an agent with A100s and a runtime that knows CDI, while the block lasts."""
     gpus = SimNode(driver)
@@ -153,6 +157,7 @@ async def node(
             pod_dir=tmp_path / "pod",
             cdi_dir=tmp_path / "cdi",
             kubelet_timing=timing,
+            cluster_settings=cluster_settings,
         ) as scene,
         control_server(tmp_path, scene.agent.commands),
     ):
@@ -336,6 +341,35 @@ async def test_a_container_of_unknown_shares_waits_for_them(tmp_path: Path) -> N
         container = runtime.create(first.pid, ALICE)
         status, error = await runtime.run_hook(state_of(first.pid, container, ALICE))
         assert (status, "was not set within 8 s" in error) == (1, True)
+
+
+ALLOWS: Final = FAIL.replace("kill}", "kill, allowAnnotations: [limit]}")
+
+
+async def test_a_container_of_an_unreported_pod_waits_for_its_annotations(tmp_path: Path) -> None:
+    """With `fail` no container starts without its limit, which its pod may change.
+
+    The API server has not reported the pod: the hook waits, to its deadline.
+    """
+    server = SimApiServer()
+    server.add_node("gpu-1")
+    uid = container_of(ALICE).pod_uid
+    server.add_pod("team", "alice", "gpu-1", {f"{LIMIT_PREFIX}{METAGPU}": "50"}, uid=uid)
+    async with server.running():
+        kubeconfig = server.kubeconfig(tmp_path)
+    settings = ClusterSettings("gpu-1", kubeconfig, features=frozenset({Feature.PODS}))
+    async with (
+        node(tmp_path, ALLOWS, cluster_settings=settings) as (scene, runtime),
+        running() as first,
+    ):
+        await admit(scene, SimContainer("main", {METAGPU: 25}))
+        container, limits = runtime.create(first.pid, ALICE), scene.node.gpu(0).memory_limits
+        status, error = await runtime.run_hook(state_of(first.pid, container, ALICE))
+        assert (status, "has not reported the pod" in error, limits) == (1, True, {})
+
+        async with server.running():
+            assert await runtime.run_hook(state_of(first.pid, container, ALICE)) == (0, "")
+            assert list(limits.values()) == [(2 * 10085 + 512) * MIB]
 
 
 @pytest.mark.parametrize(

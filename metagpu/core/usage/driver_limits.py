@@ -139,6 +139,7 @@ class DriverLimits:
 
         Where a GPU may need one, the wait is for the shares of the container to be known: the
         kubelet has all of them by now, and is asked. Those that are known count where it is silent.
+        Where annotations may change the limit, it is for the API server to report the pod too.
 
         Raises:
             HostError: the name of the container is not certain, or its cgroup is not visible.
@@ -161,9 +162,12 @@ class DriverLimits:
                     break
             limits = [await self._limit_starting(gpu, target, settings(gpu)) for gpu in gpus]
             return limits.count(True)
+        allows = any(settings(gpu).allow_annotations for gpu in gpus)
+        unreported = allows and not _is_reported(self._registry.snapshot, target)
+        why = ": the API server has not reported the pod, which may change it" if unreported else ""
         raise DriverError(
             f"the memory limit of {target.holder} was not set within "
-            f"{self._timing.start_deadline:g} s of its start"
+            f"{self._timing.start_deadline:g} s of its start{why}"
         )
 
     async def _limit_starting(
@@ -177,6 +181,10 @@ class DriverLimits:
         held = _held_shares(self._registry.snapshot, gpu, target)
         if not (shares := self._guarded(held)):
             return False
+        if settings.allow_annotations:
+            async for is_known in self._registry.watch(lambda now: _is_reported(now, target)):
+                if is_known:
+                    break
         effective = self._effective_limit(gpu, target, shares, settings)
         limit, state = effective.limit, self._gpus[gpu]
         if limit is None or not effective.settings.uses_driver_limits:
@@ -334,6 +342,12 @@ class DriverLimits:
     def _log_failure(self, gpu: GpuId, error: DriverError) -> None:
         if self._logged.is_new(gpu, str(error)):
             log.warning("driver memory limit failed", gpu=str(gpu), error=str(error))
+
+
+def _is_reported(snapshot: Snapshot, target: ContainerCgroup) -> bool:
+    """Return whether a container's pod is known, as far as an API server reports pods."""
+    pods = snapshot.pods
+    return not pods.awaited or pods.find(target.holder, target.container.pod_uid) is not None
 
 
 def _held_shares(snapshot: Snapshot, gpu: GpuId, target: ContainerCgroup) -> Sequence[Share]:
