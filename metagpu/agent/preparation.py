@@ -15,7 +15,7 @@ from metagpu.core.config.errors import ConfigError
 from metagpu.core.errors import describe_error
 from metagpu.core.health.watch import HealthWatch
 from metagpu.core.model.gpu import GpuId
-from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE
+from metagpu.plugins.kubelet.paths import CHECKPOINT_FILE, KUBELET_SOCKET
 
 if TYPE_CHECKING:
     from metagpu.plugins.cluster.cluster import Cluster
@@ -90,4 +90,9 @@ def _kubelet_problem(paths: AgentPaths) -> str:
             return f"{path} cannot be used: {describe_error(error)}; run as root"
         if not os.access(path, mode):
             return f"{path} may not be used; run as root"
+    if (paths.kubelet_dir / KUBELET_SOCKET).exists() and not paths.pod_resources.exists():
+        return (
+            f"there is no {paths.pod_resources}, so that no lease would end; name its --root-dir "
+            "by --kubelet-root"
+        )
     return ""

@@ -1,12 +1,14 @@
 """The look of a daemon at what it needs: what the kubelet's files tell."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from metagpu.agent.paths import AgentPaths
+from metagpu.agent.paths import AgentPaths, pod_resources_socket
 from metagpu.agent.preparation import _kubelet_problem
 from metagpu.backends.fraction.backend import FractionBackend
+from metagpu.plugins.kubelet.paths import KUBELET_SOCKET
 from tests.rigs.agent import agent_at_work
 
 
@@ -18,6 +20,19 @@ def paths_of(folder: Path) -> AgentPaths:
 def test_a_kubelet_that_is_down_is_no_problem(tmp_path: Path) -> None:
     """A kubelet has neither a checkpoint nor a socket before its first start."""
     assert _kubelet_problem(paths_of(tmp_path / "none")) == ""
+
+
+def test_a_kubelet_whose_pods_are_listed_elsewhere_is_a_problem(tmp_path: Path) -> None:
+    """By a wrong `--kubelet-root`, no lease would ever end."""
+    devices, elsewhere = tmp_path / "device-plugins", tmp_path / "root"
+    devices.mkdir()
+    with socket.socket(socket.AF_UNIX) as kubelet:
+        kubelet.bind(str(devices / KUBELET_SOCKET))
+        kubelet.listen()
+        paths = AgentPaths(kubelet_dir=devices, pod_resources=pod_resources_socket(elsewhere))
+        assert "name its --root-dir by --kubelet-root" in _kubelet_problem(paths)
+    (devices / KUBELET_SOCKET).unlink()
+    assert _kubelet_problem(paths) == ""
 
 
 def test_a_folder_that_may_not_be_read_is_a_problem(
