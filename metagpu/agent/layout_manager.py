@@ -22,7 +22,7 @@ from metagpu.core.contracts.driver import read_instances
 from metagpu.core.errors import CdiError, DriverError
 from metagpu.core.grants.cdi import HOOK_NAME
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.backend_runner import BackendRunner
+from metagpu.core.layout.backend_runner import BackendRunner, find_left
 from metagpu.core.layout.checks import check_fit
 from metagpu.core.layout.diff import ConfiguredLayout, diff_layouts, to_dict
 from metagpu.core.layout.layout import Layout, build_layout
@@ -74,6 +74,11 @@ class LayoutManager:
             ConfigError: if the CDI specification cannot be written.
         """
         self._begun = True
+        context = self.context
+        gpus = [state.gpu for state in context.registry.snapshot.gpus.values()]
+        run_dir = str(context.paths.run_dir.absolute())
+        left = await find_left(context.backends, gpus, run_dir, context.daemons)
+        self.backend_runner.adopt(left)
         await self.apply()
 
     async def apply(self, config: Config | None = None) -> None:

@@ -16,13 +16,14 @@ from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
 from metagpu.core.errors import ProgramError
 from metagpu.core.grants.injection import Injection
-from metagpu.core.layout.backend_runner import RESTARTS, BackendRunner
+from metagpu.core.layout.backend_runner import RESTARTS, BackendRunner, find_left
 from metagpu.core.layout.layout import Layout, build_layout
 from metagpu.core.model.gpu import MIB, Connection, Gpu, GpuId, Topology
 from metagpu.core.model.shares import ResourceName, Share, ShareId
 from metagpu.core.model.snapshot import GpuState, Snapshot
 from metagpu.core.runtime.tasks import RestartTiming
 from metagpu.core.state.facts import (
+    EarlierLeases,
     Fact,
     GpusFound,
     LeasesObserved,
@@ -237,6 +238,7 @@ async def run_backends(
     daemons: Daemons | None = None,
     host: HostProcesses | None = None,
     timing: RestartTiming = RESTARTS,
+    unread: bool = False,
 ) -> AsyncIterator[BackendRig]:
     """Run the backends of a configuration on a simulated node while the block lasts.
 
@@ -251,6 +253,7 @@ async def run_backends(
         daemons: long-running host programs; stand-ins in real processes unless given.
         host: the host's processes, the real ones unless given.
         timing: the delays of the backend runner.
+        unread: whether the leases are unknown, until `EarlierLeases` says otherwise.
     """
     if node is None:
         node = build_node(gpu_models)
@@ -262,10 +265,13 @@ async def run_backends(
     async with driver.session():
         gpus = (await driver.survey()).gpus
         registry.apply(GpusFound(gpus, at=0))
+        if unread:
+            registry.apply(EarlierLeases("they are not read yet"))
         programs, daemons = programs or RecordedPrograms(), daemons or sim_daemons()
         host = host or LinuxHost(own_pids=True)
         runner = BackendRunner(registry, driver, programs, daemons, host, timing=timing)
         rig = BackendRig(node, registry, runner, gpus, injection or Injection(), backends)
+        runner.adopt(await find_left(backends, gpus, rig.injection.run_dir, daemons))
         rig.apply(text)
 
         async with anyio.create_task_group() as group:

@@ -26,6 +26,7 @@ def run_backends(
     daemons: Daemons | None = None,
     host: HostProcesses | None = None,
     timing: RestartTiming = RESTARTS,
+    unread: bool = False,
 ) -> AbstractAsyncContextManager[BackendRig]:
     """Run built-in backends on a simulated node while the block lasts."""
     return testing_node.run_backends(
@@ -39,4 +40,5 @@ def run_backends(
         daemons=daemons,
         host=host,
         timing=timing,
+        unread=unread,
     )

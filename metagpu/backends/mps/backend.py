@@ -6,6 +6,7 @@ a GPU looks after its control daemon, its compute mode, and the cleanup.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar, Final
 
 import anyio
@@ -21,6 +22,8 @@ from metagpu.backends.common.mps_daemon.control import (
     MpsDirectories,
     check_number,
     check_shared_memory,
+    control_daemon_spec,
+    format_pids,
     grant_to_client,
     limit_clients,
     max_clients_of,
@@ -31,7 +34,6 @@ from metagpu.backends.common.mps_daemon.supervisor import (
     LEAVE_DEADLINE,
     DaemonSupervisor,
     find_control_daemons,
-    format_pids,
 )
 from metagpu.backends.common.packing import (
     PlacementPolicy,
@@ -59,7 +61,8 @@ from metagpu.core.contracts.capabilities import (
 )
 from metagpu.core.contracts.driver import ComputeMode
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
-from metagpu.core.errors import DriverError, ProgramError
+from metagpu.core.contracts.programs import Daemons
+from metagpu.core.errors import DriverError, ProgramError, ProgramMissing
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_reports import BackendMetric, MetricKind
 from metagpu.core.model.gpu import MIB, Gpu, GpuId
@@ -90,14 +93,15 @@ async def run_gpu_owner(
         context, device, directories, timing, name=name, shared_memory=shared_memory
     )
 
+    owner = _GpuOwner(context, directories, timing, supervisor)
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(supervisor.run)
-            group.start_soon(_GpuOwner(context, directories, timing, supervisor).run)
+            group.start_soon(owner.run)
     finally:
         if not context.hands_over:
             with anyio.CancelScope(shield=True), anyio.move_on_after(LEAVE_DEADLINE):
-                await supervisor.release()
+                await owner.release()
 
 
 class _GpuOwner:
@@ -135,6 +139,14 @@ class _GpuOwner:
             )
             if (since := context.cleanup_due_since) is not None:
                 await self._clean_up(since)
+
+    async def release(self) -> None:
+        """Quit an unused control daemon, and put the compute mode back."""
+        if await self._supervisor.release():
+            try:
+                await self._restore_mode()
+            except DriverError as error:
+                self._log.warning("compute mode not restored", error=str(error))
 
     def _owns(self, state: GpuState) -> bool:
         return state.owner == self._context.backend
@@ -395,6 +407,16 @@ class MpsBackend(
     async def find_leftovers(cls, node: AbandonedNode) -> Sequence[Leftover]:
         """Find all control daemons, those of MIG instances too."""
         return await find_control_daemons(node)
+
+    @classmethod
+    async def is_left_on(cls, gpu: Gpu, run_dir: str, daemons: Daemons) -> bool:
+        """Return whether the GPU has a control daemon, or another compute mode by it."""
+        directories = MpsDirectories.for_device(run_dir, gpu.id)
+        if await to_thread.run_sync(directories.read_compute_mode) is not None:
+            return True
+        with suppress(ProgramMissing):
+            return await daemons.find(control_daemon_spec(gpu.id, directories, 0)) is not None
+        return False
 
     def _usable_memory(self, gpu: Gpu) -> int:
         # Units are parts of a known amount of memory: without one there are none.

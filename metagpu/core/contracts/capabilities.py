@@ -12,6 +12,7 @@ from typing import ClassVar, Final
 
 from metagpu.core.contracts.backend import Backend, GpuContext, Options
 from metagpu.core.contracts.leftovers import AbandonedNode, Leftover
+from metagpu.core.contracts.programs import Daemons
 from metagpu.core.grants.grant import Grant
 from metagpu.core.model.backend_reports import BackendMetric, FreeCapacity, MetricKind
 from metagpu.core.model.gpu import Gpu
@@ -311,6 +312,15 @@ class LeavesOnNode(Backend):
     @abstractmethod
     async def find_leftovers(cls, node: AbandonedNode) -> Sequence[Leftover]:
         """Find what the backend left, on all GPUs of the node. No daemon runs meanwhile."""
+
+    @classmethod
+    async def is_left_on(cls, gpu: Gpu, run_dir: str, daemons: Daemons) -> bool:  # noqa: ARG003
+        """Return whether pods of an earlier daemon may still need the backend on a GPU.
+
+        The backend serves the GPU with its default options then until no container may hold a
+        share, where no pool of the GPU has the backend.
+        """
+        return False
 
 
 CAPABILITIES: Final = (

@@ -1,20 +1,23 @@
 """The runner of `ManagesGpu.serve`, for each GPU and backend of the layout."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Final, TypeVar
 
 import anyio
 import msgspec
 import structlog
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from metagpu.core.contracts.backend import Backend
-from metagpu.core.contracts.capabilities import ManagesGpu
+from metagpu.core.contracts.capabilities import LeavesOnNode, ManagesGpu
 from metagpu.core.contracts.driver import ComputeMode, Driver, GpuProcess, MigDriver
 from metagpu.core.contracts.host import HostProcesses
 from metagpu.core.contracts.programs import Daemons, Programs
+from metagpu.core.grants.injection import Injection
 from metagpu.core.layout.layout import BackendAssignment, Layout
 from metagpu.core.model.gpu import Gpu
 from metagpu.core.model.shares import UNKNOWN_BACKEND, ProvisionedState
@@ -47,6 +50,7 @@ class _Run(msgspec.Struct, eq=False):
         dismissed: the call is to end, or has ended; its reports have no effect any more.
         draining: the layout has dropped the assignment, and a task waits until the backend does
             not own the GPU any more.
+        left: the layout never had the assignment: an earlier daemon's pods may need it.
     """
 
     assignment: BackendAssignment
@@ -54,6 +58,7 @@ class _Run(msgspec.Struct, eq=False):
     ended: anyio.Event = msgspec.field(default_factory=anyio.Event)
     dismissed: bool = False
     draining: bool = False
+    left: bool = False
 
     @property
     def backend(self) -> str:
@@ -85,9 +90,7 @@ class _RunContext(msgspec.Struct, frozen=True):
 
     @property
     def leased(self) -> bool:
-        state, ours = self.state, (self.backend, UNKNOWN_BACKEND)
-        held = (lease.share.backend for lease in state.leases.values())
-        return bool(state.kubelet.unknown_leases) or any(backend in ours for backend in held)
+        return _may_be_held(self.state, self.backend)
 
     @property
     def cleanup_due_since(self) -> float | None:
@@ -173,6 +176,7 @@ class BackendRunner:
         self._clock = clock
         self._timing = timing
         self._assignments: tuple[BackendAssignment, ...] = ()
+        self._left: Sequence[BackendAssignment] = ()
         self._runs: list[_Run] = []
         self._changed = anyio.Event()
 
@@ -192,6 +196,10 @@ class BackendRunner:
 
         self._registry.apply(layout.offer_fact)
         self._changed.set()
+
+    def adopt(self, left: Sequence[BackendAssignment]) -> None:
+        """Serve what an earlier daemon left on GPUs whose layout lacks the backend."""
+        self._left = left
 
     async def run(self) -> None:
         """Follow the layout until cancelled; each `serve` has ended at the return."""
@@ -214,7 +222,7 @@ class BackendRunner:
         self._registry.apply(fact)
 
     def _in_force(self, run: _Run) -> bool:
-        return any(_same(run.assignment, assignment) for assignment in self._assignments)
+        return not run.left and any(_same(run.assignment, each) for each in self._assignments)
 
     def _has_successor(self, run: _Run) -> bool:
         """Return whether the layout has this backend on this GPU, with any options."""
@@ -227,6 +235,8 @@ class BackendRunner:
         """Return whether a run goes on: it is in force, or its GPU needs cleanup."""
         if self._in_force(run):
             return True
+        if run.left:
+            return not self._has_successor(run)
         if not _needs_cleanup(run.assignment.backend):
             return False
         state = self._registry.snapshot.gpus[run.assignment.gpu.id]
@@ -243,26 +253,32 @@ class BackendRunner:
                     gone = BackendDetached(run.assignment.gpu.id, run.backend, self._clock())
                     self._registry.apply(gone)
 
-        for run in self._runs:
-            if not run.draining and not self._in_force(run):
-                run.draining = True
-                group.start_soon(self._drain, run)
-
         present = [begun.assignment for begun in self._runs]
         new = [
             _Run(assignment)
             for assignment in self._assignments
             if not any(_same(assignment, begun) for begun in present)
         ]
+        left = [_Run(assignment, left=True) for assignment in self._left]
+        new += [run for run in left if not self._has_successor(run)]
+        self._left = ()
         self._runs += new
         for run in new:
             group.start_soon(self._serve, run)
 
+        for run in self._runs:
+            if not run.draining and not self._in_force(run):
+                run.draining = True
+                group.start_soon(self._drain, run)
+
     async def _drain(self, run: _Run) -> None:
         """Dismiss a run once its backend owns the GPU no more, unless in force again."""
-        await _wait_until(
-            self._registry, run.assignment.gpu, lambda state: not state.used_by(run.backend)
-        )
+
+        def is_free(state: GpuState) -> bool:
+            held = run.left and _may_be_held(state, run.backend)
+            return not (held or state.used_by(run.backend))
+
+        await _wait_until(self._registry, run.assignment.gpu, is_free)
 
         run.draining = False
         if not self._in_force(run):
@@ -313,6 +329,32 @@ async def _serve_once(backend: Backend, context: _RunContext) -> str | None:
         return None
     log.error("backend returned early", gpu=str(context.gpu), backend=backend.name)
     return "the backend returned early"
+
+
+async def find_left(
+    backends: Mapping[str, type[Backend]], gpus: Iterable[Gpu], run_dir: str, daemons: Daemons
+) -> list[BackendAssignment]:
+    """Find the GPUs that pods of an earlier daemon may still need a backend for.
+
+    The folder of a backend has its name. Without it, the backend need not be loaded.
+    """
+    injection, found = Injection(run_dir=run_dir), list[BackendAssignment]()
+    for name in backends:
+        if not await to_thread.run_sync(Path(run_dir, name).is_dir):
+            continue
+        if issubclass(kind := backends[name], LeavesOnNode):
+            options = kind.options_type(backend=name)
+            for gpu in gpus:
+                if await kind.is_left_on(gpu, run_dir, daemons):
+                    backend = kind.configured(options, injection)
+                    found.append(BackendAssignment(gpu, options, backend))
+    return found
+
+
+def _may_be_held(state: GpuState, backend: str) -> bool:
+    """Return whether a container holds, or may hold, a share of a backend."""
+    held = {lease.share.backend for lease in state.leases.values()}
+    return bool(state.kubelet.unknown_leases) or not held.isdisjoint((backend, UNKNOWN_BACKEND))
 
 
 def _needs_setup(backend: Backend) -> bool:

@@ -122,6 +122,7 @@ async def mps(
     care: BackendRig | None = None,
     stays: bool = False,
     daemons: HostDaemons = DAEMONS,
+    unread: bool = False,
 ) -> AsyncIterator[Scene]:
     """Run MPS on GPUs while the block lasts; with `stays`, its daemons are left running."""
     injection = Injection(run_dir=str(folder))
@@ -131,7 +132,12 @@ async def mps(
 
     try:
         async with run_backends(
-            text, gpu_models=gpu_models, injection=injection, node=node, daemons=daemons
+            text,
+            gpu_models=gpu_models,
+            injection=injection,
+            node=node,
+            daemons=daemons,
+            unread=unread,
         ) as rig:
             scene = Scene(rig, folder, daemons)
             yield scene

@@ -255,6 +255,41 @@ async def test_a_pool_that_drops_mps_quits_it(tmp_path: Path) -> None:
         assert scene.care.node.gpus[0].compute_mode == DEFAULT
 
 
+@pytest.mark.parametrize("returns", [False, True], ids=["ended", "returned"])
+async def test_a_pods_mps_goes_on_where_no_pool_has_mps_any_more(
+    tmp_path: Path, *, returns: bool
+) -> None:
+    """A daemon that starts with other pools serves the pod, and then frees the GPU of all of it.
+
+    Other backends would find an exclusive GPU. A pool that has MPS again takes over.
+    """
+    async with mps(tmp_path, MIXED, stays=True) as first:
+        await first.ready()
+        process, share = await first.process(), first.care.share("mps")
+        first.care.claim(share)
+        await first.mode(EXCLUSIVE)
+
+    alone = MIXED.replace("{backend: mps, unitsPerGpu: 10}, ", "")
+    async with mps(tmp_path, alone, care=first.care, unread=True) as second:
+        registry = second.care.registry
+        registry.apply(LeasesObserved({share.id: Holder("team", "alice", "main")}, at=1.0))
+        registry.apply(EarlierLeases(""))
+        await second.care.settled()
+        if returns:
+            second.care.apply(MIXED)
+            await second.becomes(lambda state: "mps" in state.suspended)
+            await second.ready()
+        assert await first.process() == process
+        assert first.care.node.gpus[0].compute_mode == EXCLUSIVE
+
+        second.care.release(share)
+        await second.becomes(lambda state: state.owner is None)
+        await second.mode(DEFAULT)
+        if not returns:
+            with anyio.fail_after(30):
+                await DAEMONS.wait_ended(process)
+
+
 async def test_a_killed_daemons_mode_is_put_back(tmp_path: Path) -> None:
     """A mode that a killed agent set is reset by the next, if no lease needs it."""
     async with mps(tmp_path) as first:

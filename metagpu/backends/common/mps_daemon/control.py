@@ -287,6 +287,11 @@ def _unexpected(command: str, answer: str) -> ProgramError:
     return ProgramError(f"unexpected answer to {command}: {answer[:80]!r}")
 
 
+def format_pids(pids: Sequence[int]) -> str:
+    """Format process ids for a message."""
+    return ", ".join(map(str, pids))
+
+
 DEFAULT_UNITS: Final = 100
 MAX_UNITS: Final = 100
 """Of one device: MPS limits threads in whole percents."""

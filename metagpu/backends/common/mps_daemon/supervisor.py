@@ -15,6 +15,7 @@ from metagpu.backends.common.mps_daemon.control import (
     MpsControl,
     MpsDirectories,
     control_daemon_spec,
+    format_pids,
 )
 from metagpu.backends.common.mps_daemon.decisions import (
     DaemonAction,
@@ -150,19 +151,21 @@ class DaemonSupervisor:
         """
         return not self._host.leased and not await self.clients()
 
-    async def release(self) -> None:
-        """Quit the daemon if it is unused; otherwise leave it to the next supervisor."""
+    async def release(self) -> bool:
+        """Quit an unused daemon, leave others to the next agent; tell whether it ended."""
         try:
             if self._process is None:
                 await self.find()  # `run` was cancelled before it had found one
             if not await self.is_unused():
                 self._log.info("mps control daemon left to its clients")
-                return
+                return False
             if self._process is not None:
                 await self._quit(self._process)
             await self._daemons.unmount(self._daemon)
         except (ProgramError, TimeoutError) as error:
             self._log.warning("mps control daemon left running", error=str(error))
+            return False
+        return True
 
     async def stop(self) -> None:
         """Stop an unused daemon, or one whose device is gone, if need be by force.
@@ -362,11 +365,6 @@ class DaemonSupervisor:
         except DriverError:
             return True
         return not pids <= self._servers
-
-
-def format_pids(pids: Sequence[int]) -> str:
-    """Format process ids for a message."""
-    return ", ".join(map(str, pids))
 
 
 def _start_problem(error: ProgramError) -> str:
