@@ -55,21 +55,21 @@ CAPABILITIES: Final = (
             "compat/nvidia_claims.py",
         ),
     ),
-    Capability("device plugin", 4104, ("plugins/kubelet/*",)),
+    Capability("device plugin", 4141, ("plugins/kubelet/*",)),
     Capability("cluster: labels, Events, Node", 5667, ("plugins/cluster/*",)),
-    Capability("agent", 3852, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
-    Capability("availability, leases, model", 5071, (
+    Capability("agent", 3863, ("agent/*", "__init__.py", "__main__.py", "patches.py")),
+    Capability("availability, leases, model", 5076, (
         "core/availability/*", "core/state/*", "core/model/*", "core/errors.py", "core/__init__.py",
     )),
-    Capability("layout and grants", 2003, ("core/layout/*", "core/grants/*")),
-    Capability("contracts and runtime", 2274, ("core/contracts/*", "core/runtime/*")),
+    Capability("layout and grants", 2047, ("core/layout/*", "core/grants/*")),
+    Capability("contracts and runtime", 2292, ("core/contracts/*", "core/runtime/*")),
     Capability("configuration and other formats", 4550, ("core/config/*", "compat/*")),
     Capability("health", 1000, ("core/health/*",)),
-    Capability("enforcement and usage", 3741, ("core/usage/*",)),
-    Capability("MIG", 3847, ("backends/mig/*",)),
-    Capability("MPS", 1421, ("backends/mps/*", "backends/common/mps_daemon/*")),
+    Capability("enforcement and usage", 3755, ("core/usage/*",)),
+    Capability("MIG", 3849, ("backends/mig/*",)),
+    Capability("MPS", 1460, ("backends/mps/*", "backends/common/mps_daemon/*")),
     Capability("fraction, timeslice, whole", 1050, ("backends/*",)),
-    Capability("NVML and host", 5283, ("nvml/*", "host/*")),
+    Capability("NVML and host", 5288, ("nvml/*", "host/*")),
     Capability("metrics", 1850, ("plugins/metrics/*",)),
     Capability("web", 1514, ("plugins/web/*", "plugins/http/*")),
     Capability("mgctl in containers", 1660, ("plugins/pod_api/*",)),
@@ -78,7 +78,7 @@ CAPABILITIES: Final = (
     )),
     Capability("kubectl", 5640, ("kubectl/*",)),
     Capability("webhook and translation", 3858, ("webhook/*", "translation/*")),
-    Capability("tests of other backends", 573, ("testing/*",)),
+    Capability("tests of other backends", 579, ("testing/*",)),
 )  # fmt: skip
 """Every file of `metagpu/` but generated code belongs to exactly one."""
 
@@ -87,14 +87,14 @@ LIMITS: Final = (
     Limit("lines of a module, the median", 220, 190, at_least=True),
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
-    Limit("product lines", 86338, 75000),
-    Limit("test lines", 112999, 92300),
+    Limit("product lines", 86524, 75000),
+    Limit("test lines", 113236, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
     Limit("decisions", 49, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66079, 64700),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66136, 64700),
 )
 
 
