@@ -17,6 +17,8 @@ import structlog
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import settings
 
+from metagpu.nvml.driver import NvmlDriver
+
 # A background job of a shell ignores SIGINT, and so would every program that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -146,6 +148,18 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(structlog, "configure", uncached)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unhurried_nvml() -> Iterator[None]:
+    """Raise the deadline of NVML's calls: a machine that stands still for some seconds may miss it.
+
+    Commands that simulate GPUs name none.
+    """
+    library, _, timing = NvmlDriver.__init__.__defaults__ or ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NvmlDriver.__init__, "__defaults__", (library, 30.0, timing))
+        yield
 
 
 @pytest.fixture(autouse=True)
