@@ -88,13 +88,13 @@ LIMITS: Final = (
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
     Limit("product lines", 86524, 75000),
-    Limit("test lines", 113251, 92300),
+    Limit("test lines", 113430, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),
     Limit("structs named Timing", 20, 20),
     Limit("decisions", 49, 48),
-    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66136, 64700),
+    Limit("words of README.md, docs/*.md and docs/backends/*.md", 66151, 64700),
 )
 
 

@@ -218,19 +218,18 @@ def _folders(folder: Path) -> list[str]:
         return []  # ended meanwhile
 
 
-_LABEL: Final = re.compile("[a-z0-9-]{1,63}")
-"""The name of a container, which is one of a folder too."""
-_CRIO: Final = "io.kubernetes.cri-o."
-"""The prefix of annotations that CRI-O gives to every container."""
-_BY_CRIO: Final = (
-    *("io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"),
-    "io.kubernetes.container.name",
+_NAMING: Final = (
+    (
+        *("io.kubernetes.cri.sandbox-uid", "io.kubernetes.cri.sandbox-namespace"),
+        *("io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.container-name"),
+    ),
+    (
+        *("io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"),
+        "io.kubernetes.container.name",
+    ),
 )
-_BY_CONTAINERD: Final = (
-    *("io.kubernetes.cri.sandbox-uid", "io.kubernetes.cri.sandbox-namespace"),
-    *("io.kubernetes.cri.sandbox-name", "io.kubernetes.cri.container-name"),
-)
-"""The annotations with the uid of a container's pod, and its names."""
+"""Annotations with the uid of a container's pod and its names: containerd's, and the kubelet's
+labels, which CRI-O makes annotations."""
 
 
 def read_starting_holder(
@@ -238,22 +237,18 @@ def read_starting_holder(
 ) -> Holder | None:
     """Return the names of a container that starts; `None` for an unknown pod; blocks.
 
-    Its link comes after its start. containerd writes its annotations over those of the pod. CRI-O
-    gives containers the annotations of their pods too: there a name counts if the kubelet has made
-    the folder of its log, in that of the cgroup's pod.
+    Its link comes after its start. A runtime may give a container its pod's annotations, and writes
+    its own over them (`SpecAddAnnotations` of CRI-O 1.34): so one of the names is true, and where
+    two differ the folder of its logs names the pod alone.
     """
-    is_crio = any(key.startswith(_CRIO) for key in annotations)
-    uid, *names = (annotations.get(key, "") for key in (_BY_CRIO if is_crio else _BY_CONTAINERD))
-    claimed = Holder(*names)
-    is_named = uid == container.pod_uid and all(names)
-    if is_named and not is_crio:
-        return claimed
-    pod = _pods_of(folder.with_name(PODS), [container]).get(container)
-    if pod is None or not (is_named and pod.covers(claimed)):
-        return pod
-    logs = folder.with_name(PODS) / f"{pod.namespace}_{pod.pod}_{uid}"
-    is_certain = _LABEL.fullmatch(claimed.container) and (logs / claimed.container).is_dir()
-    return claimed if is_certain else pod
+    named = {
+        Holder(*names)
+        for uid, *names in ([annotations.get(key, "") for key in keys] for keys in _NAMING)
+        if uid == container.pod_uid and all(names)
+    }
+    if len(named) == 1:
+        return named.pop()
+    return _pods_of(folder.with_name(PODS), [container]).get(container)
 
 
 DEFAULT_FOLDER: Final = Path("/var/log/containers")

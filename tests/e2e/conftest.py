@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.cluster import CONFIGURATION, GPUS, MODEL, NAMESPACE, Cluster
 from tests.e2e.joined import Joined, credentials, joined
+from tests.e2e.rig.crio import crio, provide_crio
+from tests.e2e.rig.errors import RigError
 from tests.e2e.rig.go_programs import kubernetes
 from tests.e2e.rig.host_daemon import HostDaemon
 from tests.e2e.rig.node import Node, running_node
@@ -91,6 +93,25 @@ def daemon(node: Node, pod_daemon: PodDaemon) -> Iterator[HostDaemon]:
     daemon.start()
     yield daemon
     daemon.stop()
+
+
+@pytest.fixture(
+    params=["containerd", pytest.param("cri-o", marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+def each_runtime(request: pytest.FixtureRequest, node: Node, daemon: HostDaemon) -> Iterator[None]:
+    """Run the node's pods by each container runtime; the first test with CRI-O may build it."""
+    if request.param == "containerd":
+        yield
+        return
+    try:
+        provide_crio()
+    except RigError as error:
+        pytest.skip(f"CRI-O was not tried: {error}")
+    cluster = Cluster(node, daemon)
+    cluster.clear()
+    with crio(node):
+        yield
+        cluster.clear()
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def assert_nodes(held: Holding) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("each_runtime")
 def test_a_container_has_its_gpu_by_every_strategy(configurable: Cluster) -> None:
     """A container has the nodes of its GPU alone, and what its strategy adds, also after a restart.
 

@@ -100,6 +100,7 @@ def await_event(cluster: Cluster, name: str, reason: str, *words: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("each_runtime")
 def test_a_pod_above_its_share_is_ended_and_its_neighbour_stays(strict: Cluster) -> None:
     """The pod is warned, its process ends, its Events have the reason, other pods run on."""
     greedy, neighbour = strict.run("greedy", SHARES), strict.run("neighbour", SHARES)

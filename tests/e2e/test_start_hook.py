@@ -95,6 +95,7 @@ def test_no_container_reaches_its_command_without_its_limit(strict: Cluster, pod
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("each_runtime")
 def test_a_container_waits_for_a_daemon_where_its_limit_is_required(strict: Cluster) -> None:
     """With `startHook: fail` a container that restarts waits for a daemon, and for its limit."""
     strict.run("patient", 10)

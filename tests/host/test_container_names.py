@@ -96,13 +96,11 @@ CRIO = (
     *("io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"),
     "io.kubernetes.container.name",
 )
-BY_CRIO = {"io.kubernetes.cri-o.ContainerType": "container"}
 
 
 def annotated(runtime: tuple[str, ...], uid: str, holder: Holder) -> dict[str, str]:
     """Return the annotations with which a runtime names a container."""
-    names = zip(runtime, (uid, holder.namespace, holder.pod, holder.container), strict=True)
-    return dict(names) | (BY_CRIO if runtime is CRIO else {})
+    return dict(zip(runtime, (uid, holder.namespace, holder.pod, holder.container), strict=True))
 
 
 @pytest.mark.parametrize("runtime", [CONTAINERD, CRIO])
@@ -131,29 +129,31 @@ async def test_a_starting_container_has_its_name_by_its_runtime(
 BOB = Holder("other", "bob", "main")
 
 
-def test_the_annotations_of_a_pod_name_no_other_pods_container(tmp_path: Path) -> None:
-    """Under CRI-O a pod adds any annotations, and gets a name of its own containers at most."""
-    rig, own, bobs = SimHost(tmp_path), container_of(ALICE), container_of(BOB)
-    (rig.pods / f"team_alice-0_{own.pod_uid}" / "main").mkdir(parents=True)
+@pytest.mark.parametrize(("own", "others"), [(CONTAINERD, CRIO), (CRIO, CONTAINERD)])
+def test_the_annotations_of_a_pod_name_no_other_pods_container(
+    tmp_path: Path, own: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """A pod that adds another runtime's annotations gets its own name at most."""
+    rig, container, bobs = SimHost(tmp_path), container_of(ALICE), container_of(BOB)
+    (rig.pods / f"team_alice-0_{container.pod_uid}" / "main").mkdir(parents=True)
     (rig.pods / f"other_bob_{bobs.pod_uid}" / "main").mkdir(parents=True)
-    pod = Holder("team", "alice-0", "")
+    true, pod = annotated(own, container.pod_uid, ALICE), Holder("team", "alice-0", "")
 
     def named(annotations: dict[str, str]) -> Holder | None:
-        return read_starting_holder(rig.logs, own, annotations)
+        return read_starting_holder(rig.logs, container, annotations)
 
-    assert named(annotated(CRIO, own.pod_uid, ALICE)) == ALICE
-    assert named(annotated(CRIO, own.pod_uid, BOB)) == pod
-    assert named(annotated(CRIO, bobs.pod_uid, BOB)) == pod
-    assert named(annotated(CRIO, own.pod_uid, Holder("team", "alice-0", "absent"))) == pod
-    assert named(annotated(CRIO, own.pod_uid, Holder("team", "alice-0", ".."))) == pod
-    assert named(annotated(CONTAINERD, own.pod_uid, BOB) | BY_CRIO) == pod
-    assert named(annotated(CONTAINERD, bobs.pod_uid, BOB)) == pod
+    assert named(true) == ALICE
+    assert named(true | annotated(others, container.pod_uid, ALICE)) == ALICE
+    assert named(true | annotated(others, container.pod_uid, BOB)) == pod
+    assert named(true | annotated(others, bobs.pod_uid, BOB)) == ALICE
+    assert named(annotated(others, bobs.pod_uid, BOB)) == pod
 
 
-def test_containerd_names_containers_whose_logs_are_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", [CONTAINERD, CRIO])
+def test_a_runtime_names_containers_whose_logs_are_elsewhere(
+    tmp_path: Path, runtime: tuple[str, ...]
+) -> None:
     """A kubelet with another `podLogsDir` has no folder here; a runtime without names has none."""
     rig, own = SimHost(tmp_path), container_of(ALICE)
-    by_containerd = annotated(CONTAINERD, own.pod_uid, ALICE)
-    assert read_starting_holder(rig.logs, own, by_containerd) == ALICE
-    assert read_starting_holder(rig.logs, own, annotated(CRIO, own.pod_uid, ALICE)) is None
+    assert read_starting_holder(rig.logs, own, annotated(runtime, own.pod_uid, ALICE)) == ALICE
     assert read_starting_holder(rig.logs, own, {}) is None

@@ -78,7 +78,7 @@ def build_command(go: str, programs: GoPrograms, package: str, output: Path) -> 
     stamps = [stamp.format(version=version, major=major, minor=minor) for stamp in programs.stamps]
     flags = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in stamps)])
     command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
-    return [*command, "-o", str(output), package]
+    return [*command, "-tags", ",".join(programs.tags), "-o", str(output), package]
 
 
 def build_settings(programs: GoPrograms) -> dict[str, str]:

@@ -43,6 +43,8 @@ class GoPrograms:
     """Files and folders of the module that are copied beside the programs."""
     cgo: bool = False
     """Whether the programs load libraries of the host."""
+    tags: tuple[str, ...] = ()
+    """Go's build tags."""
 
     @property
     def source(self) -> Path:

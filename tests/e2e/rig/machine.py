@@ -144,18 +144,18 @@ def end_containers(paths: NodePaths) -> None:
     """End every container of the node at once, as a power cut would.
 
     containerd itself must have ended, or containerd would start the containers again.
-    A shim has the address of our socket in its command line, and all processes of its
-    container descend from the shim. MPS daemons do not: they have a folder of ours in their
+    A shim has our socket in its command line, and CRI-O's conmon folders of ours; all processes
+    of its container descend from it. MPS daemons do not: they have a folder of ours in their
     environment.
     """
 
     def none_remain() -> bool:
         everyone = running_processes()
-        address = str(paths.containerd_socket)
         shims = {
             pid: command
             for pid, command in everyone.items()
-            if Path(command[0]).name.startswith("containerd-shim") and address in command
+            if Path(command[0]).name.startswith(("containerd-shim", "conmon"))
+            and any(part.startswith(str(paths.home)) for part in command[1:])
         }
         mps = {pid for pid in everyone if _is_mps_daemon(pid, paths.home)}
         ours = (_descendants(set(shims)) | mps) & set(everyone)

@@ -38,13 +38,15 @@ def first_process(container: str) -> int:
     """Return the machine's pid of a running container's first process.
 
     With the host's process ids no process is number 1, and the first is the one that is not a
-    child of another.
+    child of another. CRI-O's monitor of a container has a cgroup beside it.
 
     Raises:
         RigError: there is none.
     """
     folders = [
-        file.parent for file in Path("/proc").glob("[0-9]*/cgroup") if container in _read(file)
+        file.parent
+        for file in Path("/proc").glob("[0-9]*/cgroup")
+        if re.search(rf"(?<!conmon-){container}$", _read(file), re.MULTILINE)
     ]
     statuses = {int(folder.name): _read(folder / "status") for folder in folders}
     for pid, status in statuses.items():

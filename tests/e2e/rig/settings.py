@@ -185,7 +185,8 @@ def _network(paths: NodePaths) -> dict[str, object]:
         "dataDir": str(paths.home / "addresses"),
     }
     bridge = {"type": "bridge", "bridge": NETWORK, "isGateway": True, "ipam": addresses}
-    return {"cniVersion": "0.4.0", "name": NETWORK, "plugins": [bridge]}
+    # CRI-O has the plugin check its work, and an older one does not find the route that it made.
+    return {"cniVersion": "0.4.0", "disableCheck": True, "name": NETWORK, "plugins": [bridge]}
 
 
 def etcd_command(paths: NodePaths, tools: Tools) -> list[str]:
