@@ -12,6 +12,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from msgspec.structs import replace
 
+from metagpu.agent.timing import AgentTiming
 from metagpu.core.availability.reasons import count_free
 from metagpu.core.model.shares import Holder, ResourceName
 from metagpu.core.state.facts import LeasesObserved
@@ -144,7 +145,7 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
                 offered.append(kubelet.allocatable()[WHOLE])
             return offered[-1:] == [1]
 
-        async with agent_at_work(tmp_path, config=config, kubelet=kubelet) as scene:
+        async with agent_at_work(tmp_path, config=config, kubelet=kubelet, timing=AgentTiming()) as scene:
             await late.wait_asked(1)
             if how != "good":
                 reason = scene.state(0).kubelet.unknown_leases

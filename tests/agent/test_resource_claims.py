@@ -480,7 +480,7 @@ async def test_an_instance_that_takes_longer_than_a_call_is_the_next_calls(
     monkeypatch.setattr(preparer, "LONGEST", 1.0)
     node = await a_node(tmp_path, "{model: a100-40gb, mig: true}")
     provisioning = node.gpus[0].mig.provisioning
-    provisioning.duration = 3.0
+    provisioning.duration = 60.0
     async with at_work(tmp_path, MIG, node) as scene:
         claim = scene.allocate("mig-2g10gb-4")
         stored = scene.server.store.objects["resourceclaims", claim.namespace, claim.name]
@@ -489,6 +489,9 @@ async def test_an_instance_that_takes_longer_than_a_call_is_the_next_calls(
         [lease] = scene.scene.state(0).leases.values()
         assert lease.resource_claim == claim
         assert placements(node) == []
+        with node.changed:
+            provisioning.duration = 0
+            node.changed.notify_all()
         await until(lambda: any(one.target.endswith("/pods/slow") for one in scene.server.requests))
         await scene.prepared(claim)
         assert placements(node) == ["2g.10gb@4"]

@@ -49,6 +49,8 @@ pools:
 
 FRESH = HttpTiming(page_age=0.0)
 """A new page for each request."""
+PATIENT = AgentTiming(first_leases=math.inf)
+"""No machine is too slow to read the kubelet's checkpoint before the first list."""
 UNHURRIED = MetricsTiming(late_loop=math.inf)
 """No machine is too slow to be healthy."""
 
@@ -191,7 +193,7 @@ async def agent_at_work(
         status_address=status_address,
         web_address=web_address,
         timing=replace(
-            timing or AgentTiming(),
+            timing or PATIENT,
             kubelet=kubelet_timing or TIMING,
             usage=usage_timing,
             health=health_timing,

@@ -30,6 +30,13 @@ def skip(seconds: float) -> None:
     loop.time = lambda: time() + seconds  # type: ignore[method-assign]
 
 
+def stop_clock() -> None:
+    """Stop the running loop's clock: only `skip` advances it, however slow the machine is."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    loop.time = lambda: now  # type: ignore[method-assign]
+
+
 async def becomes(is_so: Callable[[], object], deadline: float = 30) -> None:
     """Poll until a predicate holds."""
 

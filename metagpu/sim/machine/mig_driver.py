@@ -7,6 +7,7 @@ them without a daemon.
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -95,7 +96,7 @@ def create_gpu_instance(
         raise MigDriverError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     making.requested += 1
-    _take(node, making.duration)
+    _take(node, lambda: making.duration)
     if gpu.failure is not None:
         raise MigDriverError(gpu.failure)
     _check_idle(gpu)
@@ -127,7 +128,7 @@ def create_compute_instance(
     slices, making = COMPUTE_SLICES.get(kind, 0), gpu.mig.provisioning
     if not 0 < slices <= instance.profile.compute_slices:
         raise MigDriverError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    _take(node, making.compute_duration)
+    _take(node, lambda: making.compute_duration)
     if gpu.mig.instances.get(instance.number) is not instance:
         raise MigDriverError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
     fails = making.compute_failures > 0
@@ -187,10 +188,10 @@ def destroy_gpu_instance(gpu: SimGpu, instance: SimGpuInstance) -> None:
         raise MigDriverError(pynvml.NVML_ERROR_UNKNOWN)
 
 
-def _take(node: SimNode, seconds: float) -> None:
-    """Wait for some seconds without the node's lock."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+def _take(node: SimNode, seconds: Callable[[], float]) -> None:
+    """Wait for some seconds, which may change meanwhile, without the node's lock."""
+    begin = time.monotonic()
+    while (left := begin + seconds() - time.monotonic()) > 0:
         node.changed.wait(left)
 
 

@@ -31,7 +31,7 @@ from metagpu.core.usage.timing import UsageTiming
 from metagpu.sim.machine.gpu import SimProcess
 from tests.core.usage.enforcer_rig import ALICE, BOB, Ground, ground, terms
 from tests.rigs.build import BACKENDS, after, gpu, layout_of
-from tests.rigs.waiting import skip
+from tests.rigs.waiting import skip, stop_clock
 
 CAROL = Holder("default", "carol", "main")
 
@@ -127,6 +127,7 @@ async def test_a_container_is_reported_while_others_want_the_gpu(
         live.hold(BOB, 75)
         gpu = live.gpus[0].id
         compute(live, 7001, ALICE)
+        stop_clock()
         with live.registry.events.subscribe(TimeExceeded) as news:
             for _ in range(5):
                 await later(live, watch)

@@ -42,7 +42,7 @@ from metagpu.plugins.cluster.settings import ClusterTiming, Feature
 from metagpu.sim.apiserver.server import SimApiServer
 from tests.plugins.cluster.rig import NODE, Scene, client_of, cluster_at_work
 from tests.rigs.build import METAGPU, after
-from tests.rigs.waiting import becomes, skip
+from tests.rigs.waiting import becomes, skip, stop_clock
 
 KEY = "gpu-mem-limit.cnvrg.io/metagpu"
 
@@ -319,6 +319,7 @@ async def test_a_deleted_pod_may_end_soon_or_when_its_grace_is_over(tmp_path: Pa
 
     async with followed(server, tmp_path) as registry:
         await knows(registry, lambda pods: pods.listed and not pods.terminating)
+        stop_clock()
         delete(server, 60)
         await knows(registry, lambda pods: pods.terminating == {("team", "alice")})
         skip(SOON)

@@ -1,6 +1,5 @@
 """Preferred allocations: cases 45 to 49 of the contract."""
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -43,7 +42,7 @@ from tests.plugins.kubelet.rig import (
     simulated_kubelet,
 )
 from tests.rigs.build import layout_of
-from tests.rigs.waiting import skip
+from tests.rigs.waiting import skip, stop_clock
 
 
 async def test_kubelet_follows_our_choice(tmp_path: Path) -> None:
@@ -370,9 +369,8 @@ async def test_the_wait_for_an_unknown_pod_ends_after_20_ms() -> None:
     registry = Registry()
     matcher = PreferenceMatcher(RESOURCE, registry, anyio.current_time)
     registry.apply(PodsListed((known("other", 1, {UUID: "GPU-1"}),)))
-    loop, done = asyncio.get_running_loop(), anyio.Event()
-    now = loop.time()
-    loop.time = lambda: now  # type: ignore[method-assign]
+    done = anyio.Event()
+    stop_clock()
 
     async def wait() -> None:
         await matcher.wait_known([3])
