@@ -88,7 +88,7 @@ LIMITS: Final = (
     Limit("modules with one importer, in their own folder", 50, 45),
     Limit("modules of more than 450 lines", 0, 0),
     Limit("product lines", 86524, 75000),
-    Limit("test lines", 113445, 92300),
+    Limit("test lines", 113447, 92300),
     Limit("fields of GpuState", 16, 16),
     Limit("properties and methods of GpuState", 8, 8),
     Limit("kinds of facts", 36, 36),

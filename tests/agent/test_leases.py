@@ -145,7 +145,9 @@ async def test_no_deadline_offers_what_a_late_kubelet_may_have_given(
                 offered.append(kubelet.allocatable()[WHOLE])
             return offered[-1:] == [1]
 
-        async with agent_at_work(tmp_path, config=config, kubelet=kubelet, timing=AgentTiming()) as scene:
+        async with agent_at_work(
+            tmp_path, config=config, kubelet=kubelet, timing=AgentTiming()
+        ) as scene:
             await late.wait_asked(1)
             if how != "good":
                 reason = scene.state(0).kubelet.unknown_leases
